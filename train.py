@@ -11,7 +11,7 @@ from slime.settings import Args, run_or_exit
 
 @restarting
 def train(args: Args) -> None:
-    """Runs the algorithm. Heavy imports come after the settings are parsed, so that mistakes are reported at once."""
+    """Runs the algorithm. Heavy imports come after the settings are parsed, so that mistakes are reported early."""
     from slime.cluster.launch_run import launch
 
     with launch(args) as run:

@@ -1,4 +1,4 @@
-"""Asynchronous training: the calls of `train.py` in another order, while engines keep generating.
+"""Asynchronous training: the calls of `train.py` in a different order, while engines keep generating.
 
 The default is one step off: step k+1 is generated while step k is trained. Weights change only between two generations,
 so every sample has one weight version, exactly one behind the trainer (more with a larger `--update-weights-interval`).
@@ -60,9 +60,9 @@ def fully_async(run: Run, rollout_ids: range) -> None:
         if syncs:
             run.sync_weights(for_save=saves)
         if saves:
-            run.save(rollout_id)  # after the weight sync, which ended running requests, so their tokens are saved
+            run.save(rollout_id)  # after the weight sync, which ended the running requests: their tokens are then saved
         if syncs and (saves or rollout_id == rollout_ids.start):
-            run.check_log_probs()  # not in every step, because it samples and delays the worker
+            run.check_log_probs()  # not in every step, because an evaluation samples and delays the worker
         if run.evaluates_after(rollout_id):
             run.evaluate(rollout_id)
         run.end_step(rollout_id)

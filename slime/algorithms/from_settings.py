@@ -44,5 +44,5 @@ class Algorithm:
 
 
 def samples_top_p_set(args: Args) -> bool:
-    """Whether tokens are sampled from only a part of the vocabulary (`--rollout-top-p`, `--rollout-top-k`)."""
+    """Returns whether tokens are sampled from only a part of the vocabulary (`--rollout-top-p`, `--rollout-top-k`)."""
     return not fine_tunes(args) and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)

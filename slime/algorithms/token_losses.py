@@ -1,4 +1,4 @@
-"""Parts of token losses: the clamped log-ratio, sums over the samples of a micro-batch, value and supervised loss."""
+"""Functions for token losses: the clamped log-ratio, sums over a micro-batch's samples, value and supervised loss."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this, so that one bad token cannot make the loss infinite. A ratio of 5e8 is far outside
-every trust region. Clamped tokens are counted, because they mean that trainer and engine disagree about the model."""
+"""Default limit of log-ratios, so that one bad token cannot make the loss infinite. A ratio of 5e8 is far outside every
+trust region. Clamped tokens are counted, because they mean that trainer and engine disagree about the model."""
 
 
 def unmasked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` [R], with zeros and zero gradient where `mask` is 0, even for NaN.
+    """Returns `values` [R], with zeros and zero gradient where `mask` is 0, even for NaN.
 
     Apply it to inputs, not to results: a NaN that is discarded only in the result comes back as 0 * NaN in the backward
     pass.
@@ -27,7 +27,7 @@ def unmasked(values: Tensor, mask: Tensor) -> Tensor:
 def clamped_log_ratio(
     log_probs: Tensor, reference: Tensor, mask: Tensor, limit: float = LOG_RATIO_LIMIT
 ) -> tuple[Tensor, Tensor]:
-    """(log_probs - reference [R], clamped to +-`limit`, zero where masked; [R] bool: where it was clamped).
+    """Returns (log_probs - reference [R], clamped to +-`limit`, zero where masked; [R] bool: where it was clamped).
 
     A limit of 0 means no limit. Differentiable in `log_probs`; a clamped token has zero gradient. Masked values cannot
     matter, even NaN.
@@ -36,7 +36,7 @@ def clamped_log_ratio(
 
 
 def clamp_counted(raw: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """(raw clamped to +-`limit`, where it was clamped [bool]). A limit of 0 means no limit."""
+    """Returns (raw clamped to +-`limit`, where it was clamped [bool]). A limit of 0 means no limit."""
     import torch
 
     if not limit:
@@ -54,27 +54,27 @@ class Sequences:
     """S, the number of samples. A sample without response tokens has the sum 0."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over each sample's tokens, [R] -> [S], accumulated in float64. Masked values must be zero."""
+        """Sums over each sample's tokens, [R] -> [S], accumulated in float64. Masked values must be zero."""
         import torch
 
         total = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         return total.index_add(0, self.ids, values.double()).to(values.dtype)
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Mean over each sample's unmasked tokens, [R] -> [S]; 0 without any. Masked values cannot matter."""
+        """Averages over each sample's unmasked tokens, [R] -> [S]; 0 without any. Masked values cannot matter."""
         num = self.sum((mask > 0).to(values.dtype))
         return self.sum(unmasked(values, mask)) / num.clamp(min=1.0)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Each sample's value at each of its tokens, [S] -> [R]."""
+        """Repeats each sample's value at each of its tokens, [S] -> [R]."""
         return values.index_select(0, self.ids)
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347, as in OpenAI baselines), without 1/2: the
-    larger squared error of the value and of the value clipped to within `value_clip` of the old one.
+    """Computes PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347, as in OpenAI baselines), without 1/2:
+    the larger squared error of the value and of the value clipped to within `value_clip` of the old one.
 
     Returns (loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where masked.
     """
@@ -89,5 +89,5 @@ def value_loss(
 
 
 def negative_log_likelihood(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """The supervised loss: -log_probs [T], zero (with zero gradient) where masked."""
+    """Returns the supervised loss: -log_probs [T], zero (with zero gradient) where masked."""
     return unmasked(-log_probs, mask)

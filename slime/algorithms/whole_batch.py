@@ -1,8 +1,8 @@
-"""Host arithmetic of a whole batch: token weights of each optimizer step, advantages and returns.
+"""Computes on the host, from a whole batch: token weights of each optimizer step, advantages and returns.
 
 Every rank computes the same float64 numbers from all samples. So groups, denominators, whitening and recursions cannot
-depend on how the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what works
-with any formula: the KL in the reward, the teacher, whitening, and users' functions
+depend on how the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what is the
+same for every formula: the KL in the reward, the teacher, whitening, and users' functions
 (`--custom-advantage-function-path`, `--rollout-data-postprocess-path`).
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The batch as users' functions see it: a dict of lists with one entry per sample. Entries with values per token
-    are CPU tensors.
+    """The batch that users' functions receive: a dict of lists with one entry per sample. Per-token values are CPU
+    tensors.
 
     The functions set `advantages` (and with a critic `returns`) in it.
     """
@@ -51,7 +51,7 @@ class RolloutView:
     """[R] KL to the reference; None without --kl-coef."""
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy that a function may change."""
+        """Returns a copy that a function may change."""
         samples = self.batch.samples
         return {
             "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),
@@ -69,7 +69,7 @@ class RolloutView:
         }
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
-        """The advantages, and with a critic the returns, that the function of `flag` set in `data`."""
+        """Returns the advantages, and with a critic the returns, that the function of `flag` set in `data`."""
         advantages = _checked(data.get("advantages"), "advantages", self.masks, flag)
         return Estimate(
             advantages, None if self.values is None else _checked(data.get("returns"), "returns", self.masks, flag)
@@ -105,7 +105,7 @@ def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
         )
     kept = where_trained([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
-        raise HookError(f"{flag} left a non-finite number in rollout_data[{name!r}]; return finite ones")
+        raise HookError(f"{flag} left a non-finite number in rollout_data[{name!r}]; return finite numbers")
     return kept
 
 
@@ -134,7 +134,7 @@ class AdvantagesAndReturns:
 
     advantages: Arrays
     returns: Arrays | None
-    """The critic learns to predict these; None without a critic."""
+    """The returns that the critic learns to predict; None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -153,7 +153,7 @@ class StepWeights:
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
-    """Raises `DataError` if a sample lacks numbers that the policy loss needs under these settings."""
+    """Raises `DataError` if a sample has no log-probs or no finite reward, and the policy loss needs them."""
     if not minimises_policy_loss(args):
         return
     for s in samples:
@@ -177,7 +177,7 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
 def step_weights(
     batch: TrainBatch, positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
 ) -> StepWeights:
-    """Weights of the step that trains the samples at `positions`. `count_masked`: as in `Aggregation.token_weights`.
+    """Weights of the step that trains the samples at `positions`. `count_masked`: see `Aggregation.token_weights`.
 
     Unscored executions do not count. Raises `DataError` if no sample has a reward.
     """
@@ -201,9 +201,10 @@ def step_weights(
 def advantages_and_returns(
     batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
 ) -> AdvantagesAndReturns:
-    """Computes them with the estimator or the user's functions. `values` [R]: the critic's, before its update.
+    """Computes advantages and returns with the estimator or the user's functions. `values` [R]: the critic's, before
+    its update.
 
-    Raises `HookError` if a function breaks its contract, `DataError` if a sample lacks its teacher's log-probs.
+    Raises `HookError` if a function breaks its contract, `DataError` if a sample has no log-probs of the teacher.
     """
     masks = tuple(s.loss_mask for s in batch.samples)
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
@@ -253,7 +254,7 @@ def _rewarded(
 
 
 def _mean(values: Arrays, masks: Arrays) -> float:
-    """The mean over trained tokens of values that are zero elsewhere."""
+    """Returns the mean over trained tokens of values that are zero elsewhere."""
     return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
 
 

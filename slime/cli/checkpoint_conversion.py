@@ -1,7 +1,7 @@
 """Converts weights between kinds of folders, and rollouts of the public slime to ours, for `slime convert`.
 
 Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target folder
-gets its name when it is complete.
+gets its final name once it is complete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def convert(
     """Converts `source` and writes `target`.
 
     `to` is a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types. For a checkpoint,
-    `hf_checkpoint` is its initial model, which provides the tensors that training does not hold; for a `torch_dist`
+    `hf_checkpoint` is its initial model, which provides the tensors that training does not use; for a `torch_dist`
     folder, the model with config and tokenizer; for adapters, the base model to name. `model_family` is the value of
     `--model-family`. `trust_pickle` allows a `torch_dist` folder as source. Raises `CheckpointError` if `target` is not
     empty or `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
@@ -113,7 +113,7 @@ def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
 
 
 def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
-    """Writes a `torch_dist` folder, without tensors that training does not hold: Megatron has no names for them."""
+    """Writes a `torch_dist` folder, without tensors that training does not use: Megatron has no names for them."""
     from slime.training.foreign.write_torch_dist import write_torch_dist
 
     progress = stack.enter_context(Progress("convert", total=len(found.table.entries), unit="parameters"))
@@ -164,7 +164,7 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
                 "folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    # Training updates the master weights. The model in fewer bits is their rounding, which engines served.
+    # Training updates the master weights. The model itself holds them rounded to fewer bits, as engines served them.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
     found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
     return _with_carried(found, to, hf_checkpoint, stack)
@@ -179,13 +179,13 @@ def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
 
 
 def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
-    """Adds the tensors of the model's files that training does not hold."""
+    """Adds the tensors of the model's files that training does not use."""
     table = found.table
     if hf_checkpoint is None:
         if table.carried and to != TORCH_DIST:
             raise ConfigError(
-                f"model folders of {table.family} hold tensors that training does not ({', '.join(table.carried)}); "
-                "give --hf-checkpoint, the folder that the model was loaded from"
+                f"model folders of {table.family} contain tensors that training does not use "
+                f"({', '.join(table.carried)}); set --hf-checkpoint to the folder that the model was loaded from"
             )
         return found
     read = stack.enter_context(HfReader(hf_checkpoint))
@@ -205,7 +205,7 @@ def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[
 
 
 def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in the types of `to`. Wide rows stay wide, also in layers that training does not hold."""
+    """Yields the tensors in the types of `to`. Wide rows stay wide, also in layers that training does not use."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
         for part, weight in formats.apart(name, tensor) if to == FP8 else [(name, tensor)]:
@@ -241,7 +241,7 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     rollout = Rollout(source)
     number, num_samples = rollout.rollout_id, rollout.num_samples
     if not isinstance(number, int):
-        raise DataError(f"{source} is the evaluation {number!r}; give the rollout of a step")
+        raise DataError(f"{source} is the evaluation {number!r}; name the rollout of a step")
 
     def samples() -> Iterator[Any]:
         with Progress("convert", total=num_samples, unit="samples") as progress:
@@ -252,7 +252,7 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     found = groups_of(samples(), number)
     save_rollout(target, number, found.groups)
     told = [f"wrote {target}: {num_samples} samples in {len(found.groups)} groups of step {number}"]
-    told += [f"  left out: {name}, of {count} samples" for name, count in sorted(found.left_out.items())]
+    told += [f"  left out: {name} ({count} samples)" for name, count in sorted(found.left_out.items())]
     if found.num_mixed:
         told.append(f"  {found.num_mixed} samples of several weight versions: their tokens count as the oldest")
     return "\n".join(told)

@@ -1,7 +1,7 @@
 """`slime convert IN OUT`: converts weights or a rollout of the public slime.
 
-Weights become a Hugging Face folder, optionally in a different type, or Megatron's `torch_dist`. A rollout becomes one
-in our format. Arguments are checked before torch is imported.
+Weights become a Hugging Face folder, optionally with a different dtype, or Megatron's `torch_dist`. A rollout is
+written in our format. Arguments are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         choices=kinds,
-        help="type of the weights; peft: only adapters; torch_dist: a folder for Megatron; default: keep the types",
+        help="dtype of the weights; peft: only adapters; torch_dist: a folder for Megatron; default: keep the dtypes",
     )
     parser.add_argument(
         "--hf-checkpoint",
         type=Path,
-        help="for a torch_dist folder: the model with config and tokenizer; for a checkpoint or torch_dist folder: the "
-        "source of tensors that training does not hold; with peft: the adapters' model",
+        help="for a torch_dist folder: the model with config and tokenizer; for a checkpoint or torch_dist folder: "
+        "the source of tensors that training does not use; with peft: the base model",
     )
     parser.add_argument("--model-family", help="your own model family: pkg.module, path/to/file.py, pkg.module:Class")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="read IN although it holds pickles; they are read as data, and no code in them runs",
+        help="read IN although it contains pickles; they are read as data, and no code in them runs",
     )
 
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 def check_rollout(source: Path, target: Path, *, trusted: bool) -> None:
     """Raises `ConfigError` for a file that is missing or not trusted, `CheckpointError` for a target that exists."""
     if not source.is_file():
-        raise ConfigError(f"{source} is not a file; give a rollout that the public slime wrote")
+        raise ConfigError(f"{source} is not a file; name a rollout that the public slime wrote")
     require_trust(source, trusted=trusted)
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"the target {target} already exists; name a new file, OUT.jsonl.zst")
@@ -84,7 +84,7 @@ def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Pat
     """Raises `CheckpointError` or `ConfigError` for arguments that cannot work, without reading weights."""
     is_hf = has_hf_model(str(source))
     if to == "peft" and is_hf:
-        raise CheckpointError(f"--to peft needs adapters, but {source} holds none; name a --save folder")
+        raise CheckpointError(f"--to peft needs adapters, but {source} has none; name a --save folder")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(f"the target {target} is not empty; name a new folder or empty this one")
     is_megatron = not is_hf and has_megatron_checkpoint(str(source))
@@ -95,12 +95,12 @@ def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Pat
             "torch_dist folder"
         )
     if hf_checkpoint is not None and not has_hf_model(str(hf_checkpoint)):
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} holds no config.json; give a Hugging Face folder")
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} has no config.json; name a Hugging Face folder")
     if is_megatron:
         require_trust(source, trusted=trusted)
         if hf_checkpoint is None:
             raise ConfigError(
-                f"{source} holds only weights; give --hf-checkpoint, the Hugging Face folder of the model, for "
+                f"{source} contains only weights; set --hf-checkpoint to the Hugging Face folder of the model, for "
                 "config.json and tokenizer"
             )
     if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:

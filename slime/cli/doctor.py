@@ -1,7 +1,7 @@
 """`slime doctor`: checks whether this machine can run slime, and says how to fix problems.
 
 A check that raises also becomes a finding. Engines are imported in a separate process, so that a crash or a hang is
-reported like any other fault.
+reported like any other problem.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Finding:
     state: str
     """One of `OK`, `WARN`, `FAIL`."""
     detail: str
-    """What was seen and, if something is wrong, what to do."""
+    """The result of the check and, if something is wrong, what to do."""
 
 
 def check_versions() -> list[Finding]:
@@ -99,7 +99,9 @@ def check_memory() -> Finding:
     }["MemAvailable"]
     text = f"{available / 2**30:.1f} GiB free"
     if available < MIN_MEMORY_BYTES:
-        return Finding("memory", WARN, f"{text}; the demo needs {MIN_MEMORY_BYTES >> 30} GiB: end other work first")
+        return Finding(
+            "memory", WARN, f"{text}; the demo needs {MIN_MEMORY_BYTES >> 30} GiB: stop other programs first"
+        )
     return Finding("memory", OK, text)
 
 
@@ -120,7 +122,7 @@ def check_disk() -> Finding:
 
 
 def check_temporary_folder() -> Finding:
-    """Checks that the folder's path is short enough for Unix sockets of Ray, torch and engines."""
+    """Checks that the path of the temporary folder is short enough for Unix sockets of Ray, torch and engines."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         problem = too_long("TMPDIR", folder, OF_LIBRARIES)
@@ -218,12 +220,13 @@ def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to check for")
-    parser.add_argument("--no-engines", action="store_true", help="do not import SGLang and Megatron, which takes 30 s")
+    parser.add_argument(
+        "--no-engines", action="store_true", help="skip the imports of SGLang and Megatron, which take 30 s"
+    )
     parser.add_argument(
         "--template",
         metavar="DIR",
-        help="check only this checkpoint's chat template: which actions of agents append tokens without changing "
-        "earlier ones",
+        help="check only this checkpoint's chat template: which actions of agents keep earlier tokens unchanged",
     )
 
 
@@ -240,18 +243,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(folder: str) -> int:
-    """Prints which actions of agents a chat template appends; returns 1 if it does not even append plain turns.
+    """Prints which actions of agents a chat template appends; returns 1 if not even plain turns are appended.
 
     Raises `ConfigError` for a folder without a tokenizer or a chat template.
     """
     from slime.data.checkpoint_template import CheckpointTemplate
 
     if not Path(folder).is_dir():
-        raise ConfigError(f"--template {folder} is not a folder; give the folder of a Hugging Face checkpoint")
+        raise ConfigError(f"--template {folder} is not a folder; name the folder of a Hugging Face checkpoint")
     files = CheckpointTemplate.of(Path(folder))
     missing = "tokenizer" if not files.has_tokenizer else "chat template" if not files.has_template else ""
     if missing:
-        raise ConfigError(f"--template {folder} holds no {missing}; give the folder of a chat model")
+        raise ConfigError(f"--template {folder} has no {missing}; name the folder of a chat model")
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of

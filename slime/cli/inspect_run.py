@@ -1,4 +1,4 @@
-"""Commands that read a run's folder, also during the run: `slime report`, `slime samples`, `slime trace`."""
+"""Commands that read a run's folder, even while the run is active: `slime report`, `slime samples`, `slime trace`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def _require_run(folder: Path) -> None:
     """Raises `DataError` if the folder is not a run folder."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; give the folder of a run")
+        raise DataError(f"{folder} is not a folder; name the folder of a run")
     if any((folder / name).exists() for name in _FILES_OF_RUN):
         return
     runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    do = f"give one of those in it: {', '.join(runs[:5])}" if runs else "give the folder of a run (--run-dir)"
+    do = f"name one of the runs in it: {', '.join(runs[:5])}" if runs else "name the folder of a run (--run-dir)"
     raise DataError(f"{folder} is not the folder of a run (no run.json and no metrics.jsonl); {do}")
 
 
@@ -73,11 +73,11 @@ def run_samples(options: argparse.Namespace) -> int:
     samples = read_samples(path)
     if not samples:
         raise DataError(
-            f"{options.run_dir} holds no samples ({FILE_NAME}): no step is done yet, or the run had --log-samples 0"
+            f"{options.run_dir} has no samples ({FILE_NAME}): no step is done yet, or the run had --log-samples 0"
         )
     chosen = choose(samples, options)
     if not chosen:
-        raise DataError(f"{path} holds no sample of that kind, only {_what_there_is(samples)}; change the flags")
+        raise DataError(f"{path} has no samples of that kind, only {_what_there_is(samples)}; change the flags")
     num = options.n if options.n is not None else len(chosen) if options.step is not None else DEFAULT_NUM
     chosen = chosen[len(chosen) - num :] if 0 <= num < len(chosen) else chosen
     try:
@@ -87,7 +87,7 @@ def run_samples(options: argparse.Namespace) -> int:
             from rich.console import Console
 
             _show(chosen, Console(highlight=False, soft_wrap=True))
-    except BrokenPipeError:  # raised for `| head`; Python would complain again at exit
+    except BrokenPipeError:  # the reader closed the pipe (`| head`); otherwise Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
@@ -149,13 +149,13 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Writes the traces of all starts of a run into one file. Raises `DataError` for a folder without traces."""
+    """Writes the traces of all launches of a run into one file. Raises `DataError` for a folder without traces."""
     _require_run(options.run_dir)
     from slime.observability.spans import read_trace
 
     parts = sorted((options.run_dir / "traces").glob("*.json"))
     if not parts:
-        raise DataError(f"{options.run_dir} holds no traces/*.json; give the folder of a run")
+        raise DataError(f"{options.run_dir} has no traces/*.json; name the folder of a run")
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))

@@ -1,6 +1,6 @@
 """`slime train` and `slime train-async`: the loops `train.py` and `train_async.py`, with their own command line.
 
-All words after the command go to the loop, including `--help` and `--explain`.
+All arguments after the command go to the loop, including `--help` and `--explain`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.settings import run_or_exit
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The loop parses its flags itself."""
+    """Adds nothing, because the loop parses its flags itself."""
 
 
 def run_sync(options: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """`slime <command>`: the entry point.
 
 A command is a row of `COMMANDS` with `add_flags(parser)` and `run(options) -> int` from a file in this folder. `run`
-checks its arguments before heavy imports, so help and errors appear at once.
+checks its arguments before heavy imports, so help and errors appear immediately.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Command:
     run: Callable[[argparse.Namespace], int]
     """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
     words: Literal["own", "more", "all"] = "own"
-    """The accepted words. own: the flags that `add_flags` declares. more: any other words too, which arrive in
-    `options.words`. all: every word after the name goes to `options.words`, including `--help`.
+    """The accepted arguments. own: the flags that `add_flags` declares. more: also other arguments, which go to
+    `options.words`. all: every argument after the name goes to `options.words`, including `--help`.
     """
 
 
@@ -63,7 +63,7 @@ COMMANDS = (
     Command("samples", "print a run's best and worst samples", inspect_run.add_samples_flags, inspect_run.run_samples),
     Command(
         "trace",
-        "make a trace of all starts of a run, for ui.perfetto.dev",
+        "make a trace of all launches of a run, for ui.perfetto.dev",
         inspect_run.add_trace_flags,
         inspect_run.run_trace,
     ),
@@ -100,7 +100,7 @@ class _Once(argparse._StoreAction):
     ) -> None:
         given: dict[str, Any] = namespace.__dict__.setdefault("given", {})
         if self.dest in given and given[self.dest] != values:
-            raise argparse.ArgumentError(self, f"it is given two values, {given[self.dest]} and {values}; keep one")
+            raise argparse.ArgumentError(self, f"it has two values, {given[self.dest]} and {values}; keep one")
         given[self.dest] = values
         super().__call__(parser, namespace, values, option)
 

@@ -1,7 +1,7 @@
-"""`slime rerun RUN [flags]`: starts a run again in a new folder, with the settings that its folder recorded.
+"""`slime rerun RUN [flags]`: launches a run again in a new folder, with the settings recorded in its folder.
 
 The recorded command line is parsed in its working folder; further flags override it. Outputs in the run's own folder
-move to the new folder. All differences from the recorded start are listed before anything starts.
+move to the new folder. All differences from the recorded launch are listed before anything starts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},
     **{"environment": dict, "versions": dict, "host": dict},
 }
-"""Key of a start's record -> its type."""
+"""Key in the record of a launch -> type of the value."""
 LOOPS = {"train": True, "train-async": False}
 """Command -> whether its loop is synchronous."""
 
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="folder of the run; flags after it override the recorded flags of the loop",
     )
-    parser.add_argument("--start", type=int, default=0, help="number of the start, for a resumed run (default 0)")
+    parser.add_argument("--start", type=int, default=0, help="number of the launch, for a resumed run (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,11 +72,11 @@ class Again:
     """A key of `LOOPS`."""
     words: tuple[str, ...]
     told: tuple[str, ...]
-    """The differences from the recorded start."""
+    """The differences from the recorded launch."""
 
 
 def prepare(folder: Path, number: int, given: list[str]) -> Again:
-    """Prepares the rerun. Changes to its working folder, and sets recorded variables that this process lacks."""
+    """Prepares the rerun. Changes to its working folder, and sets recorded variables that are not set here."""
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
@@ -97,7 +97,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     if not isinstance(settings.get("run_dir"), str):
         raise DataError(f"args.json of start {number} of {folder} has no run_dir; restore the file from a copy")
     told = differences(start, settings, words, synchronous=LOOPS[loop])
-    told += [f"{flag} was a secret and is not recorded; give it again if needed" for flag in dropped]
+    told += [f"{flag} was a secret and is not recorded; set it again if needed" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
     return Again(heading, loop, tuple(words), tuple(told))
 
@@ -111,19 +111,21 @@ def _become(again: Again) -> None:
 
 
 def num_starts(folder: Path) -> int:
-    """Returns the number of starts of a run. Raises `DataError` if the folder is not a run folder."""
+    """Returns the number of launches of a run. Raises `DataError` if the folder is not a run folder."""
     return len(_starts(folder))
 
 
 def recorded_start(folder: Path, number: int) -> dict[str, Any]:
-    """Returns the record of a start. Raises `DataError` without a record, or if an earlier release recorded less."""
+    """Returns the record of a launch. Raises `DataError` without a record, or if an earlier release recorded less."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
-        raise DataError(f"--start is {number}, but {folder} has the starts 0 to {len(starts) - 1}; give one of them")
+        raise DataError(
+            f"--start is {number}, but {folder} has the launches 0 to {len(starts) - 1}; choose one of them"
+        )
     start = starts[number]
     if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:
         raise DataError(
-            f"run.json of {folder} lacks the {missing[0]} of start {number}: the file is damaged, or an earlier "
+            f"run.json of {folder} has no {missing[0]} of launch {number}: the file is damaged, or an earlier "
             "release wrote it; start the run by its command line"
         )
     words = [str(word) for word in start["command"]]
@@ -136,10 +138,10 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():
-        raise DataError(f"{folder} holds no run.json; give the folder of a run")
+        raise DataError(f"{folder} has no run.json; name the folder of a run")
     found = _json_object(record).get("starts")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise DataError(f"{record} holds no list of starts; restore it, or start the run by its command line")
+        raise DataError(f"{record} has no list of starts; restore the file, or start the run by its command line")
     return found
 
 
@@ -150,7 +152,7 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as JSON ({error}); restore it from a copy") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object; restore it from a copy")
+        raise DataError(f"{path} is not a JSON object; restore the file from a copy")
     return found
 
 
@@ -164,22 +166,22 @@ def new_folder(folder: Path) -> Path:
 
 
 def without_hidden(words: list[str]) -> tuple[list[str], list[str]]:
-    """Returns (words without the flags whose values were secrets, names of the removed flags)."""
+    """Returns (arguments without the flags whose values were secrets, names of the removed flags)."""
     hidden = [group for group in groups(words) if any(HIDDEN in word for word in group)]
     kept = [word for group in groups(words) if group not in hidden for word in group]
     return kept, [group[0].partition("=")[0] for group in hidden]
 
 
 def resumes_itself(words: list[str]) -> bool:
-    """Whether `--load` is the run's own `--save`."""
+    """Returns whether `--load` is the run's own `--save`."""
     save = flag_value(words, "save")
     return save is not None and flag_value(words, "load") == save
 
 
 def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """Returns the flags that load the checkpoint that this start loaded; empty if the start began at step 0.
+    """Returns the flags that load the same checkpoint as the recorded launch; empty if that launch began at step 0.
 
-    Raises `DataError` if neither the record nor the words name the checkpoint.
+    Raises `DataError` if neither the record nor the arguments name the checkpoint.
     """
     load = ["--load", str(Path(str(flag_value(words, "load"))).absolute())]
     if flag_value([*words, *given], "ckpt_step") is not None:
@@ -187,14 +189,14 @@ def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) 
     step = _first_step(folder, number)
     if step is None or without(words, "finetune") != words:
         raise DataError(
-            f"{folder} does not record the checkpoint that --start {number} loaded; give it: {shlex.join(load)} "
-            "--ckpt-step N"
+            f"{folder} does not record the checkpoint that --start {number} loaded; add {shlex.join(load)} --ckpt-step "
+            "N"
         )
     return [*load, "--ckpt-step", str(step - 1)] if step > 0 else []
 
 
 def _first_step(folder: Path, number: int) -> int | None:
-    """Returns the first step that a start logged, or None."""
+    """Returns the first step that a launch logged, or None."""
     from slime.observability.report.record import read_run
 
     try:
@@ -204,7 +206,7 @@ def _first_step(folder: Path, number: int) -> int | None:
 
 
 def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
-    """Returns the recorded words, with outputs in the run's folder moved to the new folder.
+    """Returns the recorded arguments, with outputs in the run's folder moved to the new folder.
 
     Leaves out outputs that are `given` now. A `--load` of the run's own `--save` moves with `--save`. Raises
     `ConfigError` for an output in a different place that already exists.
@@ -226,7 +228,7 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
 
 
 def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """Returns the place of an output that only this run may write; None if each start uses a new place."""
+    """Returns the place of an output that only this run may write; None if each launch uses a new place."""
     if name not in SHARED_OUTPUTS:
         return place
     experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
@@ -249,10 +251,10 @@ def _require_free(name: str, path: Path) -> None:
         )
 
 
-# --- differences from the recorded start
+# --- differences from the recorded launch
 
 OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
-"""Settings that differ in every start, or follow the run's folder."""
+"""Settings that differ in every launch, or follow the run's folder."""
 
 
 def differences(
@@ -260,7 +262,7 @@ def differences(
 ) -> list[str]:
     """Returns one line per difference, most important first.
 
-    `start` is a record of `run.json`, `settings` the `args.json` of this start, `words` the current flags. Raises the
+    `start`: the record in `run.json`; `settings`: `args.json` of that launch; `words`: the current flags. Raises the
     loop's `ConfigError`.
     """
     from slime.settings import check_hooks, parse_args

@@ -1,7 +1,7 @@
 """`slime schemas`: writes or checks slime/settings/schemas/*.json, the flags of the installed engines.
 
-    slime schemas --write     after changing a pinned version
-    slime schemas             prints what differs; exit code 1 if anything does
+    slime schemas --write     after changing a pinned version slime schemas             prints what differs; exit code 1
+    if anything differs
 
 The command line is parsed from these files, so parsing imports no engine. Megatron's flags are every field of its
 config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what differs; returns 1 if anything does and `--write` is not given."""
+    """Prints the differences; returns 1 if there are any and `--write` is not given."""
     installed = build_all()
     changed = differences(installed)
     if options.write:
@@ -140,7 +140,7 @@ LAUNCH = (
     _launch(
         "untie_embeddings_and_output_weights",
         "bool",
-        "Embedding and output layer have weights of their own; from the checkpoint.",
+        "Embedding and output layer have separate weights; from the checkpoint.",
         default=False,
     ),
     _launch("position_embedding_type", "str", "Position embedding.", default="rope", choices=["rope"]),

@@ -5,8 +5,8 @@ Ctrl-C. It uses the loop's own mode for that (`--debug-rollout-only --num-rollou
 flags. The file has the format of `--sglang-config`; with it, the policy's checkpoint is optional.
 
 `slime weights-agent` loads the weights that a trainer writes to a folder into one engine, until Ctrl-C. A run starts it
-next to its own engines; for engines that already run, start it by hand on the engine's host. It reads the engine's key
-from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine has one key for everything.
+next to its own engines; for engines that already run, start it by hand on the engine's host. The agent reads the
+engine's key from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine has one key for everything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or PORT.problem(int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use a number from 1 to 65535")
     return int(text)
 
 
@@ -85,7 +85,7 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
         help="a folder on this host for the checkpoint that the engine loads; agents of one host may share it",
     )
     parser.add_argument(
-        "--limit-s", type=float, default=300.0, help="time limit of one answer of the engine (default 300)"
+        "--limit-s", type=float, default=300.0, help="time limit of each request to the engine (default 300)"
     )
     parser.add_argument(
         "--pre-read-hook", metavar="PATH", help="fn(source_dir, target_version), called before a version is read"

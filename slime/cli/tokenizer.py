@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
     from slime.data.checkpoint_template import KEPT, write_fast
 
     if not options.folder.is_dir():
-        raise ConfigError(f"{options.folder} is not a folder; give a released folder of Kimi-K2")
+        raise ConfigError(f"{options.folder} is not a folder; name a released folder of Kimi-K2")
     num_ids = write_fast(options.folder)
     print(f"{options.folder / FAST}: {num_ids} ids; the released configuration is kept as {KEPT}")
     return 0

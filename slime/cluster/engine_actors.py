@@ -1,15 +1,15 @@
 """Runs the engines as Ray actors, for the fleet's supervisor.
 
 An engine has an actor (`EngineActor`) on each of its hosts. The first one, its head, owns the server that answers.
-Requests never pass through an actor: rollout and weight sync send HTTP to the server.
+Requests never pass through an actor, because rollout and weight sync send HTTP requests to the server.
 
 The supervisor calls `RayEngines` on the driver's thread. No method waits: actors are called in the background, and
-their answers are read later (`troubles`, `started`). Each incarnation of an engine gets new actors on the same slots.
+their answers are read later (`troubles`, `started`). A restarted engine gets new actors on the same slots.
 
 Invariants
-1. An actor and all its child processes are dead before another one starts in its place; a server dies with its owner.
+1. An actor and all its child processes are dead before a new actor starts in its place. A server dies with its owner.
 2. On GPUs that the trainer lends, a restarting engine takes memory only while the trainer lends it.
-3. An engine restarts only on hosts with a guardian; it waits while a host has lost its guardian.
+3. An engine restarts only on hosts with a guardian. It waits while a host has no guardian.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class EngineActor:
     ) -> None:
         """Starts the server.
 
-        `name` is used in logs: the engine's number, and the incarnation and the host if they are not the first.
-        `host` is the address that the server listens on. `node` and `meeting_point` are for an engine on several
-        hosts; the actor on the first host chooses the meeting point of their servers. `takes_weights` is whether the
-        engine serves the trainer's weights.
+        `name` is used in logs: the engine's number, plus the number of restarts and the host if these are not 0. `host`
+        is the address that the server listens on. `node` and `meeting_point` are for an engine on several hosts; the
+        actor on the first host chooses the meeting point of their servers. `takes_weights` is whether the engine serves
+        the trainer's weights.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log", crashes=True)
         self._name = name
@@ -111,7 +111,7 @@ class EngineActor:
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
-        """Lets the server take its memory. `_lent` makes Ray wait for the trainers' answers before this call."""
+        """Lets the server take its memory. `_lent` makes Ray wait for the trainers' calls before this call."""
         self._server.open_gate()
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -135,7 +135,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="watch")
     def problem(self, expects_answers: bool) -> str | None:
-        """Returns the result of `ServerWatch.trouble`. Also restarts a weights agent that has ended."""
+        """Returns the result of `ServerWatch.trouble`. Also restarts a weights agent that has exited."""
         if self._agent is not None:
             self._agent.tend()
         return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
@@ -190,16 +190,17 @@ class EngineActor:
 
 
 ENGINE_SHARE = 0.2
-"""Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take another share of the slot."""
+"""Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take a further share of the slot."""
 LOOK_EVERY_S = 1.0
 OWNER_LIMIT_S = 7.0
-"""How long an engine's actor may be silent. The actor has no other work on that thread, so its silence reveals a frozen
-host long before Ray gives up the host."""
+"""How long an engine's actor may be silent. That thread does nothing else, so a silent actor means a frozen host, long
+before Ray gives up the host.
+"""
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
 """How long a delivered token counts as a sign of life. `Engines` polls the rollout side every few seconds."""
 END_LIMIT_S = 5.0
-"""Time for the actor of a lost engine to stop its server, before it is killed."""
+"""Time for the actor of a lost engine to stop its server. After that the actor is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,17 +209,17 @@ class _Ending:
 
     actors: tuple[Any, ...]
     stopped: list[Any]
-    """References to the answers of their `stop`."""
+    """References to the results of their `stop` calls."""
     deadline: float
     incarnation: int
-    """The incarnation of the new actors."""
+    """Number of restarts of the engine, including this one."""
 
 
 class RayEngines:
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
     ) -> None:
-        """Creates the first actors. Their servers start at once."""
+        """Creates the first actors. Their servers start immediately."""
         self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
         self._log_dir, self._keys = log_dir, keys
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
@@ -226,7 +227,7 @@ class RayEngines:
         self.may_take_memory: Callable[[], bool] = lambda: True
         """Whether the trainer lends its memory now; `Engines` sets it."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """Called with an engine that gets no more requests; `Engines` sets it."""
+        """A function that is called with an engine that gets no more requests; `Engines` sets it."""
         self._gates: dict[int, bool] = {}
         """Index of an engine that restarts on lent GPUs -> whether its gate is open."""
         self._ready: dict[int, Any] = {}
@@ -234,12 +235,12 @@ class RayEngines:
         self._looks: dict[tuple[int, int], tuple[Any, Silence]] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._heard_at: dict[int, float] = {}
-        """Index of an engine -> when it last delivered tokens."""
+        """Index of an engine -> time at which it last delivered tokens."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
-        """Returns the records of all placed engines, in the state before their start."""
+        """Returns the records of all placed engines, in the state before they start."""
         return [
             Engine(
                 placed.index,
@@ -256,7 +257,7 @@ class RayEngines:
 
     @property
     def heads(self) -> list[Any]:
-        """[engines] the actor that owns the answering server of the engine."""
+        """[engines] the actor that owns the engine's server that answers requests."""
         return [crew[0] for crew in self._crews]
 
     @property
@@ -269,11 +270,13 @@ class RayEngines:
         return [actor for crew in self._crews for actor in crew]
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of an engine's head. Returns a reference to the answer."""
+        """Calls a method of an engine's head. Returns a reference to the result."""
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Asks the actors of these engines to stop, unless they are stopping. Returns references to the answers."""
+        """Tells the actors of these engines to stop, unless they are stopping already. Returns references to the
+        results.
+        """
         return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:
@@ -284,7 +287,7 @@ class RayEngines:
         return ()
 
     def is_gated(self, index: int) -> bool:
-        """Whether the engine may take memory only while the trainer lends it."""
+        """Returns whether the engine may take memory only while the trainer lends it."""
         return lends_at_start(self._args) and self._placed[index][0].colocated
 
     def watch(self, engine: Engine) -> None:
@@ -309,7 +312,7 @@ class RayEngines:
         return found
 
     def start(self, engine: Engine) -> None:
-        """Asks the old actors to stop. `started` replaces them once they have, or after `END_LIMIT_S`."""
+        """Tells the old actors to stop. `started` replaces them once they have stopped, or after `END_LIMIT_S`."""
         old = self._crews[engine.index]
         stopped = [actor.stop.remote() for actor in old]
         self._ending[engine.index] = _Ending(old, stopped, time.monotonic() + END_LIMIT_S, engine.incarnation)
@@ -336,7 +339,7 @@ class RayEngines:
     def require_followers(self, index: int) -> None:
         """Raises `EngineError` if a starting engine has a problem on a host other than the first.
 
-        A problem on the first host shows in the answer of `wait_ready`.
+        A problem on the first host shows in the result of `wait_ready`.
         """
         for member in range(1, len(self._crews[index])):
             if problem := self._look(index, member, State.STARTING):
@@ -355,7 +358,7 @@ class RayEngines:
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """Returns an actor's problem, if a check of the actor has just found one or takes too long.
+        """Returns an actor's problem if a check of the actor has just found one, or takes too long.
 
         Starts a new check if the last one is older than `LOOK_EVERY_S`.
         """
@@ -370,7 +373,7 @@ class RayEngines:
         ref, silence = asked
         if not ray.wait([ref], timeout=0)[0]:
             late = silence.exceeds(STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S)
-            return f"its owner has not answered for {silence.lasts_s:.0f} s" if late else None
+            return f"its owner has not responded for {silence.lasts_s:.0f} s" if late else None
         del self._looks[key]
         self._seen_at[key] = now
         try:
@@ -384,7 +387,7 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
-            self._wait_ready(index)  # comes last: the head runs one call at a time, so this would block `open_gate`
+            self._wait_ready(index)  # last: the head runs one call at a time, so this call would block `open_gate`
 
     def _wait_ready(self, index: int) -> None:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
@@ -441,7 +444,7 @@ class RayEngines:
     def _replaced(self, index: int) -> bool:
         """Replaces the actors of an engine once the old ones have stopped or are late and its hosts have guardians.
 
-        Returns whether it did. Never waits.
+        Returns whether they were replaced. Never waits.
         """
         ending = self._ending[index]
         if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):

@@ -1,7 +1,7 @@
 """Tracks the engines of a run for the driver: which engines serve, need weights, and get requests.
 
 `Engines` holds the membership, its supervisor and the actors. Router and clients (on the rollout side) send requests
-only to engines that are ready. Actor calls and weight syncs go to all engines that answer. While the driver waits, it
+only to engines that are ready. Actor calls and weight syncs go to all engines that respond. While the driver waits, it
 calls `tend`, which also checks the guardians of the hosts. Only the driver's thread calls this module.
 """
 
@@ -32,7 +32,8 @@ WEIGHT_VERSION = "perf/weight_version"
 """The metric that records which version engines serve after a weight sync."""
 TRAINERS_LIMIT_S = 24 * 3600.0
 """Time limit of a call to the training ranks, far above any training step. Within a call, waits for other ranks and for
-engines have limits of their own (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
+engines have separate limits (--distributed-timeout-minutes, --weight-sync-timeout-s).
+"""
 MEMORY_LIMIT_S = 3600.0
 
 
@@ -44,15 +45,19 @@ class EngineInfo:
     url: str
     layout: EngineLayout
     slots: tuple[int, ...]
-    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with the rank."""
+    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with the engine
+    rank.
+    """
     control_key: str | None = field(default=None, repr=False)
     incarnation: int = 0
-    """Number of times its processes were replaced. Distinguishes engines that answered at the same address."""
+    """Number of times its processes were replaced. Distinguishes engines that used the same address one after the
+    other.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """The actors of a run. Each call waits for all answers, with a name and a time limit. Ray's handles are untyped."""
+    """The actors of a run. Each call waits for all results, with a name and a time limit. Ray's handles are untyped."""
 
     trainers: tuple[Any, ...]
     """`TrainActor`s by rank; none with --debug-rollout-only."""
@@ -68,16 +73,16 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Calls all training ranks and returns their answers, in rank order.
+        """Calls all training ranks and returns their results, in rank order.
 
-        The error of an expired wait names `flag`, the setting that raises the limit.
+        The error of an expired wait names `flag`, the setting for the limit.
         """
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells all training ranks that an engine is lost, because any rank may be sending to it. Does not wait."""
+        """Tells all training ranks that an engine is lost, because any of them may be sending to it. Does not wait."""
         for trainer in self.trainers:
             trainer.give_up.remote(engine.url, engine.incarnation)
 
@@ -94,7 +99,7 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """Calls the rollout side and returns its answer. For `flag`, see `on_trainers`."""
+        """Calls the rollout side and returns the result. For `flag`, see `on_trainers`."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
         return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]
 
@@ -108,7 +113,7 @@ LONGEST_REFUSAL_S = 3600.0
 STALLS_EVERY_S = 5.0
 """Interval between checks whether engines deliver tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
-"""States in which an engine answers."""
+"""States in which an engine responds."""
 
 
 class Engines:
@@ -126,12 +131,12 @@ class Engines:
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
-        """Engine address -> the rollout side's answer to `admit`."""
+        """Engine address -> reference to the result of `admit` on the rollout side."""
         self._stalled: Any = None
-        """The rollout side's pending answers to `stalled` and `progressing`."""
+        """References to the pending results of `stalled` and `progressing` on the rollout side."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
-        """`_served_at`: end of the last weight sync. Stalls before that time do not count, because the engines may work
-        again."""
+        """`_served_at`: end of the last weight sync. Earlier stalls do not count, because the engines may work again.
+        """
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -143,7 +148,7 @@ class Engines:
         self._port.may_take_memory = says
 
     def up(self, index: int, url: str) -> None:
-        """Records that the first incarnation of engine `index` answers at `url`."""
+        """Records that engine `index` has started and answers at `url`."""
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
@@ -178,7 +183,7 @@ class Engines:
                     raise
 
     def _wait_for_all(self, engines: Sequence[Engine], calls: Sequence[Any], method: str) -> None:
-        """Waits for the calls. Raises a call's error, or `EngineError` if an engine is lost and may never answer."""
+        """Waits for the calls. Raises a call's error, or `EngineError` if an engine is lost and may never respond."""
         what = f"{method} on {len(engines)} engines"
 
         def none_lost() -> str:
@@ -203,9 +208,9 @@ class Engines:
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
-        """Begins a weight sync to `engines`, or to all policy engines, and returns the ones that answer.
+        """Begins a weight sync to `engines`, or to all policy engines. Returns the engines that respond.
 
-        Waits until at least one answers. Raises `DeadlineExceeded` after the start limit of engines.
+        Waits until at least one responds. Raises `DeadlineExceeded` after --engine-start-timeout-s.
         """
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
@@ -253,9 +258,9 @@ class Engines:
         return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)
 
     def lost_any(self, engines: Sequence[Engine]) -> bool:
-        """Whether an engine is lost or replaced within `NOTICE_S`.
+        """Returns whether an engine is lost or replaced within `NOTICE_S`.
 
-        The limit is wall-clock time even on a busy machine, because the process table shows an exit at once.
+        The limit is wall-clock time even on a busy machine, because the process table shows an exit immediately.
         """
         return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S, wall_clock=True)
 
@@ -294,7 +299,7 @@ class Engines:
             )
 
     def stop(self) -> list[Any]:
-        """Asks all living engines to end; returns references to their answers."""
+        """Tells all living engines to stop. Returns references to the results."""
         return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
 
     def close(self) -> None:
@@ -321,7 +326,7 @@ class Engines:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
     def _look_for_stalls(self) -> None:
-        """Gives up engines that deliver no tokens, because a scheduler may answer health checks without sampling.
+        """Gives up engines that deliver no tokens, because a scheduler can answer health checks without sampling.
 
         An engine that delivers tokens counts as alive, even if it answers no health checks.
         """
@@ -351,7 +356,7 @@ class Engines:
         self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
-        """Stops requests to an engine. Does not wait: requests in flight fail by themselves."""
+        """Stops requests to an engine. Does not wait: requests in flight fail without it."""
         if engine.url in self._admissions:
             del self._admissions[engine.url]
             self._rollout.dismiss.remote(engine.model, [engine.url], died)

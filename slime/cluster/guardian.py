@@ -1,17 +1,19 @@
-"""The guardian of a run ends all processes of the run once the driver is gone, whether it returned or was killed.
+"""The guardian of a run kills all processes of the run once the driver is gone, whether the driver returned or was
+killed.
 
-It is a small process (`python -m slime.cluster.guardian`, standard library only) in its own session and without a
-parent. So a command that kills the driver and all its descendants, as `ray job stop` does, does not kill the guardian.
-The driver starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at the latest
-`Guardian.close`, replaces a killed guardian.
+The guardian is a small process (`python -m slime.cluster.guardian`, standard library only) in its own session and
+without a parent. So a command that kills the driver and all its descendants, such as `ray job stop`, does not kill the
+guardian. The driver starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at
+the latest `Guardian.close`, replaces a killed guardian.
 
 The guardian scans the process table every second, so it knows the run's processes even after they rename themselves or
-lose their parents (`slime.serving.child_process`). It wakes at end-of-file on the pipe, or when a scan finds the
+their parents die (`slime.serving.child_process`). It wakes at end-of-file on the pipe, or when a scan finds the
 driver's pid gone (a forked child may hold the pipe open). Then it sends SIGTERM and, after a short grace period,
-SIGKILL until no process is left. It removes their shared-memory files and the run's temporary folders.
+SIGKILL until no process is left. Finally it removes the shared-memory files of these processes and the run's temporary
+folders.
 
-On other hosts an actor owns the guardian in place of the driver (`HostGuardian`). Ray ends the actor when the driver is
-gone. Each kind of failure is noticed as follows:
+On other hosts an actor owns the guardian instead of the driver (`HostGuardian`). Ray kills the actor when the driver is
+gone. Each kind of failure is detected as follows:
 
     killed              who notices                       what follows on this host
     the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
@@ -25,15 +27,15 @@ gone. Each kind of failure is noticed as follows:
     the fourth time
 
 Invariants
-1. The guardian ends only processes that have this run's id in their environment, and their descendants; never the
-   driver or an ancestor of the guardian.
+1. The guardian kills only processes that have this run's id in their environment, and their descendants. It never kills
+   the driver or an ancestor of the guardian.
 2. It removes only shared-memory files that those processes used and that no living process uses.
-3. All processes end within `GRACE_S + KILL_LIMIT_S` and a second or two, so less than 15 s after the driver.
-4. Only SIGKILL ends the guardian early: Ctrl-C and SIGTERM sent to the whole run do not.
-5. A host's guardian has only the two pipes of its actor, so end-of-file means the end of the actor.
-6. After `HostGuardian.close`, the host's guardian has ended and no new one starts.
-7. No guardian starts on a host while an older one is still ending processes there, because the older one would also end
-   the new processes.
+3. All processes exit within `GRACE_S + KILL_LIMIT_S` and a second or two, so less than 15 s after the driver.
+4. Only SIGKILL stops the guardian early. Ctrl-C and SIGTERM sent to the whole run do not.
+5. A host's guardian has only the two pipes of its actor, so end-of-file means that the actor is gone.
+6. After `HostGuardian.close`, the host's guardian has exited and no new one starts.
+7. No guardian starts on a host while an older guardian is still killing processes there, because it would also kill the
+   new processes.
 """
 
 from __future__ import annotations
@@ -79,11 +81,12 @@ CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
 """Time between a failed start and the next attempt."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""Messages of a guardian to its owner. Its pid follows the first, the number of remaining processes the last."""
+"""Messages of a guardian to its owner. The first is followed by its pid, the last by the number of remaining processes.
+"""
 MAX_STARTS = 4
 """Maximum number of guardians that one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0
-"""Time limit for a guardian without an owner to finish, which takes ten seconds plus its scans on a busy machine."""
+"""Time limit for a guardian without an owner to finish. It takes ten seconds plus its scans on a busy machine."""
 POLL_S = 0.1
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
@@ -93,9 +96,9 @@ _log = logging.getLogger("slime.guardian")
 class Watcher:
     pid: int
     pipe: IO[bytes]
-    """Closing this pipe makes the guardian end the run."""
+    """Closing this pipe makes the guardian kill the run's processes."""
     words: IO[bytes]
-    """The guardian writes its last message (`ENDED`) here; if it was killed, there is only end-of-file."""
+    """The guardian writes its last message (`ENDED`) here. If the guardian was killed, there is only end-of-file."""
 
     def last_word(self, limit_s: float | None = None) -> int | None:
         """Waits for the last message and returns the number of processes left; None if the guardian was killed.
@@ -117,7 +120,7 @@ class Watcher:
         return bool(poll.poll(None if limit_s is None else 1000 * limit_s))
 
     def end(self) -> None:
-        """Tells the guardian to end the run. Does not wait."""
+        """Tells the guardian to kill the run's processes. Does not wait."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.close()
 
@@ -140,12 +143,12 @@ class Guardian:
         return self._num_left is None and not self._watcher.is_over
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
-        """Ends the run's processes and waits until none is left. May be called several times.
+        """Kills the run's processes and waits until none is left. Can be called several times.
 
-        Raises `EngineError` if processes are left or the guardian does not answer in time.
+        Raises `EngineError` if processes are left or the guardian does not respond in time.
         """
         if self._num_left is None and (left := self._end(timeout_s)) is None:
-            _log.warning("%s; a new one ends the run", self._what.ended(None))
+            _log.warning("%s; a new guardian kills the run's processes", self._what.ended(None))
             self._watcher = self._start()
             left = self._end(timeout_s)
         else:
@@ -165,7 +168,7 @@ class Guardian:
         """Replaces a killed guardian. Never raises; after a failed start, a later call tries again."""
         if self.alive or time.monotonic() < self._again_at:
             return
-        _log.warning("%s; a new one starts", self._what.ended(None))
+        _log.warning("%s; a new guardian starts", self._what.ended(None))
         try:
             self._watcher = self._start()
         except (OSError, EngineError) as error:
@@ -179,14 +182,14 @@ class Guardian:
             self._num_left = self._watcher.last_word(timeout_s)
         except TimeoutError:
             raise EngineError(
-                f"{self._what} did not finish within {timeout_s:.0f} s, because a process of the run does not die; "
+                f"{self._what} did not finish within {timeout_s:.0f} s, because a process of the run does not exit; "
                 f"look for a process in state D (log of the guardian: {self._what.log})"
             ) from None
         return self._num_left
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
-    """Starts the guardian of `run_id`. Call it before any process starts that the guardian may have to end.
+    """Starts the guardian of `run_id`. Call it before any process starts that the guardian may have to kill.
 
     The guardian removes `temp_dirs` at the end. Sets `SPT_NOENV` in this process's environment, so that the run's
     processes keep their environment, and with it the run's id, when they rename themselves.
@@ -195,7 +198,7 @@ def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str 
 
 
 def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
-    """Starts a guardian process and waits until it is watching. Raises `EngineError` if it ends before that."""
+    """Starts a guardian process and waits until it is watching. Raises `EngineError` if the guardian exits first."""
     assert run_id, "an empty run id would mark every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
@@ -225,7 +228,7 @@ def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | 
 
 
 def ending_guardians(run_id: str) -> list[int]:
-    """Returns the pids of guardians on this host that have lost their owner and are ending the run's processes."""
+    """Returns the pids of guardians on this host that have lost their owner and are killing the run's processes."""
     found = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # gone, or another user's
@@ -257,8 +260,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
         files.observe(members)
         rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
         seen |= {member.id for member in members}
-        # The pause limits the share of a core that scans use, even with many or large processes. It must also be short:
-        # if an engine dies before its first scan, its shared memory is not removed.
+        # The pause limits the share of a core that scans use, even with many or large processes. The pause must also be
+        # short: if an engine dies before the first scan that sees it, its shared memory is not removed.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
@@ -278,7 +281,7 @@ def _temp_dir_of(pid: int) -> str:
 def end_run(
     family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: Sequence[str] = ()
 ) -> int:
-    """Ends the family and removes its files. Returns the number of processes left (normally 0).
+    """Kills the family and removes its files. Returns the number of processes left (normally 0).
 
     `scratch` holds glob patterns of folders to remove. They are searched last, when no process can create one any more.
     """
@@ -292,7 +295,7 @@ def end_run(
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=_MODULE, description="guardian of one run; see the module")
+    parser = argparse.ArgumentParser(prog=_MODULE, description="guardian of one run (started by the driver)")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--driver-pid", type=int, required=True)
     parser.add_argument("--temp-dir", action="append", default=[])
@@ -301,7 +304,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the guardian. Returns exit status 1 if it could not end all processes."""
+    """Runs the guardian. Returns exit status 1 if processes are left."""
     options = _parse(arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
@@ -312,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.setsid()
     os.write(1, WATCHING + b"%d\n" % os.getpid())  # `start_watcher` reads it
     family, files, rooms = watch(options.run_id, options.driver_pid, sys.stdin.fileno())
-    _log.info("run %s is over; ending its remaining processes", options.run_id)
+    _log.info("run %s is over; killing its remaining processes", options.run_id)
     scratch = [os.path.join(glob.escape(room), f"slime-{glob.escape(options.run_id)}-*") for room in sorted(rooms)]
     num_left = end_run(family, files, options.temp_dir, scratch)
     with contextlib.suppress(BrokenPipeError):  # the owner is gone
@@ -321,12 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HostGuardian:
-    """Keeps a guardian running on this host. A thread waits until the guardian ends, and replaces a killed guardian."""
+    """Keeps a guardian running on this host. A thread waits for its exit, and replaces a killed guardian."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
-        """Starts the first guardian, after older ones of the run have ended.
+        """Starts the first guardian, after older guardians of the run have exited.
 
-        Raises `EngineError` if it does not start, `DeadlineExceeded` if an older guardian does not end.
+        Raises `EngineError` if it does not start, `DeadlineExceeded` if an older guardian does not exit.
         """
         _wait_for_old(run_id)
         self._run_id, self._log_path = run_id, log_path
@@ -337,15 +340,15 @@ class HostGuardian:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the guardian has ended and no new one will start."""
+        """Waits until the guardian has exited and no new one will start."""
         self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Ends the run's processes on this host, except this one, and waits until none is left.
+        """Kills the run's processes on this host, except this one, and waits until none is left.
 
-        Raises `EngineError` if processes are left, `DeadlineExceeded` if the guardian does not answer.
+        Raises `EngineError` if processes are left, `DeadlineExceeded` if the guardian does not respond.
         """
-        with self._lock:  # held by `_listen` while it replaces a guardian
+        with self._lock:  # `_listen` holds it while replacing a guardian
             self._closing = True
             self._watcher.end()
         if not self._over.wait(limit_s):
@@ -367,7 +370,7 @@ class HostGuardian:
             with self._lock:
                 if self._num_left is not None or self._closing or start == MAX_STARTS:
                     break
-                _log.warning("the guardian of this host was killed; a new one starts")
+                _log.warning("the guardian of this host was killed; a new guardian starts")
                 try:
                     self._watcher = self._start()
                 except (OSError, EngineError):
@@ -377,13 +380,13 @@ class HostGuardian:
 
 
 def _wait_for_old(run_id: str) -> None:
-    """Waits until all guardians of the run on this host that have lost their owner have ended."""
+    """Waits until all guardians of the run on this host that have lost their owner have exited."""
     deadline = time.monotonic() + OLD_LIMIT_S
     while old := ending_guardians(run_id):
         if time.monotonic() > deadline:
             raise DeadlineExceeded.waiting(
                 owner="a host's actor",
-                for_what=f"an older {here('guardian')} to end",
+                for_what=f"an older {here('guardian')} to exit",
                 limit_s=OLD_LIMIT_S,
                 last_progress=f"process {old[0]} still runs",
             )

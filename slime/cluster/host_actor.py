@@ -2,11 +2,11 @@
 
 The actor is the first and the last process of the run on its host. It reports facts about the host, checks that the
 host sees the shared folders, and keeps a guardian. The driver makes one call at a time, besides `watching`. All calls
-have time limits except `watching`, which returns when the guardian has ended and no new one will start.
+have time limits except `watching`, which returns when the guardian has exited and no new one will start.
 
-The handle is used on the driver's thread and waits only in `close`. For a host that comes back, it starts a thread that
-writes the tokens of the contract, which is slow in a network folder. The thread removes them once the host has
-answered, or at `drop`.
+The handle is used on the driver's thread and waits only in `close`. For a host that comes back, the handle starts a
+thread that writes the tokens of the contract, which is slow in a network folder. The thread removes the tokens once the
+host has responded, or at `drop`.
 
 Invariants
 1. The tokens of a contract exist only while the host checks them.
@@ -77,12 +77,12 @@ class HostActor:
         return problems
 
     def watching(self) -> None:
-        """Returns when the guardian has ended and no new one will start."""
+        """Returns when the guardian has exited and no new one will start."""
         assert self._guardian is not None, "watching() before guard()"
         self._guardian.wait()
 
     def close(self) -> None:
-        """Ends all processes of the run on this host, except this one."""
+        """Kills all processes of the run on this host, except this one."""
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
@@ -91,7 +91,7 @@ class HostActor:
 logger = logging.getLogger(__name__)
 
 EMPTY_LIMIT_S = 120.0
-"""Time limit for a guardian to end all processes on its host, which usually takes up to 15 s."""
+"""Time limit for a guardian to kill all processes on its host, which usually takes up to 15 s."""
 TOKENS_LIMIT_S = 5.0
 """Time limit for removing tokens at the end of the run."""
 
@@ -100,14 +100,14 @@ class HostHandle:
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
         """Starts the actor. `host` is its name in messages.
 
-        `limit_s` limits the wait for an answer (--engine-start-timeout-s), which includes starting the process,
+        `limit_s` limits the wait for a response (--engine-start-timeout-s), which includes starting the process,
         importing modules and waiting for a shared folder.
         """
         self._node_id, self._host, self._limit_s = node_id, host, limit_s
         actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
         self.actor = introduce(actor, Process("the owner of the guardian", host))
         self._watching: Any = None
-        """Reference to the answer of `watching`, which arrives when the guardian has ended."""
+        """Reference to the result of `watching`, which is ready when the guardian has exited."""
         self._contract: Future[Contract] = Future()
         self._answered = threading.Event()
         self._holder: threading.Thread | None = None
@@ -117,7 +117,7 @@ class HostHandle:
         self._asked_at = 0.0
 
     def guarded(self) -> None:
-        """Starts watching the guardian that the actor has started. `watches` says whether it still runs."""
+        """Starts watching the guardian that the actor has started. `watches` says whether the guardian still runs."""
         self._watching = self.actor.watching.remote()
 
     def take_up(self, args: Args, log_dir: Path) -> None:
@@ -139,7 +139,7 @@ class HostHandle:
         self._holder.start()
 
     def unseen(self) -> list[str] | None:
-        """Returns the shared folders that the host does not see; None if it has not answered yet. Never waits.
+        """Returns the shared folders that the host does not see; None if the host has not responded yet. Never waits.
 
         An empty list means that the host has a guardian. Raises `SlimeError` or `OSError` if no guardian started.
         """
@@ -150,7 +150,7 @@ class HostHandle:
             self._asked_at = time.monotonic()
         if not all_there([self._asked]):
             if time.monotonic() - self._asked_at > self._limit_s:
-                what = f"an answer from host {self._host}"
+                what = f"a response from host {self._host}"
                 raise DeadlineExceeded.waiting(owner="driver", for_what=what, limit_s=self._limit_s, flag=START_FLAG)
             return None
         self._answered.set()
@@ -164,22 +164,22 @@ class HostHandle:
         return not all_there([self._watching])
 
     def drop(self) -> None:
-        """Ends the actor at once. Never waits, never raises."""
+        """Kills the actor immediately. Never waits, never raises."""
         self._answered.set()
         ray.kill(self.actor)
 
     def close(self) -> None:
-        """Ends all processes of the run on the host. Never raises."""
+        """Kills all processes of the run on the host. Never raises."""
         if self._holder is not None and self._watching is None:  # the actor is the only process of the run there
             self.drop()
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
-            what = f"the processes on host {self._host} to end"
+            what = f"the processes on host {self._host} to exit"
             wait_for([self.actor.close.remote()], for_what=what, limit_s=EMPTY_LIMIT_S)
-        except SlimeError as error:  # the guardian ends the run there once Ray has ended the actor
+        except SlimeError as error:  # the guardian kills the run's processes there once Ray has killed the actor
             reason = str(error).splitlines()[0]
-            logger.warning("host %s did not confirm the end of its processes: %s", self._node_id, reason)
+            logger.warning("host %s did not confirm that its processes have exited: %s", self._node_id, reason)
 
 
 class RayNodes:

@@ -27,8 +27,8 @@ All of this runs on the driver's thread. Only `hosts_of_run` and `close` wait fo
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
-2. Later, no engine starts on another host unless a guardian is known to watch there (`is_guarded`).
-3. A refused host is asked again for as long as the run lasts.
+2. Later, an engine starts on a host other than the driver's only if a guardian is known to run there (`is_guarded`).
+3. A refused host is checked again for as long as the run lasts.
 4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, because it has the data and the user's
    modules.
 5. If a plan has only one host, its processes connect on loopback, also on a cluster.
@@ -66,9 +66,10 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 30.0
 """Time between a refusal and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""Time between the loss of an actor and the start of a new one, which the old guardian would also end until then."""
+"""Time between the loss of an actor and the start of a new one. The old guardian would kill the new actor before that.
+"""
 MOST_DEATHS = 12
-"""Maximum number of actors in a row that an old guardian may end, in about a minute. Then the host is refused."""
+"""Maximum number of actors in a row that an old guardian may kill, in about a minute. Then the host is refused."""
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class _Node:
     refusal: str = ""
     """The last logged reason for a refusal."""
     num_died: int = 0
-    """Number of actors that ended there since the node was last guarded."""
+    """Number of actors that died there since the node was last guarded."""
 
 
 class GuardedHosts:
@@ -97,7 +98,9 @@ class GuardedHosts:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first` holds handles of all hosts but the driver's, already guarded; `nodes` is needed if there are any."""
+        """`first` holds the handles of all hosts but the driver's. These hosts are already guarded. `nodes` is needed
+        if there are any.
+        """
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
@@ -107,7 +110,7 @@ class GuardedHosts:
         self._own.tend()
         for node in self._nodes.values():
             if node.is_guarded and node.handle is not None and not node.handle.watches():
-                logger.warning("the guardian of host %s, or the actor that keeps it, was lost", node.host)
+                logger.warning("the guardian of host %s, or the actor that owns the guardian, was lost", node.host)
                 node.is_guarded = False
                 self._put_off(node, AFTER_LOSS_S)
         if self._ray is None or all(self.is_guarded(host) for host in self._others):
@@ -121,15 +124,15 @@ class GuardedHosts:
             self._put_off(self._nodes.pop(node_id), 0.0)
 
     def is_guarded(self, host: Host) -> bool:
-        """Whether engines may start on the host now."""
+        """Returns whether engines may start on the host now."""
         return host not in self._others or any(node.is_guarded for node in self._at(host))
 
     def has(self, host: Host) -> bool:
-        """Whether the host is present: guarded now, or soon again."""
+        """Returns whether the host is present: guarded now, or soon to be guarded again."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
-        """Ends all processes of the run on the other hosts. Never raises."""
+        """Kills all processes of the run on the other hosts. Never raises."""
         for node in self._nodes.values():
             if node.handle is not None:
                 node.handle.close()
@@ -148,10 +151,10 @@ class GuardedHosts:
         try:
             if (unseen := node.handle.unseen()) is None:
                 return
-        except ActorDied as error:  # an old guardian ended the actor, or the host was lost again
+        except ActorDied as error:  # an old guardian killed the actor, or the host was lost again
             node.num_died += 1
             if node.num_died > MOST_DEATHS:
-                self._refuse(node, f"its actor ended {node.num_died} times before it had a guardian: {error}")
+                self._refuse(node, f"its actor died {node.num_died} times before it had a guardian: {error}")
                 return
             logger.warning("host %s did not start a guardian: %s", node.host, error)
             self._put_off(node, AFTER_LOSS_S)
@@ -238,7 +241,7 @@ def nodes_of_cluster(args: Args) -> list[Host]:
 
 
 def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: str, most: int | None) -> Host:
-    """Converts a Ray node to a `Host`. `free` holds its free resources; `most` limits the slots of one host."""
+    """Converts a Ray node to a `Host`. `free` holds the node's free resources; `most` limits the slots of one host."""
     num_cpus = num_slots = int(free.get("CPU", 0))
     held_back = ""
     if device == "cuda":
@@ -256,7 +259,7 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
 
 
 def by_number(address: str) -> tuple[int, int]:
-    """Sort key that puts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
+    """A sort key that puts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
     ip = ip_of(address)
     return (0, 0) if ip is None else (ip.version, int(ip))
 
@@ -273,7 +276,7 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
 
 
 def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
-    """Plans again with the names and cores that the hosts report. The cores decide the numbers of threads."""
+    """Plans again with the names and cores that the hosts report. The cores determine the numbers of threads."""
     from slime.cluster.host_actor import facts_here
 
     facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
@@ -443,7 +446,7 @@ def _read(args: Args, under_way: bool) -> dict[str, Path]:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes a folder and its parents. Returns the folders that did not exist, outermost first."""
+    """Creates a folder and its parents. Returns the folders that did not exist, outermost first."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]

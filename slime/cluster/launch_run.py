@@ -1,8 +1,8 @@
-"""Starts a run from its settings and ends it.
+"""Starts a run from its settings and stops it.
 
 Order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
-guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start_actors`). The `with` block always ends
-them in reverse order. So the views close after all other processes have stopped, and before the guardian ends any that
+guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start_actors`). The `with` block always stops
+them in reverse order. So the views close after all other processes have stopped, and before the guardian kills any that
 remain.
 
 Ray reads its environment once, when it is imported, so this module sets the environment and does not import Ray:
@@ -158,7 +158,7 @@ def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
 def how_to_resume(args: Args, *, stopped: bool) -> str:
     """Returns one line on how to resume a run that stopped or failed; empty if it cannot be resumed.
 
-    `stopped`: whether Ctrl-C or SIGTERM ended the run. Only then does the line also report that nothing was saved.
+    `stopped`: whether Ctrl-C or SIGTERM stopped the run. Only then does the line also report that nothing was saved.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -181,12 +181,14 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""Time limits for processes to stop, after a finished run, and after an error or Ctrl-C. The cluster kills the rest."""
+"""Time limits for processes to stop: after a finished run, and after an error or Ctrl-C. Ray kills processes that are
+left.
+"""
 
 
 @contextmanager
 def launch(args: Args) -> Iterator[Run]:
-    """Starts the processes of a run, yields the `Run`, and ends all processes after the block."""
+    """Starts the processes of a run, yields the `Run`, and stops all processes after the block."""
     began_s = time.monotonic()
     prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
     check_hooks(args)
@@ -234,7 +236,7 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
                     with _explained(memory, folder):
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
-            except BaseException as error:  # a save in the background has ended by now
+            except BaseException as error:  # a save in the background has finished by now
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt | Terminated)):
                     error.add_note(told)
                 raise
@@ -271,7 +273,7 @@ def _placed(
 
 @contextmanager
 def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
-    """Enters `block` as a phase of the start, and leaves it at the end of the `with` statement."""
+    """Enters `block` as a phase of startup, and leaves it at the end of the `with` statement."""
     with ExitStack() as stack:
         with startup.phase(phase, line):
             entered = stack.enter_context(block)
@@ -279,13 +281,13 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
-    """Yields the `Run` to the loop. Ends the actors in order, also after an error or Ctrl-C in the loop."""
+    """Yields the `Run` to the loop. Stops the actors in order, also after an error or Ctrl-C in the loop."""
     try:
         with _explained(memory, folder), _blamed(run, folder):
             run.tell_addresses()
             yield run
     except BaseException as error:
-        if isinstance(error, Exception):  # Ctrl-C is not an `Exception`; it also ends a save
+        if isinstance(error, Exception):  # Ctrl-C is not an `Exception`; it also stops a save
             _rescue(run)
         _end(run, limit_s=HASTY_END_S)
         raise
@@ -294,9 +296,9 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 @contextmanager
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
-    """If the death of another process caused an error, raises `ActorDied` instead.
+    """Raises `ActorDied` instead of an error that the death of a process caused.
 
-    If the dead process left a last message, raises `LoopStalled` with that message.
+    If the process left a last message, raises `LoopStalled` with that message.
     """
     try:
         yield
@@ -331,7 +333,7 @@ def _views(args: Args, settings: dict[str, Any]) -> Views:
 
 
 def _rescue(run: Run) -> None:
-    """Finishes a checkpoint that was in progress when training failed. Never raises."""
+    """Finishes a checkpoint that was being written when training failed. Never raises."""
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
     except Exception as error:  # for example if a rank has died
@@ -339,9 +341,9 @@ def _rescue(run: Run) -> None:
 
 
 def _end(run: Run, *, limit_s: float) -> None:
-    """Closes the run. Never raises, so that an error which ended the run is not replaced."""
+    """Closes the run. Never raises, so that it does not replace the error that stopped the run."""
     try:
         run.close(limit_s=limit_s)
-    except Exception as error:  # the end of the cluster kills remaining actors
+    except Exception as error:  # Ray kills remaining actors when it stops
         logger.warning("an actor did not stop cleanly: %s", str(error).splitlines()[0] if str(error) else repr(error))
         logger.info("in full", exc_info=True, extra=FILE_ONLY)

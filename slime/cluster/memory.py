@@ -1,12 +1,12 @@
-"""Moves GPU memory between trainer and engines in colocated training, in the only order that fits both.
+"""Moves GPU memory between trainer and engines in colocated training, in the only order in which it suffices.
 
     to the trainer       before a training step   engines release all memory, then the trainer takes its own
     room for weights     before a weight sync     the trainer keeps only its weights, then engines take room for theirs
     room for the rest    after a weight sync      the trainer releases its weights, then engines take room for the cache
 
 One side always releases before the other allocates, because a GPU cannot hold an engine together with the trainer's
-gradients, optimizer states and caches. At the start, engines would measure the free memory while the trainer is being
-built. So the trainer lends its memory as soon as it is built, and engines wait for that before they allocate memory
+gradients, optimizer states and caches. During startup, engines would measure the free memory while the trainer is being
+built. So engines allocate memory only after the trainer has been built and has lent its memory
 (`slime.compat.sglang_memory_gate`).
 
 The driver's thread calls the actors and waits for them, with a time limit. Without `--offload-rollout` and
@@ -23,9 +23,9 @@ from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Tracks and changes which side holds the memory of shared GPUs.
+    """Tracks and changes which side has the memory of shared GPUs.
 
-    At first the engines hold their memory. The trainer also holds its own, unless it lends it at the start.
+    At first the engines have their memory. The trainer also has its memory, unless it lends the memory during startup.
     """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
@@ -53,7 +53,7 @@ class MemoryHandOver:
 
     def room_for_weights(self) -> None:
         """Lets engines allocate memory for their weights; the trainer keeps only its weights."""
-        if self._trainer_lent:  # at the start, and when an engine joins: engines hold more than their weights
+        if self._trainer_lent:  # during startup, and when an engine joins: engines hold more than their weights
             self._settle()
             self._engines_give()
         if self._trainer_lends:
@@ -62,7 +62,7 @@ class MemoryHandOver:
             self._actors.on_lenders("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
-        """Gives the rest of the memory to engines, so that they can generate; the trainer sleeps."""
+        """Gives the rest of the memory to engines, so that they can generate. The trainer releases its memory."""
         if self._trainer_lends:
             self._on_trainers("sleep", "sleep")
             self._trainer_lent = True

@@ -1,4 +1,4 @@
-"""Reports whether a run failed because memory ran out, and how much memory each of its processes held.
+"""Reports whether a run failed because memory ran out, and how much memory each of its processes used.
 
 A process that the kernel kills leaves no message, and its memory is gone. So a thread of the driver measures the run's
 processes on this host every `LOOK_EVERY_S`. The error of a failed run shows the last measurements.
@@ -33,7 +33,7 @@ class Usage:
 
 
 def num_oom_kills() -> int | None:
-    """Counts the processes that the kernel killed for lack of memory, in this control group or else on this host.
+    """Counts the processes that the kernel killed because memory ran out, in this control group or else on this host.
 
     Returns None if the kernel reports no such count.
     """
@@ -109,7 +109,7 @@ class MemoryWatch:
             return list(self._usages.values())
 
     def was_killed_for_memory(self) -> bool:
-        """Whether the kernel killed a process for lack of memory since this watch was made."""
+        """Returns whether the kernel killed a process because memory ran out, since this watch was created."""
         now = num_oom_kills()
         return now is not None and self._before is not None and now > self._before
 
@@ -122,7 +122,7 @@ class MemoryWatch:
                 f"the kernel killed {kills} process{'es' if kills > 1 else ''} during the run, because memory ran out"
             )
         else:
-            verdict = "the kernel reports no process killed for lack of memory"
+            verdict = "the kernel killed no process because of memory"
         shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none seen"
         return f"memory: {verdict}; largest processes of the run, by peak memory: {shown}"
 

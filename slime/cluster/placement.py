@@ -1,4 +1,4 @@
-"""Plans which process gets which slot of which host. The code is pure and runs before any process is placed.
+"""Plans which process gets which slot of which host. The functions are pure and run before any process is placed.
 
 A *slot* is one GPU, or one CPU (as Ray counts them) on a host without GPUs. Training takes `num_nodes` hosts with
 `num_per_node` slots each. An engine takes slots of one host. If no host is large enough for the whole engine, it takes
@@ -29,11 +29,11 @@ from slime.core.processes import LOOPBACK
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
-    """The name in messages."""
+    """The name for messages."""
     address: str
     """The address at which other hosts reach it."""
     num_slots: int
-    """Number of slots that the run may take."""
+    """Number of slots that the run may use."""
     num_cores: int
     node_id: str | None = None
     """Ray's id of the node; None before Ray runs."""
@@ -70,7 +70,7 @@ class EnginePlacement:
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     hosts: tuple[Host, ...]
-    """The driver's host first, even if no slot of it is used, then all others with used slots."""
+    """The driver's host, even if the run uses none of its slots, then all other hosts with used slots."""
     slot_hosts: tuple[int, ...]
     """[slots] index of the slot's host in `hosts`, ascending."""
     train_slots: tuple[int, ...]
@@ -92,7 +92,7 @@ class PlacementPlan:
         return self.hosts[self.slot_hosts[slot]].address if self.several_hosts else LOOPBACK
 
     def split_groups(self, size: int) -> bool:
-        """Whether any group of `size` consecutive training ranks spans several hosts."""
+        """Returns whether any group of `size` consecutive training ranks spans several hosts."""
         hosts = [self.slot_hosts[slot] for slot in self.train_slots]
         return any(len(set(hosts[i : i + size])) > 1 for i in range(0, len(hosts), size))
 
@@ -232,7 +232,7 @@ def _numbered(
             parts[p].append(tuple(range(begin, begin + width)))
             next_slot[places[p].shared] += width
         slot_hosts += [h] * (next_slot[False] - first)
-        # Training and the engines that share its slots take turns, so each may use the same cores. Engines with their
+        # Training and the engines that share its slots take turns, so both may use the same cores. Engines with their
         # own slots run at the same time as both.
         beside = sum(places[p].width for p in here if places[p].demand.runs and not places[p].shared)
         sharing = sum(places[p].width for p in here if places[p].demand.runs and places[p].shared)

@@ -1,6 +1,6 @@
 """Checks this machine, the run folder and the data before any process starts.
 
-These checks are not rules of the settings, because the same settings may be right on another machine.
+These checks are not rules of the settings, because the same settings may be valid on a different machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """An empty SETTINGS frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
 CONNECT_LIMIT_S = 5.0
-"""Time limit for an answer of a Ray cluster's head, which usually takes milliseconds."""
+"""Time limit for a response of a Ray cluster's head, which usually takes milliseconds."""
 
 
 @paths_in_words()
@@ -64,7 +64,9 @@ def _of_machine(args: Args) -> Iterator[str]:
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """Reports what prefill-decode pairs lack on this host. On other hosts, the engine's start reports it."""
+    """Reports what prefill-decode pairs need but this host does not have. On other hosts, starting the engine reports
+    it.
+    """
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return
@@ -99,16 +101,16 @@ def _of_folders(args: Args) -> Iterator[str]:
         folder = next(one for one in (*tried, *path.parents) if "{" not in str(one))
         if (problem := _cannot_be_made(folder)) is not None:
             flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {shorten(str(path), 300)} cannot be created: {problem}; choose another folder"
+            yield f"{flag} {shorten(str(path), 300)} cannot be created: {problem}; choose a different folder"
     if args.save is not None and _holds_another_run(args):
         yield (
-            f"--save {args.save} holds the checkpoints of another run; choose a new folder, or continue that run: "
+            f"--save {args.save} contains checkpoints of a different run; choose a new folder, or continue that run: "
             f"--load {args.save}"
         )
 
 
 def _holds_another_run(args: Args) -> bool:
-    """Whether --save has checkpoints of another run, which this run would replace and remove."""
+    """Returns whether --save has checkpoints of another run, which this run would replace and remove."""
     save = Path(args.save or "").resolve()
     continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
     return not continued and has_checkpoint(str(save))
@@ -117,20 +119,20 @@ def _holds_another_run(args: Args) -> bool:
 def _of_run_folder(args: Args) -> Iterator[str]:
     """Reports a run folder that cannot be written or has metrics of another run. Empty metrics are accepted."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
-        yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose another --run-dir"
+        yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose a different --run-dir"
         return
     metrics = Path(args.run_dir) / "metrics.jsonl"
     resumes = not args.origins.get("load", "default").startswith("default")  # also if an empty --load was dropped
     if resumes or not metrics.is_file() or not metrics.stat().st_size:
         return
     yield (
-        f"the run folder {args.run_dir} holds the metrics of an earlier run; choose a new --run-dir, or continue that "
+        f"the run folder {args.run_dir} contains metrics of an earlier run; choose a new --run-dir, or continue that "
         "run: --load its --save folder"
     )
 
 
 def _cannot_be_made(folder: Path) -> str | None:
-    """Returns why the folder cannot be created; None if it can."""
+    """Returns why the folder cannot be created, or None."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     except OSError as error:
@@ -145,7 +147,7 @@ def _cannot_be_made(folder: Path) -> str | None:
 
 
 def _takes_folders(folder: Path) -> bool:
-    """Tries to make a folder. Permissions are not enough: in /proc, root has them but cannot create folders."""
+    """Tries to create a folder. Permissions are not enough: in /proc, root has them but cannot create folders."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
     except OSError:
@@ -154,7 +156,7 @@ def _takes_folders(folder: Path) -> bool:
 
 
 def _of_temporary_folder(args: Args) -> Iterator[str]:
-    """Reports temporary folders with paths too long for the sockets of Ray or torch, or that cannot be made."""
+    """Reports temporary folders whose paths are too long for the sockets of Ray or torch, or that cannot be created."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; choose a folder of at most {most} characters"
@@ -165,7 +167,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
             yield str(error)
             return
         if (problem := _cannot_be_made(of_ray)) is not None:
-            yield f"the folder {of_ray} for Ray's files cannot be created: {problem}; set RAY_TMPDIR to another folder"
+            yield f"the folder {of_ray} for Ray's files cannot be created: {problem}; choose a different RAY_TMPDIR"
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
@@ -180,7 +182,7 @@ def cluster_problems(args: Args) -> Iterator[str]:
         reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
     if reason is not None:
         yield (
-            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); give HOST:PORT as `ray start "
+            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); set HOST:PORT as `ray start "
             "--head` printed it, and start the driver on a host of the cluster"
         )
 
@@ -194,4 +196,4 @@ def _is_other_server(connection: socket.socket) -> str | None:
         if not found:
             break
         begun += found
-    return None if begun[3:4] == EMPTY_SETTINGS[3:4] else "another server listens there"
+    return None if begun[3:4] == EMPTY_SETTINGS[3:4] else "a different server listens there"

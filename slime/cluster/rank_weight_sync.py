@@ -1,8 +1,8 @@
 """The weight sync on one training rank: transport, peers, receivers.
 
-The driver calls all ranks at the same time, and all ranks get the same outcome. A rank waits for the other ranks, in a
-gloo group of the weight sync and, for its turn to send, through a store on rank 0. Ranks that send also wait for
-engines. Each wait has a time limit.
+The driver calls all ranks at the same time, and all ranks get the same outcome. A rank waits for the other ranks in a
+gloo group of the weight sync. Senders also wait for each other, through a store on rank 0, and for engines. Each wait
+has a time limit.
 
 The module is in this package because only `cluster` may import the trainer, the weights and the engines' control.
 """
@@ -81,10 +81,11 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, incarnation) -> receiver of the last weight sync. A restarted engine gets a new receiver, because
-        it has not joined a process group yet."""
+        """(address, number of restarts) -> receiver of the last weight sync. A restarted engine gets a new receiver,
+        because the engine has not joined a process group yet.
+        """
         self._given_up: set[tuple[str, int]] = set()
-        """(address, incarnation) of lost engines. Another thread adds to it."""
+        """(address, number of restarts) of lost engines. A different thread adds entries."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -105,7 +106,7 @@ class RankWeightSync:
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
-        If a sync with deltas fails, tries once more with all weights sent whole. Raises `WeightSyncError` on all ranks.
+        If a sync with deltas fails, tries once more with the full weights. Raises `WeightSyncError` on all ranks.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
@@ -116,12 +117,12 @@ class RankWeightSync:
         except SlimeError as error:
             if isinstance(error, DeadlineExceeded):  # all ranks raise it, or their process group is broken
                 raise
-            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether this can help
+            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether a retry helps
                 raise
-            logger.warning("%s; all weights are sent again, whole", error)
+            logger.warning("%s; the full weights are sent again", error)
             metrics = self._send()
         finally:
-            if self._backend.device.type == "cuda":  # kept on a CPU: filling new shared memory is ten times slower
+            if self._backend.device.type == "cuda":  # not on a CPU, where filling new shared memory is ten times slower
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
@@ -213,7 +214,7 @@ def _named(for_what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         waited = f"weight sync waited {time.monotonic() - began:.0f} s for {for_what}"
-        raise DeadlineExceeded(f"{waited}; a training rank is late or gone: {error}") from error
+        raise DeadlineExceeded(f"{waited}; a training rank is slow or gone: {error}") from error
 
 
 def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:

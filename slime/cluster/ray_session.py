@@ -5,9 +5,9 @@ outlive Ray (W&B). `slime.cluster.launch_run` sets the environment before both. 
 the run joins that cluster and does not touch its daemons. SIGTERM becomes an exception.
 
 Invariants
-1. The guardian starts before any process that it may have to end, and outlives the driver.
-2. No process of the run is left after the driver ends, by return, exception, Ctrl-C, SIGTERM or SIGKILL.
-3. After a return, an exception or Ctrl-C, processes have time to stop in order before the guardian ends the rest.
+1. The guardian starts before any process that it may have to kill, and outlives the driver.
+2. No process of the run is left after the driver exits, by return, exception, Ctrl-C, SIGTERM or SIGKILL.
+3. After a return, an exception or Ctrl-C, processes have time to stop in order before the guardian kills the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAST_STORE_BYTES = 512 * 2**20
 BYTES_PER_TOKEN = 32
 """Upper bound in bytes for a token in a batch (`core.batch`), without routed experts: id, mask, log-probs, version."""
 NUM_BATCHES = 3
-"""Number of batches in the store at the same time: two steps, and one that is about to be freed."""
+"""Number of batches in the store at the same time: those of two steps, and one that is about to be freed."""
 MEMORY_SHARE = 0.3
 """Largest share of the host's memory, and of its shared memory, that the store may take."""
 
@@ -69,7 +69,7 @@ def _bytes_of_experts(args: Args) -> int:
 
 
 def _closed_folder(run_id: str) -> Path:
-    """Makes the folder for the files of a local Ray, which only this user can enter.
+    """Creates the folder for the files of a local Ray. Only this user can enter the folder.
 
     Raises `ClusterFailed` if the folder belongs to another user.
     """
@@ -77,7 +77,7 @@ def _closed_folder(run_id: str) -> Path:
     around.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = around.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ClusterFailed(f"the folder {around} belongs to another user; start the run again, under another name")
+        raise ClusterFailed(f"the folder {around} belongs to a different user; start the run again, under a new name")
     around.chmod(0o700)
     return around / "r"  # Ray makes this folder accessible to every user, so it is inside the closed one
 
@@ -117,12 +117,12 @@ class RaySession:
     ) -> None:
         ray.shutdown()
         if self._is_terminated and not isinstance(exc, Terminated):
-            # While Ray waits, it replaces the signal's exception with its own. Or another process got the same signal,
-            # and its exit raised an error first.
+            # While Ray waits, it replaces the signal's exception with its own. Or a different process got the same
+            # signal, and its exit raised an error first.
             raise Terminated(128 + signal.SIGTERM) from exc
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """Raises `Terminated` at the first SIGTERM, so that every `with` block ends its processes as after Ctrl-C."""
+        """Raises `Terminated` at the first SIGTERM, so that every `with` block stops its processes as after Ctrl-C."""
         if not self._is_terminated:
             self._is_terminated = True
             raise Terminated(128 + signum)
@@ -161,7 +161,7 @@ def _join(args: Args) -> None:
 def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
     """Starts Ray. Raises `ClusterFailed` if that fails.
 
-    A slow start is tried three times, because Ray waits only 30 s for its processes, too short on a busy machine.
+    Tries a slow start three times, because Ray waits only 30 s for its processes, which is too short on a busy machine.
     """
     for last in (False, False, True):
         try:

@@ -1,7 +1,7 @@
 """Keeps the routed experts of a train batch in Ray's object store until a rank needs them.
 
-Routed experts make up most bytes of a batch (48 layers with 8 experts: 384 values per token, all else 16). A rank
-fetches them only for the samples that it computes, and the ranks of a host share the fetched arrays.
+Routed experts make up most bytes of a batch (48 layers with 8 experts: 384 values per token; everything else: 16). A
+rank fetches them only for the samples that it computes, and the ranks of a host share the fetched arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from slime.core.routed_experts import digests_of
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array in Ray's object store (`slime.core.batch.Elsewhere`), kept there while a copy of this object exists."""
+    """An array in Ray's object store (`slime.core.batch.Elsewhere`), which keeps the array while a copy of this object
+    exists.
+    """
 
     ref: Any
     shape: tuple[int, ...]
@@ -30,7 +32,7 @@ class RemoteArray:
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:
-        """Puts an array into the store. With `compared`, also computes its digests."""
+        """Puts an array into the store. With `compared`, also computes the digests."""
         return cls(ray.put(array), array.shape, array.dtype, digests_of(array) if compared else None)
 
     @property

@@ -1,16 +1,16 @@
 """`--max-restarts` restarts a run after a fault, from its newest checkpoint.
 
-    keeper (this process)   has only the settings and one thread; no Ray, no torch, no state of the run
-      └─ start 0, 1, ...    processes forked from the keeper, one after the other; each is the driver of a whole run
+    keeper (this process)   has only the settings and one thread; no Ray, no torch, no state of the run └─ launch 0, 1,
+    ...   processes forked from the keeper, one after the other; each is the driver of a whole run
 
-Each start is a separate process for three reasons. Ray reads its environment when it is imported, and keeps threads and
-references of a dead cluster. A save in the background may hang on a dead rank. A killed driver could not restart
-anything. Starts are forked because the keeper has parsed the settings. Without `--max-restarts` there is no keeper, and
-this process is the driver.
+Each launch is a separate process for three reasons. Ray reads its environment when it is imported, and keeps threads
+and references of a dead cluster. A save in the background may hang on a dead rank. A killed driver could not restart
+anything. Launches are forked because the keeper has parsed the settings. Without `--max-restarts` there is no keeper,
+and this process is the driver.
 
-The keeper waits for a start to end, reads the reason from a pipe, and waits until all its processes on this host have
-ended. Then it begins the next start on the same run folder, or exits with the status of the last one. It forwards
-SIGINT and SIGTERM to the running start, and then begins no new one.
+The keeper waits for a launch to exit, reads the reason from a pipe, and waits until all processes of the launch on this
+host have exited. Then the keeper begins the next launch on the same run folder, or exits with the status of the last
+launch. It forwards SIGINT and SIGTERM to the current launch, and then begins no new one.
 
     faults                 a process is gone (`ActorDied`, the driver), an engine or a router was given up
                            (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait exceeded its limit
@@ -19,12 +19,12 @@ SIGINT and SIGTERM to the running start, and then begins no new one.
     requested ends         Ctrl-C, SIGTERM
 
 Invariants
-1. A start begins only when no process of the previous one is left on this host; that start's guardian ends them. The
-   keeper does not adopt orphans. Otherwise the guardian would become its child, and a command that kills all
-   descendants of the keeper would kill the guardian too.
-2. No start outlives the keeper.
+1. A launch begins only when no process of the previous launch is left on this host. The previous launch's guardian
+   kills them. The keeper does not adopt orphans. Otherwise the guardian would become its child, and a command that
+   kills all descendants of the keeper would also kill the guardian.
+2. No launch outlives the keeper.
 3. A restart resumes like a run with `--load`: the ledger continues from the checkpoint.
-4. There are at most `--max-restarts` restarts, and none after `MOST_IN_VAIN` starts in a row without a new step.
+4. There are at most `--max-restarts` restarts, and none after `MOST_IN_VAIN` launches in a row without a new step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NO_STEP = -1
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a start failed."""
+    """How a launch failed."""
 
     reason: str
     is_fault: bool
@@ -101,13 +101,13 @@ class Restarts:
         self._in_vain = 0 if trained > self._trained else self._in_vain + 1
         self._trained = max(trained, self._trained)
         if not end.is_fault:
-            return "another start would end the same way"
+            return "a restart would fail the same way"
         if self.number >= self.most:
             return f"all restarts are used up (--max-restarts {self.most})"
         if self._in_vain >= MOST_IN_VAIN:
             return (
-                f"{self._in_vain} starts in a row have trained no new step, so another start would not help; the last "
-                f"start ended with: {end.reason}"
+                f"{self._in_vain} launches in a row have trained no new step, so a restart would not help. The last "
+                f"launch failed with: {end.reason}"
             )
         self.number += 1
         return None
@@ -115,13 +115,13 @@ class Restarts:
 
 Loop = Callable[[Args], None]
 PAUSE_S = 5.0
-"""Time between two starts, in which an existing Ray cluster frees the slots of the last one."""
+"""Time between two launches, in which an existing Ray cluster frees the slots of the earlier one."""
 ORPHANS_LIMIT_S = 60.0
-"""Time limit for remaining processes of a start to end. The guardian usually needs less than 15 s."""
+"""Time limit for remaining processes of a launch to exit. The guardian usually needs less than 15 s."""
 LOOK_S = 0.2
 BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which people end a process. Other signals come from the kernel, for example when memory runs out."""
+"""Signals that people send to stop a process. Other signals come from the kernel, for example when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +132,16 @@ class Restart:
     """Counted from 1."""
     most: int
     because: str
-    """How the previous start ended."""
+    """How the previous launch failed."""
     checkpoint: str | None
-    """The checkpoint from which it resumes; None if none was saved, so it starts from the beginning."""
+    """The checkpoint from which the run resumes; None if none was saved, so that the run starts from the beginning."""
     step: int
-    """The first step of this start, counted from 0."""
+    """The first step of this launch, counted from 0."""
 
     def __str__(self) -> str:
         source = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
         where = f"continues with step {self.step}, {source}"
-        return f"restart {self.number} of {self.most}: {where}; the last start ended with: {self.because}"
+        return f"restart {self.number} of {self.most}: {where}; the last launch failed with: {self.because}"
 
     def facts(self) -> dict[str, object]:
         return asdict(self)
@@ -151,7 +151,7 @@ _restart: Restart | None = None
 
 
 def this_restart() -> Restart | None:
-    """Returns the facts about this process's restart; None in the first start of a run."""
+    """Returns the facts about this process's restart; None in the first launch of a run."""
     return _restart
 
 
@@ -169,24 +169,25 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Starts a run repeatedly, until it succeeds, a signal ends it, or a restart would not help."""
+    """Launches a run repeatedly, until it succeeds, a signal stops it, or a restart would not help."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
         """Raises `ConfigError` if this process cannot be forked safely."""
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
-                "--max-restarts cannot fork starts from this process, because it has threads or has imported Ray; call "
+                "--max-restarts cannot fork launches from this process, because it has threads or has imported Ray; "
+                "call "
                 "the loop from a plain script, or leave the flag out"
             )
         if args.use_wandb and args.wandb_run_id is None:
-            args = args.replace(wandb_run_id=args.run_id)  # all starts are one W&B run
+            args = args.replace(wandb_run_id=args.run_id)  # all launches are one W&B run
         self._loop, self._args = loop, args
         self._child: int | None = None
         self._asked: int | None = None
-        """The signal that asked the run to end."""
+        """The signal that requested the run to stop."""
 
     def run(self) -> None:
-        """Returns after a successful start. Otherwise raises `SystemExit` with the status of the last start."""
+        """Returns after a successful launch. Otherwise raises `SystemExit` with the status of the last launch."""
         before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
         try:
             self._run()
@@ -209,7 +210,7 @@ class _Keeper:
             time.sleep(PAUSE_S)
 
     def _next(self, restarts: Restarts, end: End) -> Restart:
-        """Prepares the next start, which loads the newest checkpoint."""
+        """Prepares the next launch, which loads the newest checkpoint."""
         save = str(self._args.save)
         saved = has_checkpoint(save)
         self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
@@ -217,7 +218,7 @@ class _Keeper:
         return Restart(restarts.number, restarts.most, end.reason, name, step)
 
     def _start(self, restart: Restart | None) -> int:
-        """Runs one start. Returns its exit status and sets `_end`."""
+        """Runs one launch. Returns its exit status and sets `_end`."""
         read, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -237,22 +238,22 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits until all processes of the last start have ended. Returns a message if some remain after the limit."""
+        """Waits until all processes of the last launch have exited. Returns a message if some are left."""
         run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
         family = ProcessFamily(RUN_ID_ENV, run_id)
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
             if time.monotonic() > deadline:
                 return (
-                    f"processes of the last start still run after {ORPHANS_LIMIT_S:.0f} s: "
+                    f"processes of the last launch still run after {ORPHANS_LIMIT_S:.0f} s: "
                     f"{', '.join(left) or 'its guardian'} (see the environment variable {RUN_ID_ENV})"
                 )
             time.sleep(LOOK_S)
         return None
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
-        """Forwards a signal to the running start.
+        """Forwards a signal to the current launch.
 
-        The start has its own process group, so it does not also get the signal from the terminal.
+        The launch has its own process group, so it does not also get the signal from the terminal.
         """
         self._asked = number
         if self._child is not None:
@@ -277,13 +278,13 @@ def _newest(save: str) -> tuple[str, int]:
 
     try:
         found = checkpoint.find(Path(save))
-    except CheckpointError:  # the next start reports it
+    except CheckpointError:  # the next launch reports the problem
         found = None
     return (found.path.name, found.rollout_id + 1) if found is not None else (save, 0)
 
 
 def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, keeper: int) -> NoReturn:
-    """Runs the loop as the driver, reports to the keeper how it ended, and exits. Never returns."""
+    """Runs the loop as the driver, reports the outcome to the keeper, and exits. Never returns."""
     global _restart
     code = 1
     try:
@@ -313,12 +314,12 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
 
 
 def _end_of(status: int, said: bytes) -> End:
-    """Returns how a start ended: its own report if it sent one, else a conclusion from its exit status."""
+    """Returns how a launch ended: its own report if there is one, else a conclusion from its exit status."""
     if said:
         return End(**json.loads(said))
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
-        return End(f"{number.name}, which ended the driver", is_fault=number not in MEANT)
+        return End(f"{number.name}, which killed the driver", is_fault=number not in MEANT)
     return End(f"exit status {os.WEXITSTATUS(status)} of the driver, without a reason", is_fault=True)
 
 

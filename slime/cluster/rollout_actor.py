@@ -2,11 +2,11 @@
 
 `RolloutActor` is an asyncio actor: generation, evaluation, saving and progress run concurrently, so a save never waits
 for a generation. The driver's calls produce batches, metrics, and the Data Buffer's part of checkpoints. A call waits
-on the event loop, where finished requests and gradings wake it.
+on the event loop, where finished requests and graders wake it.
 
 `EpisodeActor` is one rollout worker (`--rollout-num-workers`) in its own process, and `RayWorker` is the handle through
 which the rollout calls it. Calls are numbered and begin in that order, which Ray alone does not guarantee. The worker
-ends with the rollout's process.
+exits with the rollout's process.
 
 Invariants
 1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`.
@@ -128,10 +128,10 @@ def write_key(path: Path, key: str) -> None:
 
 
 def needs_routers(args: Args) -> bool:
-    """Whether any client may use a router.
+    """Returns whether any client may use a router.
 
-    A run that only serves has such clients. So has a run with a router flag (the user), or with user code, which finds
-    the address in `args.sglang_router_ip` and `args.sglang_router_port`.
+    Such clients exist in a run that only serves, in a run with a router flag (the user), and in a run with user code,
+    which finds the address in `args.sglang_router_ip` and `args.sglang_router_port`.
     """
     given = any(args.was_given(name) for name in ("router_host", "router_port", "sglang_router_ip"))
     return args.num_rollout == 0 or given or bool(args.router) or runs_user_code(args)
@@ -166,7 +166,7 @@ def _address(router: AnyRouter) -> tuple[str, int]:
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class RolloutActor:
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
-        """`num_engines` is the number of engines of all models at the start."""
+        """`num_engines` is the initial number of engines of all models."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
@@ -205,11 +205,11 @@ class RolloutActor:
         return self._manager.num_prompts
 
     async def ray_asks_for_token(self) -> bool:
-        """Whether the Ray cluster requires a token. This process inherits the environment of the cluster's daemons."""
+        """Returns whether the Ray cluster requires a token. This process inherits the environment of Ray's daemons."""
         return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
-        """Lets requests go to these engines: the run's own requests at once, requests through routers soon after.
+        """Lets requests go to these engines: the run's own requests immediately, requests through routers soon after.
 
         Does nothing for engines that are already admitted.
         """
@@ -274,7 +274,7 @@ class RolloutActor:
         return set_apart(await self._manager.probe(), compared=self._compares_experts)
 
     async def pause(self, hand_back: bool = True) -> None:
-        """Ends running requests before a weight sync. None are sent until `resume`. `hand_back`: a save follows."""
+        """Ends running requests before a weight sync and sends none until `resume`. `hand_back`: a save follows."""
         await self._manager.pause(hand_back=hand_back)
 
     async def resume(self) -> None:
@@ -294,7 +294,7 @@ class RolloutActor:
     async def progress(self) -> str:
         """Returns one line about what the rollout is doing, or what blocks its event loop.
 
-        Runs on a separate event loop, so that it answers even then.
+        Runs on a separate event loop, so that it works even if the main loop is blocked.
         """
         return (self._watchdog.stall if self._watchdog is not None else "") or self._manager.progress()
 
@@ -307,7 +307,9 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Waits, before the first requests, until the routers know the engines, which user functions may need."""
+        """Waits before the first requests until the routers know the engines, because user functions may use the
+        routers.
+        """
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

@@ -1,4 +1,5 @@
-"""The driver's part of checkpoints: ranks and Data Buffer write their parts, `Saver` commits and removes old ones.
+"""The driver's side of checkpoints: ranks and Data Buffer write their files, and `Saver` commits checkpoints and
+removes old ones.
 
     save, at a step     waits for the previous save and makes a folder; the Data Buffer writes its part, and ranks copy
                         their state (`--async-save`)
@@ -8,9 +9,9 @@
 Without `--async-save` the driver also waits for the second row. Every wait has a limit.
 
 Invariants
-1. All parts of a checkpoint have the state of the same moment: training continues only when ranks and Data Buffer have
+1. All files of a checkpoint have the state of the same moment: training continues only after ranks and Data Buffer have
    copied or written their state.
-2. Retention never removes the checkpoint that `latest` names, or the one that this run was resumed from.
+2. Retention never removes the checkpoint that `latest` names, or the checkpoint that this run was resumed from.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Saver:
         self._resumed_from: list[Path] = []
 
     def restore(self) -> int | None:
-        """Loads the latest checkpoint of `--load`, or the one of `--ckpt-step`.
+        """Loads the latest checkpoint in `--load`, or the checkpoint of `--ckpt-step`.
 
         Returns its step, or None without `--load`. With `--finetune`, loads only the weights.
         """
@@ -47,7 +48,7 @@ class Saver:
         found = checkpoint.find(Path(self._args.load), self._args.ckpt_step)
         if found is None:
             raise ConfigError(
-                f"--load {self._args.load} holds no committed checkpoint; leave the flag out to start from "
+                f"--load {self._args.load} has no committed checkpoint; leave the flag out to start from "
                 "--hf-checkpoint"
             )
         self._resumed_from.append(found.path)
@@ -70,7 +71,7 @@ class Saver:
             return
         kept = checkpoint.set_aside(root, after=-1 if self._args.finetune else found.rollout_id)
         if kept and self._args.save_keep_last is not None:
-            logger.info("--save-keep-last never removes %s of %s, saved by another branch", ", ".join(kept), root)
+            logger.info("--save-keep-last never removes %s of %s, which a different run saved", ", ".join(kept), root)
 
     def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
         if self._args.finetune:
@@ -83,7 +84,7 @@ class Saver:
         logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)
 
     def save(self, rollout_id: int) -> None:
-        """Writes a checkpoint, with `--async-save` in the background. Raises the error of the previous save, if any."""
+        """Writes a checkpoint, in the background with `--async-save`. Raises the error of the previous save, if any."""
         assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
         with span("save_wait"):
             self._tell(self._background.finish(limit_s=self._limit_s))
@@ -100,7 +101,7 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Logs the metrics of a background save that has ended, or raises its error. Does not wait."""
+        """Logs the metrics of a finished background save, or raises its error. Does not wait."""
         self._tell(self._background.poll())
 
     def finish(self, limit_s: float | None = None) -> None:

@@ -73,7 +73,7 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
 
 
 def give_back() -> None:
-    """Removes the reservation, if any. This ends the actors on its slots without Ray reporting them as lost."""
+    """Removes the reservation, if any. Ray then kills the actors on its slots, without reporting them as lost."""
     try:
         group = get_placement_group(NAME)
     except ValueError:  # the run has no reservation

@@ -1,6 +1,7 @@
 """Starts engines, training ranks and rollout side of a run at the same time, on the slots of its plan.
 
-Engines that share GPUs with the trainer import modules while it starts. They take memory once it has lent its own.
+Engines that share GPUs with the trainer import modules while it starts. They allocate memory once the trainer has lent
+its memory.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
 READ_BYTES = 2**20
-"""How much of an engine's log is read. The log has a few kilobytes when the engine is up."""
+"""Number of bytes of an engine's log that are read. The log has a few kilobytes when the engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A part of the run, with the calls that end when it is ready."""
+    """A group of processes, with the calls that return when it is ready."""
 
     name: str
     refs: Sequence[Any]
     line: str
-    """Logged when all calls have ended."""
+    """Logged when all calls have returned."""
 
 
 class StartProgress:
-    """Shows which parts of the run are ready, and what engines are doing according to their logs.
+    """Shows which processes of the run are ready, and what engines are doing according to their logs.
 
     `wait_for` calls `tell` on each poll.
     """
@@ -68,8 +69,8 @@ class StartProgress:
         engine_logs: Sequence[Path] = (),
         ended: Callable[[Sequence[Any]], bool] = all_there,
     ) -> None:
-        """`began_s` is `time.monotonic()` at the start of the processes. `note` shows a text. `ended` says whether all
-        given calls have ended.
+        """`began_s` is `time.monotonic()` when the processes were started. `note` shows a text. `ended` says whether
+        all given calls have returned.
         """
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
@@ -77,7 +78,7 @@ class StartProgress:
         self._began_s = began_s
 
     def tell(self) -> str:
-        """Logs the parts that became ready since the last call. Returns what the start is waiting for."""
+        """Logs the processes that became ready since the last call. Returns a text about what is not ready."""
         seconds = time.monotonic() - self._began_s
         for waiting in [w for w in self._waiting if self._ended(w.refs)]:
             self._waiting.remove(waiting)
@@ -156,7 +157,7 @@ def start(
                 limit_s=args.weight_sync_timeout_s,
                 flag="--weight-sync-timeout-s",
             )
-    assert ray.is_initialized(), "Ray ended while the run was starting"
+    assert ray.is_initialized(), "Ray exited while the run was starting"
     fleet = Engines(args, port, rollout, keys.control, hosts)
     for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
         fleet.up(index, url)
@@ -166,7 +167,7 @@ def start(
 
 
 def keys_of(args: Args) -> EngineKeys:
-    """Returns the keys of the run's engines. They keep out other users of the machine, who can reach loopback.
+    """Returns the keys of the run's engines. The keys keep out other users of the machine, who can reach loopback.
 
     External engines keep the keys with which they were started.
     """
@@ -189,7 +190,7 @@ def _tell_memory(actors: Actors, folder: RunFolder) -> None:
 
 
 def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> ExternalEngines:
-    """Waits until all external engines answer and fit. Nothing else starts before that."""
+    """Waits until all external engines respond and fit. Nothing else starts before that."""
     port = ExternalEngines(args, keys)
     try:
         port.find(args.engine_start_timeout_s, note)
@@ -251,16 +252,16 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
 
 
 def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list[Any], list[Any]]:
-    """If trainer and engines share GPUs, makes trainers lend their memory and then opens the engines' gates.
+    """Makes trainers lend their memory and then opens the engines' gates, if trainer and engines share GPUs.
 
-    Returns references to the answers of both.
+    Returns references to the results of both.
     """
     lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
     return lent, [engine.open_gate.remote(*lent) for engine in engines] if lent else []
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
-    """On GPUs, makes rank 0 and the policy's engines compile their digest kernels as soon as they are up.
+    """Makes rank 0 and the policy's engines compile their digest kernels as soon as they are up, on GPUs only.
 
     `heads` are the actors of `engines`; the list is empty for external engines.
     """
@@ -284,7 +285,7 @@ def _placed(actor: Any, **options: Any) -> Any:
 
 
 def _told(port: RayEngines | ExternalEngines, hosts: GuardedHosts, progress: StartProgress) -> str:
-    """Tends the hosts and returns the progress of the start. Raises `EngineError` if an engine has lost a host."""
+    """Tends the hosts and returns the progress of startup. Raises `EngineError` if an engine has lost a host."""
     hosts.tend()
     if isinstance(port, RayEngines):
         for index in range(len(port.heads)):

@@ -1,4 +1,4 @@
-"""One training rank as a Ray actor, with its `MegatronBackend` and its part of the weight sync.
+"""One training rank as a Ray actor, with its `MegatronBackend` and its side of the weight sync.
 
 The driver calls every method on all ranks, in the same order. One thread runs the calls, a second one writes files
 (`write_parts`), a third one records lost engines (`give_up`). In collectives, a call waits for other ranks, with the
@@ -52,9 +52,9 @@ class TrainActor:
         return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> dict[str, float]:
-        """Joins the process group, builds the model, loads its weights and rehearses a step.
+        """Joins the process group, builds the model, loads its weights and runs a trial step.
 
-        Returns the seconds of import, build and rehearsal.
+        Returns the seconds of import, build and trial step.
         """
         began_s = time.perf_counter()
         import torch

@@ -49,7 +49,7 @@ class HeldOutLoss:
         self._actors, self._memory = actors, memory
         self._num_datasets = len(loss_datasets(args))
         self._batches: list[tuple[str, Any, dict[str, float]]] | None = None
-        """(name of the dataset, reference to the batch, its metrics); None before the first measurement."""
+        """(name of the dataset, reference to the batch, metrics of the batch); None before the first measurement."""
 
     def measure(self) -> dict[str, float]:
         """Returns `eval/<dataset>-loss`, the mean loss of each dataset's trained tokens under the trainer's weights."""
@@ -79,7 +79,7 @@ class HeldOutLoss:
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
-"""Time limit of a generation if the user sets none. Its requests and graders have limits of their own."""
+"""Time limit of a generation if the user sets none. Requests and graders have separate limits."""
 ROUTER_LIMIT_S = 60.0
 DEATH_SHOWS_S = 5.0
 """Time for Ray to report that a process is gone."""
@@ -90,7 +90,7 @@ PROBED = {
     "train/train_rollout_logprob_abs_diff_p99": "probe/train_rollout_logprob_abs_diff_p99",
     "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
 }
-"""Name of a metric in training -> its name for a probe."""
+"""Name of a metric in training -> name of the metric for a probe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Generation:
     batch: Any
     """Reference to the `TrainBatch`, which goes directly from the rollout side to the training ranks."""
     news: Any
-    """Reference to its `StepNews`, which is ready at the same time as the batch."""
+    """Reference to the `StepNews`, which is ready at the same time as the batch."""
 
 
 class Run:
@@ -139,7 +139,9 @@ class Run:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns at once. The first call also logs the start-up times."""
+        """Starts generating the samples of a step and returns immediately. The first call also logs the times of
+        startup.
+        """
         if startup := self._startup.end():
             collect()  # discards the times before the first step
             self._tracker.add(startup)
@@ -169,7 +171,7 @@ class Run:
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_for_generation(self, generation: Generation) -> None:
-        """Waits until the generation has ended. Leaves its result for `finish_generation`."""
+        """Waits until the generation has finished. Leaves the result for `finish_generation`."""
         with span("generation_wait"):
             wait_for(
                 [generation.news],
@@ -208,7 +210,7 @@ class Run:
         )
         while True:
             self._tend_and_join()
-            self._actors.on_rollout("require_alive", for_what="a look at the router", limit_s=ROUTER_LIMIT_S)
+            self._actors.on_rollout("require_alive", for_what="a check of the router", limit_s=ROUTER_LIMIT_S)
             time.sleep(WATCH_EVERY_S)
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -227,22 +229,25 @@ class Run:
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
-        """In colocated training, lets engines release their memory and the trainer take its own. Else does nothing."""
+        """Makes engines release their memory, and the trainer take its memory, in colocated training. Else does
+        nothing.
+        """
         self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:
         """Sends the trainer's weights to every engine and verifies them. Then the engines serve.
 
-        With `for_save`, a checkpoint follows. In that case running requests of `--fully-async` end and are sent again,
-        for any `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
+        With `for_save`, a checkpoint follows. Then running requests of `--fully-async` are ended and sent again, in any
+        `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
         """
-        phase = self._startup.phase("update_weights", "the engines hold the trainer's weights, verified")
+        phase = self._startup.phase("update_weights", "the engines have the trainer's weights, verified")
         with phase if self._actors.engines and self._actors.trainers else nullcontext():
             self._weight_sync.run(for_save=for_save)
         self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
-        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises over the limit.
+        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises if they differ too
+        much.
 
         Asynchronous training needs this, because its batches were sampled by older weights than the trainer's. In
         synchronous training, every training step makes this comparison.
@@ -283,23 +288,23 @@ class Run:
     # --- cadence ----------------------------------------------------------------------------------------------------
 
     def saves_after(self, rollout_id: int) -> bool:
-        """Whether a save is due: every `--save-interval` steps and after the last one."""
+        """Returns whether a save is due: every `--save-interval` steps and after the last one."""
         return bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
 
     def syncs_after(self, rollout_id: int) -> bool:
-        """Whether a weight sync is due: every `--update-weights-interval` steps and after the last one."""
+        """Returns whether a weight sync is due: every `--update-weights-interval` steps and after the last one."""
         return self._is_due(rollout_id, self.args.update_weights_interval)
 
     def evaluates_after(self, rollout_id: int) -> bool:
-        """Whether an evaluation is due: every `--eval-interval` steps and after the last one."""
+        """Returns whether an evaluation is due: every `--eval-interval` steps and after the last one."""
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
     def only_serves(self) -> bool:
-        """Whether the run has engines, but nothing to train or evaluate."""
+        """Returns whether the run has engines, but nothing to train or evaluate."""
         return self.args.num_rollout == 0 and self.args.debug_rollout_only and not self.evaluates_before(0)
 
     def evaluates_before(self, start: int) -> bool:
-        """Whether to evaluate before the first step: not in a resumed run, always with `--num-rollout 0`."""
+        """Returns whether to evaluate before the first step: always with `--num-rollout 0`, never on resume."""
         if self.args.num_rollout == 0:
             return bool(self.args.eval_prompt_data or self.args.eval_config or self.args.eval_function_path)
         return self.args.eval_interval is not None and not self.args.skip_eval_before_train and start == 0
@@ -325,12 +330,12 @@ class Run:
         try:
             asked = [trainer.memory_plan.remote() for trainer in actors[:-1]] + [actors[-1].progress.remote()]
             return first_death(asked, for_what=f"the run, which showed as {seen_as}", limit_s=DEATH_SHOWS_S)
-        except Exception as error:  # Ray itself has ended
-            logger.debug("no actor could be asked: %s", error)
+        except Exception as error:  # Ray itself is gone
+            logger.debug("no actor could be reached: %s", error)
             return None
 
     def close(self, *, limit_s: float) -> None:
-        """Ends all processes in order. Raises if one does not answer in time; the end of the cluster then kills it."""
+        """Stops all processes in order. Raises if one does not stop in time; Ray then kills it."""
         actors = self._actors
         stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
         try:

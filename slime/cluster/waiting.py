@@ -7,7 +7,7 @@
     Ray itself failed (disk, memory, a host)        `ClusterFailed`: Ray's message, and what the driver waited for
 
 The error's message is one sentence; the traceback is chained to it, for the log. `wait_for` polls, so that progress
-shows while the driver waits and Ctrl-C works at once.
+shows while the driver waits and Ctrl-C works immediately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def translated(error: RayError, for_what: str) -> SlimeError:
     if isinstance(error, RayTaskError):
         return _raised(error, for_what)
     if isinstance(error, OutOfMemoryError):
-        return ActorDied(f"Ray ended a process during {for_what}, because memory ran out: {first_line(str(error))}")
+        return ActorDied(f"Ray killed a process during {for_what}, because memory ran out: {first_line(str(error))}")
     text = str(error)
     if not isinstance(error, RayActorError | WorkerCrashedError):
         said = shorten(" ".join(text.split()), RAY_CHARS)  # the reason may be on any line
@@ -64,7 +64,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
 
 
 def _not_started(text: str) -> SlimeError:
-    """Returns the error of an actor's constructor, parsed from the traceback, which is all that Ray keeps."""
+    """Returns the error of an actor's constructor, parsed from the traceback, because Ray keeps nothing else."""
     match = _OURS.search(text)
     kind = getattr(errors, match[1], None) if match else None
     if match and isinstance(kind, type) and issubclass(kind, SlimeError):
@@ -91,7 +91,7 @@ def _process(text: str) -> Process:
 
 
 def _detail(text: str) -> str:
-    """Returns Ray's explanation for the end of a process; empty if Ray noticed only a broken connection."""
+    """Returns Ray's explanation for the death of a process; empty if Ray noticed only a broken connection."""
     detail = None if "connection error" in text else _DETAIL.search(text)
     return f" (Ray: {detail[1]})" if detail else ""
 
@@ -112,8 +112,8 @@ def wait_for(
 ) -> list[Any]:
     """Returns the results of all `refs`, in order. Raises a failure (`translated`) without waiting for other results.
 
-    `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting that raises the
-    limit. Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.liveness`).
+    `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting for the limit.
+    Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.liveness`).
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"
@@ -134,12 +134,12 @@ def wait_for(
 
 
 def all_there(refs: Sequence[Any]) -> bool:
-    """Whether all `refs` have a result or a failure. Never waits."""
+    """Returns whether all `refs` have a result or a failure. Never waits."""
     return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1] if refs else True
 
 
 def peek(ref: Any) -> Any:
-    """Returns the result of `ref`; None if the call has not ended or has failed. Never waits, never raises."""
+    """Returns the result of `ref`; None if the call has not finished or has failed. Never waits, never raises."""
     done, _ = ray.wait([ref], timeout=0)
     try:
         return ray.get(ref) if done else None
@@ -150,7 +150,7 @@ def peek(ref: Any) -> Any:
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
     """Returns the first death of an actor that any of these calls reports within the limit. Never raises.
 
-    Ray reports a dead actor at once. A busy actor does not answer, which does not count as a death.
+    Ray reports a dead actor immediately. A busy actor that does not respond does not count as dead.
     """
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorD
 def _cause(
     done: Sequence[Any], pending: Sequence[Any], *, only: Callable[[RayError], bool] = lambda failure: True
 ) -> RayError | None:
-    """The most likely cause among the failures of `done` for which `only` is true; None if there are none.
+    """Returns the most likely cause among the failures of `done` for which `only` is true; None if there are none.
 
     When a rank is killed, its peers crash soon after, and Ray may report them first.
     """
@@ -184,14 +184,15 @@ def _failures(refs: Sequence[Any]) -> Iterator[RayError]:
 
 
 def _died(failure: RayError) -> bool:
-    """Whether a process has died after its start. An exception may have a death as its cause; it counts as none."""
+    """Returns whether a process died after its start. An exception does not count, even if a death caused it."""
     died = isinstance(failure, RayActorError | WorkerCrashedError | OutOfMemoryError)
     return died and not isinstance(failure, RayTaskError) and not getattr(failure, "actor_init_failed", False)
 
 
 def _distance(failure: RayError) -> int:
-    """How far a failure is from the cause of several: 0 for a process that was killed from outside, which leaves no
-    crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused."""
+    """Returns how unlikely it is that this failure caused the others: 0 for a process that was killed from outside,
+    without a crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused.
+    """
     if not _died(failure):
         return 1
     log = _process(str(failure)).log

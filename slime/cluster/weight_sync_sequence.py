@@ -7,13 +7,13 @@
     5. memory     the trainer releases its weights, engines take memory for the cache   `MemoryHandOver`
     6. traffic    clients and routers may use the engines                               `Engines`
 
-If an engine is lost meanwhile, or the sync fails only at some engines, step 3 is repeated without them. An engine that
+If an engine is lost meanwhile, or the sync fails only for some engines, step 3 is repeated without them. An engine that
 restarts later gets the weights separately, or with the next weight sync (`join`). All steps run on the driver's thread,
 and every wait has a limit.
 
 Invariants
 1. No client and no router knows an engine before its weights were verified.
-2. After an error the sequence stops: ended requests are not sent again, engines stay paused, and the run ends.
+2. After an error the sequence stops: ended requests are not sent again, engines stay paused, and the run fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 REQUESTS_LIMIT_S = 60.0
 """Time limit for ending requests, and for resuming them."""
 OF_SYNC, OF_JOIN = "update_weights_", "join_"
-"""Parts of metric names that tell apart weight syncs and joins, because a step may have both."""
+"""Parts of metric names that distinguish weight syncs from joins, because a step may have both."""
 
 
 class EndRequests(enum.Enum):
@@ -49,7 +49,7 @@ class EndRequests(enum.Enum):
     FOR_SAVES = enum.auto()
     """Only syncs before a save, which writes the tokens. In other weight syncs, engines keep their requests."""
     ALWAYS = enum.auto()
-    """All syncs. The engines would abort requests, too, but take a second to notice that the requests have ended."""
+    """All syncs. The engines would abort requests, too, but only after a second."""
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:
@@ -134,7 +134,7 @@ class WeightSyncSequence:
             self._tracker.add(metrics[0])
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
-        """Tries one weight sync to `engines`, or to all that answer.
+        """Tries one weight sync to `engines`, or to all engines that respond.
 
         Returns the metrics of each rank; an empty list if an engine was lost.
         """

@@ -38,7 +38,7 @@ _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
 
 
 def is_quantised(model_path: str) -> bool:
-    """Whether config.json in the folder `model_path` names a quantisation."""
+    """Returns whether config.json in the folder `model_path` names a quantisation."""
     config = Path(model_path) / "config.json"
     found = json.loads(config.read_text()) if config.is_file() else {}
     return bool(found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config"))

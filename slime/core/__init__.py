@@ -2,5 +2,5 @@
 tools.
 
 Imports nothing else of slime and nothing heavy (no torch, Ray, Megatron or SGLang), so that the driver, the tests and
-the command line can import it at once.
+the command line can import it quickly.
 """

@@ -47,32 +47,32 @@ class Place:
 
 
 def blamed(places: Iterable[Place]) -> Place | None:
-    """The last frame in the user's code, else the last in slime's; None without either. `places`: outermost first."""
+    """Returns the last frame in the user's code, else the last in slime's, else None. `places`: outermost first."""
     own = [place for place in places if not place.is_library]
     users = [place for place in own if not place.is_ours]
     return next(reversed(users or own), None)
 
 
 def place_of(error: BaseException) -> Place | None:
-    """The line to blame for `error`, chosen by `blamed`."""
+    """Returns the line to blame for `error`, chosen by `blamed`."""
     frames = traceback.extract_tb(error.__traceback__)
     return blamed(Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
 
 
 def place_in(trace: str) -> Place | None:
-    """Like `place_of`, for a printed traceback, including chained errors."""
+    """Does the same as `place_of` for a printed traceback, including chained errors."""
     found = (Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
     return blamed(found)
 
 
 def raised_by_user(error: BaseException) -> str:
-    """`, raised at FILE:LINE in FUNCTION` if a user's function raised it; else empty."""
+    """Returns `, raised at FILE:LINE in FUNCTION` if a user's function raised it; else empty."""
     place = place_of(error)
     return f"{RAISED_AT}{place}" if place is not None and not place.is_ours else ""
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The error, its causes and contexts, and the members of error groups, each once."""
+    """Returns the error, its causes and contexts, and the members of error groups, each once."""
     found, left = dict[int, BaseException](), [error]
     while left:
         one = left.pop()
@@ -84,7 +84,7 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def asks_again(error: BaseException) -> bool:
-    """Whether an HTTP 503 caused the error. An engine responds with 503 when a weight sync has ended the request.
+    """Returns whether an HTTP 503 caused the error. An engine responds with 503 if a weight sync ended the request.
 
     Recognises errors of aiohttp, httpx, requests and the OpenAI and Anthropic clients; in a stream, the error text.
     """
@@ -97,12 +97,12 @@ def _says_503(error: BaseException) -> bool:
 
 
 def error_line(error: BaseException, limit: int = 400) -> str:
-    """`Type: text`, with the first line of the text."""
+    """Returns `Type: text`, with the first line of the text."""
     return first_line(f"{type(error).__name__}: {error}".rstrip(": "), limit)
 
 
 def first_line(text: str, limit: int = 400) -> str:
-    """The first line that is not blank, at most `limit` characters."""
+    """Returns the first line that is not blank, at most `limit` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
@@ -110,13 +110,13 @@ def first_line(text: str, limit: int = 400) -> str:
 # How a process ended, in one sentence. The sentence leaves out the pid, which is useless after the process has ended.
 
 TAIL_BYTES, MOST_LINES = 16_000, 12
-"""How many bytes of a log are searched, and how many lines are shown."""
+"""Number of bytes of a log that are searched, and number of lines that are shown."""
 CRASHES = ("Fatal Python error:", "terminate called", "Traceback (most recent call last):")
 """First words of a crash report."""
 
 
 def how_it_ended(status: int | None) -> str:
-    """A phrase for messages. `status`: a return code of `subprocess`, negative for a signal; None if unknown."""
+    """Returns a phrase for messages. `status`: return code of `subprocess`, negative for a signal; None if unknown."""
     if status is None:
         return "was killed, or it crashed"
     if status >= 0:
@@ -141,8 +141,8 @@ class Process:
         return f"{self.name} on {self.host}"
 
     def ended(self, status: int | None, *, during: str = "") -> str:
-        """`training rank 3 on node7 was killed by SIGKILL during training step 5; its log is /runs/x/logs/train_3.log`,
-        followed by the crash report in the log, if any.
+        """Returns a sentence, such as `training rank 3 on node7 was killed by SIGKILL during training step 5; its log
+        is /runs/x/logs/train_3.log`, followed by the crash report in the log, if any.
         """
         said = f"{self} {how_it_ended(status)}" + (f" during {during}" if during else "")
         if self.log is None:
@@ -152,12 +152,12 @@ class Process:
 
 
 def here(name: str, log: Path | None = None) -> Process:
-    """A process on this host."""
+    """Returns a process on this host."""
     return Process(name, socket.gethostname(), log)
 
 
 def crash_in(log: Path) -> str:
-    """The last crash report of Python or C++ in a log; empty if there is none, for example after SIGKILL."""
+    """Returns the last crash report of Python or C++ in a log; empty if there is none, for example after SIGKILL."""
     try:
         lines = tail_of(log, TAIL_BYTES).splitlines()
     except OSError:

@@ -91,7 +91,7 @@ class UnpackedList:
         self._slot.__set__(record, value)
 
     def packed(self, record: Any) -> Any:
-        """The stored list or `Column`, without conversion."""
+        """Returns the stored list or `Column`, without conversion."""
         return self._slot.__get__(record)
 
     def pack(self, record: Any) -> None:

@@ -22,13 +22,13 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use under its CPU affinity and the quotas of its control groups, rounded up."""
+    """Returns the number of cores that CPU affinity and the quotas of control groups leave this process, rounded up."""
     allowed = min([len(os.sched_getaffinity(0)), *map(_quota, _control_groups())])
     return max(1, math.ceil(allowed))
 
 
 def stalled_share() -> float:
-    """Share of the last minute in which all runnable threads of this control group waited for a core.
+    """Returns the share of the last minute in which all runnable threads of this control group waited for a core.
 
     Reads the kernel's pressure stall information. Returns 0 if the kernel provides none (cgroup v1).
     """
@@ -40,7 +40,7 @@ def stalled_share() -> float:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Folders of this process's control group and then its ancestors. Some may not exist.
+    """Yields the folders of this process's control group and then of its ancestors. Some may not exist.
 
     A container often sees its own group as the root, with a different name from the host's.
     """
@@ -53,14 +53,14 @@ def _control_groups() -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float:
-    """Seconds of processor time per second that a group may use; infinity without a limit."""
+    """Returns how many seconds of processor time per second a group may use; infinity without a limit."""
     files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # cgroup v2 has the first file, v1 has the other two
     words = [word for file in files for line in _lines(group / file) for word in line.split()]
     return math.inf if len(words) != 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
 
 
 def _lines(file: Path) -> list[str]:
-    """The lines of the file; empty if it cannot be read."""
+    """Returns the lines of the file; empty if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -68,7 +68,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def thread_variables(num_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a process that computes in `num_threads` threads; OpenMP and MKL read them at start.
+    """Returns environment variables of OpenMP and MKL for a process that computes in `num_threads` threads.
 
     Trainer and engine may each have `num_threads`. If there are not enough cores for both, waiting threads sleep
     instead of running busy loops.

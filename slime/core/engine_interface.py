@@ -20,7 +20,7 @@ TOKEN_VERSIONS_KEY = "token_weight_version"
 
 OWN_REQUESTS = "slime-"
 """Prefix of the ids of the run's own requests. If a weight sync ends such a request, the run's client continues it."""
-ASK_AGAIN = "this request was ended because the engine's weights change; ask again"
+ASK_AGAIN = "this request was ended because the engine's weights change; send it again"
 """The response to other clients when a weight sync ends their request."""
 ROUTED_EXPERTS_MARK = "-experts-"
 """The mark before a number N in a request's id, which requests the routed experts from token N on. It is part of the id
@@ -35,7 +35,7 @@ class Hasher(Protocol):
         ...
 
     def flush(self) -> None:
-        """Reads the kept tensors and releases them. On a GPU this only enqueues work and does not wait."""
+        """Reads the added tensors and releases them. On a GPU this only enqueues work and does not wait."""
         ...
 
     def finish(self) -> str:
@@ -55,7 +55,7 @@ class Digest(Protocol):
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
-        """The hex digests of several hashers at once, which is faster on a GPU."""
+        """Returns the hex digests of several hashers at once, which is faster on a GPU."""
         ...
 
 
@@ -97,7 +97,7 @@ class EngineControl(Protocol):
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
     ) -> None:
-        """`payloads`: one serialised bucket per rank, in the order of `EngineLayout.ranks`."""
+        """Loads `payloads`: one serialised bucket per rank, in the order of `EngineLayout.ranks`."""
         ...
 
     def init_weights_update_group(
@@ -117,7 +117,7 @@ class EngineControl(Protocol):
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
-        """`load_format`: None for one broadcast per tensor, "flattened_bucket" for one broadcast of all tensors."""
+        """Loads broadcasts: one per tensor, or a single one of all tensors if `load_format` is "flattened_bucket"."""
         ...
 
     def update_weights_from_disk(

@@ -18,7 +18,7 @@ from slime.core.errors import CheckpointError, DataError, DiskFull
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """`replace_bytes` of UTF-8 text."""
+    """Does the same as `replace_bytes` for text in UTF-8."""
     replace_bytes(path, text.encode(), durable=durable)
 
 
@@ -87,7 +87,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def tail_of(path: Path, num_bytes: int, start: int = 0) -> str:
-    """The last `num_bytes` of a log as text, but nothing before offset `start`. Raises `OSError`."""
+    """Returns the last `num_bytes` of a log as text, but nothing before offset `start`. Raises `OSError`."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - num_bytes))
         return file.read().decode(errors="replace")
@@ -116,7 +116,7 @@ _FILES = (".jsonl", ".zst", ".parquet", ".json", ".csv", ".txt", ".yaml", ".py")
 
 
 def download_hint(name: str, *, dataset: bool = False) -> str:
-    """A hint on how to download `name`, if it looks like a Hugging Face hub name (`Qwen/Qwen3-0.6B`); else empty.
+    """Returns how to download `name` if it looks like a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`), else "".
 
     A path below an existing folder, or with a file suffix, is not a hub name. Downloads nothing.
     """
@@ -150,12 +150,13 @@ class ImageFolder:
         return digest
 
     def read(self, digest: str) -> bytes:
-        """The bytes of an image. Raises `DataError` if it is missing."""
+        """Returns the bytes of an image. Raises `DataError` if it is missing."""
         try:
             return self._file(digest).read_bytes()
         except OSError as error:
             raise DataError(
-                f"{self.folder} lacks image {digest} of a sample ({error}); every host must see the folder of the run, "
+                f"{self.folder} has no image {digest}, which a sample needs ({error}); every host must see the folder "
+                "of the run, "
                 "and the run must use the dataset that the sample came from"
             ) from error
 

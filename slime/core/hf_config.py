@@ -19,7 +19,7 @@ HfConfig = Mapping[str, Any]
 
 
 def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
-    """The checkpoint's config.json, flattened by `text_config`. Raises `ConfigError` if it is missing or damaged."""
+    """Returns config.json, flattened by `text_config`. Raises `ConfigError` if the file is missing or damaged."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
         what_to_do = download_hint(hf_checkpoint) or "give a local folder in HF format"
@@ -31,7 +31,7 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
 
 
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
-    """Whether files store all experts of a layer in one tensor: (in the model's layers, in multi-token prediction).
+    """Returns whether one tensor stores all experts of a layer: (in the model's layers, in multi-token prediction).
 
     config.json does not say so. Released multimodal models use one tensor, unless they are quantised. transformers
     stores experts one by one. If the weights are missing or damaged, this function assumes a released model; the code
@@ -47,7 +47,7 @@ def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
-    """Tensor names from the checkpoint's index, or else from its first file; empty if neither can be read."""
+    """Returns tensor names from the checkpoint's index, or else from its first file; empty if neither can be read."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
@@ -59,13 +59,13 @@ def tensor_names(directory: Path) -> tuple[str, ...]:
 
 
 def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
-    """The quantisation settings in config.json; None if the weights are not quantised."""
+    """Returns the quantisation settings in config.json; None if the weights are not quantised."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found or None
 
 
 def text_config(config: HfConfig) -> dict[str, Any]:
-    """The config with `text_config` merged into the top level; `wrapper_type` then names the multimodal model.
+    """Returns the config with `text_config` merged into the top level; `wrapper_type` then names the multimodal model.
 
     Like transformers and SGLang, reads `tie_word_embeddings` only from the outer config.
     """
@@ -78,7 +78,7 @@ def text_config(config: HfConfig) -> dict[str, Any]:
 
 
 def num_experts_of(config: HfConfig) -> int:
-    """Number of routed experts per layer, whatever the family calls it; 0 for a dense model."""
+    """Returns the number of routed experts per layer under any family's key; 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -87,7 +87,7 @@ _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_
 
 
 def context_length_of(config: HfConfig) -> int | None:
-    """Maximum length of prompt plus response, derived as in SGLang; None if the config does not give one.
+    """Returns the maximum length of prompt plus response, as SGLang derives it; None if the config has none.
 
     Scaled rotary embeddings multiply the length, unless the config also gives the original length.
     """

@@ -1,12 +1,13 @@
 """`Lease`: only one run at a time, across all hosts, writes into a folder.
 
-A file in the folder names the owner, and a thread of the owner renews the file. A newcomer takes the folder at once if
-the owner's process is gone, which can be seen only on the same host. Otherwise the newcomer polls the file. If the
+A file in the folder names the owner, and a thread of the owner renews the file. A newcomer takes the folder immediately
+if the owner's process is gone, which can be seen only on the same host. Otherwise the newcomer polls the file. If the
 owner renews the file, the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no
 other sign of life, see `liveness`), the newcomer takes the folder. The old owner notices at its next `check`, which
 precedes each write that could destroy the newcomer's files.
 
-Consumes and produces: one small file. Waits for: an owner that may be dead, up to `SILENCE_S` of silence, by polling.
+Consumes and produces one small file. A newcomer waits, by polling, for an owner that may be dead: until the owner has
+been silent for `SILENCE_S`.
 
 Invariants
 1. Clocks of different hosts are never compared: an owner counts its renewals, and the newcomer watches the count.
@@ -94,15 +95,15 @@ class Lease:
             if (owner := self._read()) is not None and not self._is_other(owner):
                 self._file.unlink()
             if self._made:
-                self._file.parent.rmdir()  # a start that failed leaves no trace
+                self._file.parent.rmdir()  # a failed launch leaves no files behind
 
     def check(self) -> None:
         """Raises `CheckpointError` if another run has taken the folder."""
         owner = self._read()
         if owner is not None and self._is_other(owner):
             raise CheckpointError(
-                f"{self.folder} now belongs to {_who(owner)}, which took it after this run was silent for "
-                f"{SILENCE_S:.0f} s, so this run writes nothing more there; end one of the two runs"
+                f"{self.folder} now belongs to {_who(owner)}, which took it after this run did not renew its lease for "
+                f"{SILENCE_S:.0f} s, so this run stops writing there; stop one of the two runs"
             )
 
     def _take(self) -> None:
@@ -119,12 +120,15 @@ class Lease:
                 here = [owner["pid"]] if owner["space"] == _space() else []
                 watched, silence = owner, Silence(partial(processor_s, here))
                 logger.info(
-                    "%s belongs to %s; waiting up to %.0f s to see if it is alive", self.folder, _who(owner), SILENCE_S
+                    "%s belongs to %s; waiting up to %.0f s to see whether that run is alive",
+                    self.folder,
+                    _who(owner),
+                    SILENCE_S,
                 )
             elif owner["beat"] != watched["beat"]:
                 raise ConfigError(
-                    f"{self._flag} {self.folder}: {_who(owner)} is writing there; name another folder, or end that run "
-                    "first"
+                    f"{self._flag} {self.folder}: {_who(owner)} is writing there; name another folder, or stop that "
+                    "run first"
                 )
             elif silence.exceeds(SILENCE_S):
                 logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), silence.lasts_s, self.folder)
@@ -159,7 +163,7 @@ class Lease:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """The owner; None without a file; empty if the file is damaged, for example by a power failure."""
+        """Returns the owner; None without a file; empty if the file is damaged, for example by a power failure."""
         try:
             owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:
@@ -193,7 +197,7 @@ def _started(pid: int) -> float | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Whether the owner file is damaged, or names a process of this host that has ended."""
+    """Returns whether the owner file is damaged, or names a process of this host that has ended."""
     return not owner or (owner["space"] == _space() and _started(owner["pid"]) != owner["started"])
 
 

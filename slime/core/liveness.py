@@ -14,8 +14,8 @@ Invariants
    as caught in an endless loop. A process that neither computes nor writes counts as hung after the limit.
 2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under an exhausted
    CPU quota, a second counts less (`load`).
-3. The time between two polls counts as at most `LONGEST_LOOK_S`, because an observer that did not run itself cannot
-   tell whether the process ran.
+3. The time between two polls counts as at most `LONGEST_LOOK_S`. If the observer itself did not run for a while, it
+   cannot tell whether the process ran.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOOK_EVERY_S = 1.0
 
 
 def load() -> float:
-    """The factor by which work takes longer than on an idle machine, judged by the last minute; at least 1.
+    """Returns the factor by which work takes longer than on an idle machine, judged by the last minute; at least 1.
 
     Uses the host's runnable threads per core, also in a container, and the share of time in which a CPU quota stopped
     all threads.
@@ -55,7 +55,7 @@ def load() -> float:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Processor time of these processes in seconds; a process that has ended counts as 0."""
+    """Returns the processor time of these processes in seconds; a process that has ended counts as 0."""
     used_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -91,7 +91,9 @@ class Silence:
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Polls once. True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without a response."""
+        """Polls once. Returns True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without a
+        response.
+        """
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s
@@ -106,7 +108,7 @@ class Silence:
         return self._idle_s > limit_s or self._silent_s > WORKING * limit_s
 
     def _traces(self) -> tuple[float, int]:
-        """Processor time used and bytes written."""
+        """Returns the processor time used and the bytes written."""
         try:
             written = self._file.stat().st_size if self._file is not None else 0
         except OSError:
@@ -115,7 +117,7 @@ class Silence:
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds to wait before the next try. Doubles with each failure in a row, up to `longest_s`."""
+    """Returns the seconds to wait before the next try. Doubles with each failure in a row, up to `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
 
 

@@ -21,12 +21,14 @@ RUN_ID_ENV = "SLIME_RUN_ID"
 
 
 def new_run_id() -> str:
-    """A short, practically unique id that sorts by time and is safe in file names: `20260131-235959-1a2b3c`."""
+    """Returns a short, practically unique id that sorts by time and is safe in file names: `20260131-235959-1a2b3c`."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """Prefix of every temporary folder. It lets the run's guardian find and remove folders of killed processes."""
+    """Returns the prefix of every temporary folder. It lets the run's guardian find and remove folders of killed
+    processes.
+    """
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
@@ -40,15 +42,17 @@ OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 
 
 def longest_room(below: str) -> int:
-    """Longest path of a folder, in bytes, that leaves space for a socket at the path `below` inside it."""
+    """Returns the length in bytes of the longest folder path that leaves space for a socket at the path `below` inside
+    it.
+    """
     return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
 
 
 def socket_room(below: str, *, given: str | None = None) -> str:
-    """A parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
+    """Returns a parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
 
-    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR, which is the only candidate if it is set.
-    Raises `ConfigError` if the paths of all candidates are too long.
+    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR; if set, it is the only candidate. Raises
+    `ConfigError` if the paths of all candidates are too long.
     """
     most = longest_room(below)
     room = os.path.abspath(given) if given else tempfile.gettempdir()
@@ -68,7 +72,7 @@ def too_long(variable: str, room: str, below: str) -> str:
 
 
 def ray_folder(run_id: str) -> Path:
-    """The private folder for the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
+    """Returns the private folder for the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
     name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short: Ray adds 65 characters
     return Path(socket_room(f"{name}/{OF_RAY}", given=os.environ.get("RAY_TMPDIR")), name)
 
@@ -95,7 +99,7 @@ INTERFACE_ENVS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches `address`: an IP address or "localhost"."""
+    """Returns whether only this host reaches `address`: an IP address or "localhost"."""
     ip = ip_of(address)
     return address == "localhost" if ip is None else ip.is_loopback
 
@@ -120,7 +124,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that make gloo and NCCL use the network interface of `address` on this host.
+    """Returns environment variables that make gloo and NCCL use the network interface of `address` on this host.
 
     Without them, both guess: gloo resolves the host's own name, often to an address that other hosts cannot reach. On
     loopback only gloo needs an interface, because NCCL moves data by other means there. Variables in `given` are left
@@ -135,7 +139,7 @@ def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str
 
 
 def server_url(text: str) -> str:
-    """`http://host:port` from HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
+    """Returns `http://host:port` for HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
     given = text.strip()
     try:
         parts = urlsplit(given if "://" in given else f"http://{given}")
@@ -149,12 +153,12 @@ def server_url(text: str) -> str:
 
 
 def http_url(host: str, port: int) -> str:
-    """`http://host:port`, with brackets around an IPv6 address."""
+    """Returns `http://host:port`, with brackets around an IPv6 address."""
     return f"http://{host_port(host, port)}"
 
 
 def host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     return f"{in_brackets(host)}:{port}"
 
 
@@ -163,12 +167,12 @@ def in_brackets(host: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """The host in a URL from `server_url`."""
+    """Returns the host in a URL from `server_url`."""
     return str(urlsplit(url).hostname)
 
 
 def address_towards(host: str) -> str:
-    """The local address that this host uses towards `host`. Sends nothing. Raises `OSError` if there is no route."""
+    """Returns this host's address on the route to `host`. Sends nothing. Raises `OSError` if there is no route."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

@@ -51,7 +51,7 @@ from slime.core.text import nearest
 
 
 class LoadingFailed(Exception):
-    """A path cannot be loaded. The message says why; the caller adds the setting's name."""
+    """A path cannot be loaded. The message says why. The caller adds the name of the setting."""
 
 
 def load_module(name: str) -> ModuleType:
@@ -108,7 +108,7 @@ C = TypeVar("C", bound=type)
 
 
 def settings_of(entry: type[Any], settings: object) -> dict[str, Any]:
-    """Field name -> value for each field of `entry`, read from the attribute of `settings` with that name."""
+    """Returns name -> value for each field of `entry`, read from the attribute of `settings` with that name."""
     fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
     return {field.name: getattr(settings, field.name) for field in fields if field.init}
 
@@ -140,7 +140,7 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """Sorted names of all built-in entries and of the entries that users' files have registered so far."""
+        """Returns the sorted names of all built-in entries and of entries that users' files have registered so far."""
         self._import_all()
         return tuple(sorted(self._entries))
 
@@ -151,7 +151,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def get(self, name: str) -> type[T]:
-        """The class registered as `name`, or the user's class at that import path. Raises `ConfigError`."""
+        """Returns the class registered as `name`, or the user's class at that import path. Raises `ConfigError`."""
         self._import_all()
         if name in self._entries:
             return self._entries[name]
@@ -163,7 +163,7 @@ class Registry(Generic[T]):
         return self._of_path(name)
 
     def build(self, name: str, settings: object) -> T:
-        """An instance of the entry `name`, with its fields from `settings` (`settings_of`)."""
+        """Returns an instance of the entry `name`, with its fields from `settings` (`settings_of`)."""
         entry = self.get(name)
         return entry(**settings_of(entry, settings))
 
@@ -186,7 +186,7 @@ class Registry(Generic[T]):
             raise
 
     def _of_path(self, path: str) -> type[T]:
-        """The class at a path, or the only entry that the module at that path registers."""
+        """Returns the class at a path, or the only entry that the module at that path registers."""
         try:
             found = self._only_entry_of(path) if path.endswith(".py") else self._class_or_module(path)
         except LoadingFailed as error:
@@ -198,11 +198,11 @@ class Registry(Generic[T]):
             )
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
-            raise ConfigError(f"{self.flag} {path} lacks {', '.join(missing)}; define what is missing")
+            raise ConfigError(f"{self.flag} {path} does not define {', '.join(missing)}; add the definitions")
         return found
 
     def _class_or_module(self, path: str) -> Any:
-        """`pkg.mod` may be a module, or a class `mod` of module `pkg`."""
+        """Loads `pkg.mod`, which may be a module, or a class `mod` of module `pkg`."""
         try:
             found = load_object(path)
         except LoadingFailed:
@@ -220,7 +220,7 @@ class Registry(Generic[T]):
 
 
 def _is_module(path: str) -> bool:
-    """Whether `path` names a module that exists. Imports its parent packages."""
+    """Returns whether `path` names a module that exists. Imports its parent packages."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
     except Exception:  # a user's package raised this; the caller reports the first error

@@ -1,9 +1,10 @@
 """`RoutedExperts`: the experts that the engine chose for each token of a sequence, layer by layer.
 
 An engine chooses experts when it reads a token, so the last sampled token has no row. A sample has rows from its first
-token on, appended part by part (turns, interrupted requests). Existing rows are never replaced: the row of a token must
-come from the weight version that sampled the next token. If newer weights read the same tokens again, they choose
-different experts, which belong to no trained log-prob. Such a row is dropped, and the trainer routes that token itself.
+token on, appended after each request (a turn, or the rest of an interrupted response). Existing rows are never
+replaced: the row of a token must come from the weight version that sampled the next token. If newer weights read the
+same tokens again, they choose different experts, which do not match any trained log-prob. Such a row is dropped, and
+the trainer routes that token itself.
 
 Invariants
 1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers have no meaning.
@@ -36,12 +37,12 @@ _ON_THE_WIRE = np.dtype("<i4")
 
 
 def dtype_for(num_experts: int) -> npt.DTypeLike:
-    """The narrower of uint8 and int16 that holds all expert numbers and the mark for unrecorded rows."""
+    """Returns the narrower of uint8 and int16 that holds all expert numbers and the mark for unrecorded rows."""
     return np.uint8 if num_experts < np.iinfo(np.uint8).max else np.int16
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """The number that marks unrecorded rows."""
+    """Returns the number that marks unrecorded rows."""
     return int(np.iinfo(dtype).max)
 
 
@@ -117,7 +118,7 @@ class RoutedExperts:
         return recorded
 
     def upto(self, end: int) -> RoutedExperts:
-        """The rows before token `end`."""
+        """Returns the rows before token `end`."""
         return replace(self, ids=self.ids[: max(0, end - self.start)])
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> npt.NDArray[Any]:
@@ -147,7 +148,7 @@ class RoutedExperts:
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """[rows] a 64-bit digest per row, to compare rows of one dtype. NumPy releases the GIL while it computes.
+    """Returns a 64-bit digest per row [rows], to compare rows of one dtype. NumPy releases the GIL while it computes.
 
     Mixes each word of a row with an invertible function, multiplies the word by an odd number for its position, and
     sums up the products.
@@ -195,7 +196,7 @@ def join(
     versions: Sequence[int] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
-    """The rows of a sequence from its first token on: `known`, then the new rows of `more`; None if there are none.
+    """Returns the rows of a sequence from its first token on: `known`, then new rows of `more`. None: no rows.
 
     `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If the weights that
     sampled a token are not those that read `more`, the experts behind its log-prob are unknown, and the row is marked

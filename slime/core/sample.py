@@ -102,7 +102,7 @@ class Sample:
     num_quarantined: int = 0
     """How often the sample's group was set aside until the next step, because a request got no response in time."""
     started_version: int | None = None
-    """Weight version when work on the sample's group began; None before that, and when the group starts over."""
+    """Weight version when work on the sample's group began; None if work has not begun, or starts over."""
     remove_sample: bool = False
     """If True, the sample is not trained (the conversion zeroes its mask), but counts in its group's statistics."""
     session_id: str | None = None
@@ -153,9 +153,9 @@ class Sample:
         """Appends tokens that an engine sampled (`log_probs`: one per token) or a tool returned (None: masked).
 
         `first`: the tokens; or the settings, followed by `tokens`, as in the public slime. `weight_version`: one for
-        all tokens, or one per token. `meta_info`: that of the engine's response, with version, finish reason and routed
+        all tokens, or one per token. `meta_info`: from the engine's response, with version, finish reason and routed
         experts. `trainable`: if set, must be True with log-probs and False without. `update_terminal_info`: False if
-        more of this response follows. `routed_experts`: rows of the response; tokens that already have a row keep it.
+        more of this response follows. `routed_experts`: rows of the response; existing rows are not replaced.
 
         Raises `DataError` if lengths differ, a sampled token has no weight version, or the experts do not fit.
         """
@@ -219,16 +219,16 @@ class Sample:
             _FIELDS[name].pack(self)
 
     def held(self, name: str) -> Any:
-        """A field of `PER_TOKEN` in its stored form: a list, a `Column`, or None."""
+        """Returns a field of `PER_TOKEN` in its stored form: a list, a `Column`, or None."""
         return _FIELDS[name].packed(self)
 
     def column(self, name: str) -> Numbers | None:
-        """[T or R] a field of `PER_TOKEN` as a read-only array; None if it is not set."""
+        """Returns a field of `PER_TOKEN` as a read-only array [T or R]; None if the field is not set."""
         value = self.held(name)
         return value.array if isinstance(value, Column) else None if value is None else np.asarray(value)
 
     def get_reward_value(self, reward_key: Any = None) -> float | None:
-        """The reward as a number; None while unscored.
+        """Returns the reward as a number; None while unscored.
 
         `reward_key`: the key to pick from a dict, or settings with this key. Raises `DataError` if the key is missing.
         """
@@ -260,11 +260,11 @@ class Sample:
         if experts is not None and (experts.start or experts.end >= max(num_tokens, 1)):
             raise DataError(
                 f"sample {self.index} has routed experts for tokens {experts.start} to {experts.end} of {num_tokens}; "
-                "they must begin with the first token, and the last token must have none"
+                "rows must begin with the first token and end before the last one"
             )
 
     def copy(self) -> Sample:
-        """A deep copy. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
+        """Returns a deep copy. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
         lists = [values for name in PER_TOKEN if isinstance(values := self.held(name), list)]
         return copy.deepcopy(self, {id(values): list(values) for values in lists})
 
@@ -272,18 +272,18 @@ class Sample:
         return None, self.held_fields()
 
     def held_fields(self) -> dict[str, Any]:
-        """All fields in their stored form."""
+        """Returns all fields in their stored form."""
         return {f.name: (self.held if f.name in _FIELDS else self.__getattribute__)(f.name) for f in FIELDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable dict; `from_dict` restores the sample exactly."""
+        """Returns a JSON-serialisable dict; `from_dict` restores the sample exactly."""
         values = {k: v.tolist() if isinstance(v, Column) else v for k, v in self.held_fields().items()}
         experts = self.rollout_routed_experts
         own = {"status": self.status.value, "rollout_routed_experts": None if experts is None else experts.to_dict()}
         return values | own
 
     def to_json(self, *, allow_nan: bool = True) -> bytes:
-        """`to_dict` as JSON. Takes a microsecond for eight tokens, and is seven times as fast as `json`.
+        """Returns `to_dict` as JSON. Takes a microsecond for eight tokens, and is seven times as fast as `json`.
 
         Raises `TypeError` or `ValueError` for values that are not JSON; without `allow_nan`, also for NaN and infinity.
         """
@@ -291,7 +291,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """The sample from `to_dict`. Raises `DataError` for unknown fields."""
+        """Returns the sample from `to_dict`. Raises `DataError` for unknown fields."""
         unknown = set(data) - {f.name for f in FIELDS}
         if unknown:
             raise DataError(f"slime has no sample fields {sorted(unknown)}; load them with the version that wrote them")
@@ -301,7 +301,7 @@ class Sample:
 
 
 def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> bytes:
-    """The fields of a sample as JSON. Raises as `Sample.to_json` does."""
+    """Returns the fields of a sample as JSON. Raises the same errors as `Sample.to_json`."""
 
     def part(name: str, value: Any) -> orjson.Fragment:
         if name in PER_TOKEN and isinstance(value, list | tuple):
@@ -359,7 +359,7 @@ class Group:
         }
 
     def to_json(self, *, allow_nan: bool = True) -> str:
-        """`to_dict` as JSON. Raises as `Sample.to_json` does."""
+        """Returns `to_dict` as JSON. Raises the same errors as `Sample.to_json`."""
         samples = [orjson.Fragment(s.to_json(allow_nan=allow_nan)) for s in self.samples]
         return orjson.dumps(self.to_dict() | {"samples": samples}).decode()
 
@@ -399,7 +399,7 @@ class Fingerprint:
     """SHA-256 (hex) over prompt, label and metadata of every usable row in order, after template and filters."""
 
     def same_data(self, other: Fingerprint) -> bool:
-        """Whether a data cursor for one dataset is valid for the other."""
+        """Returns whether a data cursor for one dataset is valid for the other."""
         return (self.num_rows, self.digest) == (other.num_rows, other.digest)
 
     def to_dict(self) -> dict[str, Any]:

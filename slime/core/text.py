@@ -45,13 +45,13 @@ def one_line(text: str, limit: int) -> str:
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """`a, b and 3 more`, with at most `limit` names; `none` for an empty list."""
+    """Returns `a, b and 3 more`, with at most `limit` names; `none` for an empty list."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "none"
 
 
 def ends_whole(path: Path) -> bool:
-    """Whether the file ends with a line break, which is missing if its writer was killed. Raises `OSError`."""
+    """Returns whether the file ends with a line break, which is missing if its writer was killed. Raises `OSError`."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -60,7 +60,7 @@ def ends_whole(path: Path) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name of which `name` may be a typo; None if none is close enough (`mamba` is not a typo of `llama`)."""
+    """Returns the known name that `name` may be a typo of; None if none is close (`mamba` is far from `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
 

@@ -32,7 +32,7 @@ class Worker(str, Enum):
     ENCODER = "encoder"
     """Encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
-    """Reserves GPUs that stay free. Has no engine."""
+    """Reserves GPUs that stay free. No engine runs there."""
 
 
 PAIRED = (Worker.PREFILL, Worker.DECODE)
@@ -42,7 +42,7 @@ BOOTSTRAP_OFFSET = 1
 
 
 def bootstrap_of(url: str) -> tuple[str, int]:
-    """(host, second port) of the prefill engine at `url`."""
+    """Returns (host, second port) of the prefill engine at `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None, url
     return parts.hostname, parts.port + BOOTSTRAP_OFFSET
@@ -74,7 +74,9 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether this is the policy, whose engines get the trainer's weights. Other models serve their checkpoint."""
+    """Whether this is the policy, whose engines get the trainer's weights. Engines of other models serve the
+    checkpoint.
+    """
 
     @property
     def in_pairs(self) -> bool:
@@ -118,7 +120,7 @@ class Topology:
         return self.policy or next(iter(self.models), None)
 
     def wanted(self) -> Iterator[WantedEngine]:
-        """All engines and placeholders in the order of the file, which is the order of placement."""
+        """Yields all engines and placeholders in the order of the file, which is the order of placement."""
         for model in self.models:
             for group in model.groups:
                 for _ in range(group.num_gpus // group.num_gpus_per_engine):
@@ -163,8 +165,8 @@ class EngineLayout:
 
         if self.stage_layers and len(self.stage_layers) != self.pp_size:
             raise ConfigError(
-                f"{self.stage_layers} gives layers for {len(self.stage_layers)} pipeline stages, but the engine has "
-                f"{self.pp_size}; give one number per stage"
+                f"{self.stage_layers} has {len(self.stage_layers)} numbers, but the engine has {self.pp_size} pipeline "
+                "stages; write one number per stage"
             )
 
     @property
@@ -186,9 +188,9 @@ class EngineLayout:
         return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
 
     def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """The layers of a stage. Raises `ConfigError` if there are more stages than layers, or the sum is wrong."""
+        """Returns the layers of a stage. Raises `ConfigError` for more stages than layers, or a wrong sum."""
         if num_layers < self.pp_size:
-            raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; give fewer stages")
+            raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; use fewer stages")
         each, more = divmod(num_layers, self.pp_size)
         sizes = self.stage_layers or (each,) * (self.pp_size - more) + (each + 1,) * more
         if sum(sizes) != num_layers:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES = 16 * 2**20
-"""Maximum size of a settings file. A larger file must be something else."""
+"""Maximum size of a settings file. A larger file is not a settings file."""
 
 MOST_NODES = 100_000
 """Maximum number of values in a YAML file with expanded aliases. Nine short lines can expand to billions of values."""
@@ -55,7 +55,7 @@ def path_in_words(error: OSError) -> str:
 
 
 def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a file. Raises `OSError`, also for a pipe, a device, or a file with more than `most_bytes`."""
+    """Returns all bytes of a file. Raises `OSError`, also for a pipe, a device, or more than `most_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
@@ -68,7 +68,7 @@ def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, flag: str, what: str = "file") -> str:
-    """The text of the file that `flag` names. `what`: the expected kind of file, for messages. Raises `ConfigError`."""
+    """Returns the text of the file that `flag` names. `what`: the kind of file, for messages. Raises `ConfigError`."""
     said = f"{flag} {shorten(str(path), 300)}"
     try:
         file = Path(path)
@@ -87,7 +87,7 @@ def read_text(path: str | Path, flag: str, what: str = "file") -> str:
 
 
 def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
-    """The mapping in the YAML file that `flag` names; an empty file gives {}. Raises `ConfigError`."""
+    """Returns the mapping in the YAML file that `flag` names; an empty file gives {}. Raises `ConfigError`."""
     content = parse_yaml(read_text(path, flag, "YAML file"), f"{flag} {path}")
     if content is None:
         return {}
@@ -98,7 +98,7 @@ def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text. `where`: names the text in messages. Raises `ConfigError`."""
+    """Returns the value of a YAML text. `where`: names the text in messages. Raises `ConfigError`."""
     import yaml
 
     try:
@@ -137,7 +137,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """The number of values in `node`, with aliases expanded. Raises `Tangled`.
+    """Returns the number of values in `node`, with aliases expanded. Raises `Tangled`.
 
     `sizes`: id of a node -> its known count, or 0 while it is being counted.
     """
@@ -166,7 +166,7 @@ def _require_single_keys(keys: Iterable[tuple[Any, int]]) -> None:
 
 
 def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str, Any]:
-    """The object in the JSON file that `flag` names. Raises `ConfigError`."""
+    """Returns the object in the JSON file that `flag` names. Raises `ConfigError`."""
     text = read_text(path, flag, what)
     try:
         content = parse_json(text)
@@ -178,7 +178,7 @@ def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str,
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `ValueError`; for a repeated key, its subclass `Doubled`."""
+    """Returns the value of a JSON text. Raises `ValueError`; for a repeated key, its subclass `Doubled`."""
     return json.loads(text, object_pairs_hook=_single)
 
 

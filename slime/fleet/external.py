@@ -1,6 +1,6 @@
-"""Watches external engines, which are servers that somebody else started, for the fleet's supervisor.
+"""Watches external engines, which are servers that the run did not start, for the fleet's supervisor.
 
-slime neither starts nor ends these servers. Instead of restarting a lost server, it waits until a server that fits
+slime neither starts nor stops these servers. Instead of restarting a lost server, it waits until a server that fits
 (`fitting`) answers at the same address, because the owner may start one there. If the addresses come from a file, the
 file is read again when it changes (`slime.settings.topology_yaml`): engines at new addresses join, and engines at
 removed addresses leave.
@@ -9,9 +9,9 @@ The supervisor calls this module on one thread. Only `find`, at the start of a r
 servers, with a time limit for each answer. All other methods only read the results.
 
 Invariants
-1. A server is used, also after a restart, only if a check has shown that it fits.
-2. A server that does not serve the weights that it was sent counts as lost, because its owner has restarted it.
-3. A server that leaves keeps serving, unless it was lost with unverified weights.
+1. A server is used, even after a restart, only if a check has shown that the server fits.
+2. A server counts as lost if it does not serve the weights that the run sent, because its owner must have restarted it.
+3. A server whose address is removed keeps serving, unless it was lost with unverified weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExternalEngines:
         self._looks: dict[int, _Look] = {}
         self.may_take_memory: Callable[[], bool] = lambda: True
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """Called with an engine that gets no more requests; `Engines` sets it."""
+        """A function that is called with an engine that gets no more requests; `Engines` sets it."""
 
     def find(self, limit_s: float, note: Callable[[str], object] = lambda text: None) -> None:
         """Waits until every address has answered.
@@ -76,7 +76,7 @@ class ExternalEngines:
             if time.monotonic() > deadline:
                 told = "; ".join(f"{url}: {why}" for url, why in silent.items())
                 raise EngineError(
-                    f"{len(silent)} of {len(knocks)} external engines did not answer within {limit_s:.0f} s "
+                    f"{len(silent)} of {len(knocks)} external engines did not respond within {limit_s:.0f} s "
                     f"(--engine-start-timeout-s): {told}; start them, or leave them out"
                 )
             time.sleep(LOOK_AGAIN_S)
@@ -136,7 +136,7 @@ class ExternalEngines:
         self.dismissed(engine)
 
     def watch(self, engine: Engine) -> None:
-        """Watches an engine according to its state. Dead and awaited engines are not watched."""
+        """Watches an engine according to its state. Engines that are dead or starting are not watched."""
         look = self._looks.get(engine.index)
         if engine.url is None or engine.state is State.DEAD:
             if look is not None:
@@ -147,14 +147,14 @@ class ExternalEngines:
         look.state, look.version = engine.state, engine.version
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        raise AssertionError(f"engine {index} lends no memory, so it has no actor to ask for {method}")
+        raise AssertionError(f"engine {index} lends no memory, so it has no actor for {method}")
 
     def has_host(self, index: int) -> bool:
         """Always true, because the run does not know the hosts of external engines."""
         return True
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Does nothing, because the run does not end external engines."""
+        """Does nothing, because the run does not stop external engines."""
         return []
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class ExternalEngines:
             knock.close()
 
     def _take(self, url: str) -> Engine:
-        """Adds the fitting server at `url` as an engine."""
+        """Adds the server at `url`, which fits, as an engine."""
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
@@ -208,7 +208,7 @@ class ExternalEngines:
 
 
 class AddressList:
-    """The addresses of external engines, given or in a file."""
+    """The addresses of external engines, from the command line or a file."""
 
     def __init__(self, given: Sequence[str]) -> None:
         """Reads the addresses. Raises the errors of `read_addresses`."""
@@ -247,9 +247,9 @@ class _Knock:
         self.facts: ServerFacts | None = None
         """Facts about the server once it fits, else None."""
         self.problems: list[str] | None = None
-        """Misfits in the last answer; None if no server has answered."""
+        """Misfits in the last response; None if no server has responded."""
         self.asked, self.silence = False, "not polled yet"
-        """Whether the address was asked at least once, and why no server answers."""
+        """Whether the address was polled at least once, and why no server answers."""
         self._over = threading.Event()
         threading.Thread(target=self._run, name=f"knock {url}", daemon=True).start()
 
@@ -276,15 +276,15 @@ class _Knock:
             return None, None
         except SlimeError as error:
             return None, [str(error)]
-        except Exception as error:  # another kind of server may listen at the address
+        except Exception as error:  # a different kind of server may listen at the address
             return None, [f"its responses are invalid: {type(error).__name__}: {error}; is it an SGLang server?"]
 
 
 class _Look:
-    """Watches whether one server still answers and still has the weights that it was sent.
+    """Checks whether one server still responds and still has the weights that the run sent.
 
-    Polls the front end every second, so that the cause of failed calls is known soon, and the scheduler as often as for
-    the run's own engines.
+    Polls the front end every second, so that the cause of failed calls is soon known. Polls the scheduler as often as
+    for the run's own engines.
     """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:
@@ -343,7 +343,9 @@ class _Look:
             else:
                 refused = 0
                 if asked_of and asked_of == self._version and found != str(asked_of):
-                    self._problem = f"it was restarted: it was sent version {asked_of}, but serves weights {found!r}"
+                    self._problem = (
+                        f"it was restarted: the run sent version {asked_of}, but it serves weights {found!r}"
+                    )
 
 
 def _told(facts: ServerFacts) -> str:

@@ -1,8 +1,8 @@
 """Checks whether an external engine fits a run, by its version, model, layout and settings.
 
-All misfits are listed together, with the flags that the server needs, because each attempt costs a restart of the
+All misfits are listed together, with the flags that the server needs, because each fix requires a restart of the
 server. A server reports the names of its tensors but not their shapes. Names are always compared; sizes are compared if
-the server's `config.json` can be read here. The first weight sync refuses tensors with other shapes.
+this host can read the server's `config.json`. The first weight sync refuses tensors with other shapes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DTYPES = {"half": "float16", "float": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The properties that a run needs of an external engine."""
+    """The properties that a run requires of an external engine."""
 
     config: Mapping[str, Any]
     """The checkpoint's config.json."""
@@ -66,9 +66,9 @@ class Wanted:
     settings: Mapping[str, Any]
     """The ServerArgs that the run depends on, by name: given by the user, or needed by other settings."""
     labels: bool
-    """Whether answers must have the weight version of each token."""
+    """Whether responses must contain the weight version of each token."""
     experts: bool
-    """Whether answers must have routed experts."""
+    """Whether responses must contain routed experts."""
     trains: bool
     """Whether the run sends weights."""
 
@@ -119,7 +119,7 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
     if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
         yield "it embeds texts and does not sample; start it without --is-embedding"
-    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one side names them
+    if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one of the two has them
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")
@@ -131,7 +131,7 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
 
 
 def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, theirs, ours) of each differing size; nothing if the server's folder cannot be read here."""
+    """Yields (name, theirs, ours) of each differing size; nothing if this host cannot read the server's folder."""
     try:
         theirs = text_config(json.loads((Path(str(facts.model.get("model_path"))) / "config.json").read_text()))
     except (OSError, ValueError):
@@ -148,7 +148,7 @@ def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     if any("shared_expert" in name for name in missing):
         yield "it fuses shared experts with routed ones: start it with --disable-shared-experts-fusion"
     elif missing or extra:
-        parts = [f"lacks {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
+        parts = [f"has no {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
         yield f"its model {' and '.join(parts)}, unlike the checkpoint: start it with the checkpoint"
 
 
@@ -159,12 +159,12 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     for name, plain in UNVERIFIED.items():
         if name in facts.info and facts.info[name] not in plain:
             yield (
-                f"{_flag(name)} {facts.info[name]} gives it different tensors from those that the trainer verifies "
-                "after each weight sync; leave the flag out"
+                f"with {_flag(name)} {facts.info[name]} its tensors differ from those that the trainer verifies after "
+                "each weight sync; leave the flag out"
             )
     if facts.info.get(ALGORITHM):
         yield (
-            f"{_flag(ALGORITHM)} {facts.info[ALGORITHM]} gives it a draft model, which slime cannot verify on an "
+            f"with {_flag(ALGORITHM)} {facts.info[ALGORITHM]} it has a draft model, which slime cannot verify on an "
             "external engine; leave the flag out"
         )
     try:
@@ -188,7 +188,7 @@ def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Itera
     if heads % ranks:
         yield f"{layout}: its {ranks} attention ranks do not divide the {heads} heads; choose a divisor"
     elif wanted.trains and (problem := layout_problem(wanted.config, layout)):
-        yield f"{layout}: {problem}; choose another layout"
+        yield f"{layout}: {problem}; choose a different layout"
     if layout.pp_size > 1 and wanted.labels:
         yield (
             f"{layout}: its pipeline stages keep serving while weights change; use one stage, or "
@@ -202,7 +202,7 @@ def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Itera
 
 
 def _has_hooks(facts: ServerFacts) -> bool:
-    """Whether slime's launcher started the server, according to its settings."""
+    """Returns whether slime's launcher started the server, according to its settings."""
     return LOADER in (facts.info.get("custom_weight_loader") or ())
 
 
@@ -220,7 +220,8 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         yield "each event of a stream repeats the earlier ones; start it with --incremental-streaming-output"
     if wanted.labels and not facts.probe.labels:
         yield (
-            "its answers lack the weight version of each token, which --pause-generation-mode retract and in_place "
+            "its responses do not contain the weight version of each token, which --pause-generation-mode retract and "
+            "in_place "
             f"need; start it with {LAUNCHER} --token-versions"
         )
     if wanted.experts and not facts.probe.experts:

@@ -1,6 +1,6 @@
 """The record of an engine (`Engine`), the list of engines (`Membership`), and the supervisor that keeps them alive.
 
-An engine changes its state as drawn. Only a `ready` engine gets requests, and any state may change to `dead`.
+The diagram shows the states of an engine. Only a `ready` engine gets requests. Any state can change to `dead`.
 
     starting ──► syncing ──► ready
         ▲           ▲          │
@@ -8,20 +8,20 @@ An engine changes its state as drawn. Only a `ready` engine gets requests, and a
         │        tainted ◄─────┤
         └───────── dead ◄──────┘
 
-The supervisor finds engines that died or hang, restarts them, and knows which ones need weights. Its owner calls `tend`
-about twice a second, also during other waits. `tend` asks the port (`troubles`, `started`) and changes the membership;
-it never waits. One thread owns the membership and changes it. `change` calls all followers, in the order of their
-subscription, before it returns.
+The supervisor finds engines that died or hang, restarts them, and knows which engines need weights. The owner of the
+supervisor calls `tend` about twice a second, even while it waits for something else. `tend` polls the port (`troubles`,
+`started`) and changes the membership. It never waits. One thread owns the membership and changes it. `change` calls all
+followers, in the order of their subscription, before it returns.
 
 Invariants
 1. When an engine is in trouble, requests to it are stopped first.
 2. A restarted engine gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
-3. If an engine ends `MAX_FAILURES` times without being ready in between, the run ends. This does not apply to external
-   engines: the owner may repair an engine while others serve.
-4. If an engine ends `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
-   continues with other engines of the same kind, or ends if no other is left.
+3. If an engine fails `MAX_FAILURES` times without being ready in between, the run fails. This does not apply to
+   external engines: the owner may repair an engine while others serve.
+4. If an engine fails `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
+   continues with other engines of the same kind, or fails if none is left.
 5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model wait for hosts
-   or are sick, the run ends, even if other models are served.
+   or are sick, the run fails, even if other models are served.
 6. The number of an engine is its index in the list. Engines are never removed.
 """
 
@@ -54,9 +54,9 @@ class State(str, Enum):
     READY = "ready"
     """The engine serves verified weights."""
     TAINTED = "tainted"
-    """A weight sync failed midway, so the engine may hold parts of two versions and needs a new weight sync."""
+    """A weight sync failed midway, so the engine may have weights of two versions and needs a new weight sync."""
     DEAD = "dead"
-    """The engine has ended, or it does not answer and is being ended."""
+    """The engine has exited, or does not respond and is being killed."""
 
 
 NEXT: Mapping[State, frozenset[State]] = {
@@ -85,23 +85,23 @@ class Engine:
     worker: Worker = Worker.REGULAR
     """Regular, or one half of a prefill-decode pair."""
     lends: bool = False
-    """Whether it shares GPUs with the trainer and lends their memory to it."""
+    """Whether it shares GPUs with the trainer and lends it their memory."""
     external: bool = False
-    """Whether somebody else starts and ends its processes."""
+    """Whether the engine is external: the run neither starts nor stops its processes."""
     host: str | None = None
     """Address of its host; None if unknown."""
     url: str | None = None
     """None while it does not answer."""
     state: State = State.STARTING
     version: WeightVersion | None = None
-    """The version of the weights that it serves; None unless it is ready."""
+    """The version of the weights that the engine serves; None unless it is ready."""
     incarnation: int = 0
     """How often its processes were replaced."""
     reason: str = ""
     """Why it is dead or tainted."""
 
     def moved(self, state: State, **changes: Any) -> Engine:
-        """Returns the record in another state. Drops version and reason, and the address of a dead engine."""
+        """Returns the record in a different state. Drops version and reason, and the address of a dead engine."""
         assert state in NEXT[self.state], f"engine {self.index} cannot become {state.value} from {self.state.value}"
         forgotten: dict[str, Any] = {"version": None, "reason": ""}
         if state in (State.DEAD, State.STARTING):
@@ -147,7 +147,7 @@ class Membership:
         self._engines.append(engine)
 
     def change(self, index: int, state: State, **changes: Any) -> Engine:
-        """Puts an engine into another state and calls the followers. Returns the new record."""
+        """Changes an engine's state and calls the followers. Returns the new record."""
         before = self._engines[index]
         after = self._engines[index] = before.moved(state, **changes)
         for follower in self._followers:
@@ -156,7 +156,7 @@ class Membership:
 
 
 class EnginePort(Protocol):
-    """Starts, watches and ends the processes of engines. Implemented by `RayEngines` and `ExternalEngines`.
+    """Starts, watches and stops the processes of engines. Implemented by `RayEngines` and `ExternalEngines`.
 
     No method waits. Slow work happens in the background, and a later call reports its result.
     """
@@ -166,27 +166,27 @@ class EnginePort(Protocol):
         ...
 
     def start(self, engine: Engine) -> None:
-        """Ends remaining processes of the engine and starts its new incarnation."""
+        """Kills remaining processes of the engine and starts it again."""
         ...
 
     def started(self, index: int) -> str | None:
-        """Returns the address of an engine once it answers, else None. Raises `EngineError` if it ended before that."""
+        """Returns the address of an engine once it answers, else None. Raises `EngineError` if it exited first."""
         ...
 
     def stop(self, indices: Sequence[int]) -> Sequence[object]:
-        """Asks the processes of these engines to end. Returns references to their answers."""
+        """Tells the processes of these engines to exit. Returns references to their answers."""
         ...
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Returns engines that joined since the last call, with their addresses. They have the next free numbers."""
+        """Returns engines that joined since the last call, with their addresses. They get the next free numbers."""
         ...
 
     def has_host(self, index: int) -> bool:
-        """Whether the host of an engine is present, so that a restart can succeed."""
+        """Returns whether the host of an engine is present, so that a restart can succeed."""
         ...
 
     def dismiss(self, engine: Engine) -> None:
-        """Stops requests to an engine; running ones move elsewhere."""
+        """Stops requests to an engine; running requests move to other engines."""
         ...
 
 
@@ -195,9 +195,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Limit of failures in a row, without being ready in between."""
 MAX_LOSSES, LOSSES_WITHIN_S = 10, 3600.0
-"""Limit of losses within this time of serving. Time of starting is not included."""
+"""Limit of losses within this time of serving. Startup time does not count."""
 PAUSE_S = 1.0
-"""Time between the end of an engine and its next start. It doubles with every loss that counts."""
+"""Time between the loss of an engine and its restart. It doubles with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
 
@@ -213,7 +213,7 @@ class Supervisor:
         restarts: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If `restarts` is false, the loss of an engine ends the run."""
+        """If `restarts` is false, the loss of an engine fails the run."""
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
         self._lives = _Lives()
@@ -239,20 +239,20 @@ class Supervisor:
             self._membership.add(engine)
             self.up(engine.index, url)
         for engine in self._membership.in_states(State.STARTING):
-            if engine.incarnation:  # `slime.cluster.start_actors` waits for the first incarnation
+            if engine.incarnation:  # `slime.cluster.start_actors` waits for the engine's first start
                 self._welcome(engine)
 
     def _can_start(self, engine: Engine) -> bool:
-        """Whether the engine is not sick and its host is present.
+        """Returns whether the engine is not sick and its host is present.
 
-        Raises `EngineError` if no engine of its kind is alive or can start. Then the run must end even if other kinds
+        Raises `EngineError` if no engine of its kind is alive or can start. Then the run must fail even if other kinds
         are left, because half of a prefill-decode pair cannot answer requests.
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
         if not (kind := self._kind_of(engine)) - lost - self._sick:
             sick = len(kind & self._sick)
-            ended = f", and {sick} ended too often" * bool(sick)
+            ended = f", and {sick} failed too often" * bool(sick)
             raise EngineError(
                 f"no engine of model {engine.model} is left: the hosts of {'all ' * (not sick)}{len(kind) - sick} are "
                 f"lost{ended}; {engine.reason}"
@@ -328,12 +328,12 @@ class Supervisor:
         failures, losses = self._failures[engine.index], self._lives.end(engine.index, self._clock(), counts=has_host)
         if not self._restarts:
             raise EngineError(
-                f"engine {engine.index} was lost, which ends a run with --no-use-fault-tolerance: {reason}"
+                f"engine {engine.index} was lost, which fails a run with --no-use-fault-tolerance: {reason}"
             )
         if failures >= MAX_FAILURES and not engine.external:
             raise EngineError(
-                f"engine {engine.index} ended {failures} times without serving in between, so another start would not "
-                f"help; the last reason: {reason}"
+                f"engine {engine.index} failed {failures} times without serving in between, so a restart would not "
+                f"help. Last reason: {reason}"
             )
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
         if losses >= MAX_LOSSES and not engine.external:
@@ -345,12 +345,12 @@ class Supervisor:
     def _give_up(self, engine: Engine, reason: str) -> None:
         """Marks an engine as sick. Raises `EngineError` if no other engine of its kind is left."""
         self._sick.add(engine.index)
-        often = f"engine {engine.index} ended {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
+        often = f"engine {engine.index} failed {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
         left = self._kind_of(engine) - self._sick - self._hostless
         if not left:
             raise EngineError(
-                f"{often}, so another start would not help, and no other engine of model {engine.model} is left; the "
-                f"last reason: {reason}"
+                f"{often}, so a restart would not help, and no other engine of model {engine.model} is left. Last "
+                f"reason: {reason}"
             )
         self._port.stop([engine.index])
         logger.error("%s. It is not restarted; the run continues with engines %s", often, sorted(left))

@@ -5,10 +5,10 @@ the rows of `metrics.jsonl` and gets the same findings.
 
 Invariants
 1. A detector reads only the steps so far, so the same rows give the same findings, live or later.
-2. A finding begins after a number of bad steps in a row, and ends after the same number of good steps in a row. It is
-   reported once, when it begins, and may come back.
-3. Only a run that goes wrong crosses a threshold. A run that learns (falling entropy, more and more solved groups) does
-   not.
+2. A finding begins after a number of bad steps in a row, and ends after the same number of good steps in a row. The
+   finding is reported once, when it begins. The problem may come back as a new finding.
+3. Only a failing run crosses a threshold. A healthy run does not, although its entropy falls and more and more of its
+   groups are solved.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ EQUAL_STEPS = 2
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
 """More than half of the samples, three steps in a row, because a small first batch may be truncated by chance."""
 START_STEPS = 3
-"""The value at the start is the median of this many first steps."""
+"""Number of first steps whose median is the initial value."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
-"""Below a tenth of the start and below 0.05 nats (a next token of 99 %), the policy no longer explores."""
+"""Below a tenth of the initial value and below 0.05 nats (a next token of 99 %), the policy no longer explores."""
 SOLVED_REWARD = 0.95
-"""At this reward or above, a confident policy is fine."""
+"""At this reward or above, a confident policy is not a problem."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
-"""Three times the start, and more than float32's rounding."""
+"""Three times the initial value, and more than float32's rounding."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
@@ -60,7 +60,7 @@ class Finding:
 Series = Mapping[str, Sequence[float]]
 """Metric -> its values so far."""
 Detector = Callable[[Series], str | None]
-"""Returns the problem of the latest step in words; None without one."""
+"""Returns the problem of the latest step in words, or None."""
 
 
 def equal_rewards(seen: Series) -> str | None:
@@ -78,13 +78,13 @@ def truncation(seen: Series) -> str | None:
     if not share or share[-1] <= TRUNCATED_SHARE:
         return None
     return (
-        f"{share[-1]:.0%} of the samples are truncated: most responses are graded before they end; raise "
+        f"{share[-1]:.0%} of the samples are truncated, so most responses are incomplete when they are graded; raise "
         "--rollout-max-response-len, or ask for shorter responses"
     )
 
 
 def entropy_collapse(seen: Series) -> str | None:
-    """The policy is sure of every token, but does not solve its task."""
+    """Detects a policy that is sure of every token, but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
     if len(entropy) <= START_STEPS or (reward and reward[-1] >= SOLVED_REWARD):
         return None
@@ -98,7 +98,7 @@ def entropy_collapse(seen: Series) -> str | None:
 
 
 def mismatch_rises(key: str) -> Detector:
-    """A detector of a growing difference between trainer and engine. `key`: its mean."""
+    """Returns a detector of a growing difference between trainer and engine. `key`: the metric with its mean."""
 
     def detect(seen: Series) -> str | None:
         values = seen[key]
@@ -135,7 +135,7 @@ NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.va
 
 
 class HealthWatch:
-    """Finds problems in the steps that it is shown."""
+    """Finds problems in logged steps."""
 
     def __init__(self, *, learns_from_rewards: bool = True) -> None:
         """`learns_from_rewards`: False for distillation and fine-tuning, where equal rewards are normal."""
@@ -178,7 +178,7 @@ def _step(row: Mapping[str, float]) -> int:
 
 
 def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
-    """All findings in the rows of `metrics.jsonl`, by the step in which they began."""
+    """Returns all findings in the rows of `metrics.jsonl`, by the step in which they began."""
     watch = HealthWatch(learns_from_rewards=learns_from_rewards)
     found: dict[tuple[str, int], Finding] = {}
     for row in rows:
@@ -194,7 +194,7 @@ class HealthSink:
     essential = False
 
     def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
-        """`metrics_jsonl`: rows of earlier starts, so that the start of the run is known after a resume."""
+        """`metrics_jsonl`: rows of earlier launches, so that the initial values are known after a resume."""
         self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
         for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
             self._watch.see(_step(row), row)
@@ -211,5 +211,5 @@ class HealthSink:
 
 
 def learns_from_rewards(settings: Mapping[str, object]) -> bool:
-    """Whether a run with these settings learns from rewards."""
+    """Returns whether a run with these settings learns from rewards."""
     return settings.get("loss_type") != "sft_loss" and not settings.get("use_opd")

@@ -25,10 +25,10 @@ class VisibleFormatter(logging.Formatter):
 def setup_logging(
     log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO, crashes: bool = False
 ) -> None:
-    """Replaces the handlers of the root logger. Safe to call again.
+    """Replaces the handlers of the root logger. Can be called again.
 
-    `log_path`: also write there. `process`: a name for the lines; default: the name of the file. `crashes`: also write
-    the stack there when a signal like SIGSEGV ends the process, for processes whose stderr nobody reads.
+    `log_path`: a file for the same lines. `process`: a name for the lines; default: the name of the file. `crashes`:
+    also write the stack to the file when a signal like SIGSEGV kills the process, because its stderr is not read.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()

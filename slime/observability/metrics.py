@@ -1,11 +1,11 @@
 """Metrics with a defined reduction.
 
-A metric from one rank, micro-batch or sample defines how it combines with others: a mean carries its weight, a count is
-summed, a worst case takes the maximum. So the reduction is the same everywhere, and never a mean of means.
+A metric from one rank, micro-batch or sample defines how it combines with others: a mean has a weight, counts are
+summed, and worst cases are reduced by the maximum. So the reduction is the same everywhere, and never a mean of means.
 
 Invariants
-1. Reducing is associative: any grouping of the parts gives the same metric, up to float rounding. For all kinds except
-   LAST, the order does not matter either.
+1. Reducing is associative: any grouping of the inputs results in the same metric, up to float rounding. For all kinds
+   except LAST, the order does not matter either.
 2. All metrics of one name have one kind; mixing kinds is an error.
 """
 
@@ -43,7 +43,7 @@ class Metric:
     def merge(self, other: Metric) -> Metric:
         """Combines this metric with a later one. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
-            raise DataError(f"one metric is a {self.how.value} and a {other.how.value}; give each name one kind")
+            raise DataError(f"one metric is a {self.how.value} and a {other.how.value}; use one kind for each name")
         if self.how is Reduce.MEAN:
             return self._merge_mean(other)
         if self.how is Reduce.LAST:
@@ -57,7 +57,7 @@ class Metric:
 
     def _merge_mean(self, other: Metric) -> Metric:
         weight = self.weight + other.weight
-        # An empty part may be NaN (0/0), which must not spoil the others.
+        # An empty mean may be NaN (0/0), which must not spoil the result.
         parts = [m.value * m.weight for m in (self, other) if m.weight > 0]
         value = sum(parts) / weight if weight > 0 else math.nan
         return Metric(value, Reduce.MEAN, weight)
@@ -67,12 +67,12 @@ MetricValue = Metric | float | int
 
 
 def mean(value: float, weight: float = 1.0) -> Metric:
-    """A mean over `weight` units."""
+    """Returns a mean over `weight` units."""
     return Metric(float(value), Reduce.MEAN, float(weight))
 
 
 def total(value: float) -> Metric:
-    """A count or an amount, which is summed."""
+    """Returns a count or an amount, which is summed."""
     return Metric(float(value), Reduce.SUM)
 
 
@@ -85,18 +85,19 @@ def minimum(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """A state (a learning rate, a version); its latest value counts."""
+    """Returns a state (a learning rate, a version); its latest value counts."""
     return Metric(float(value), Reduce.LAST)
 
 
 def as_metric(value: MetricValue) -> Metric:
-    """A bare number is a mean of weight 1."""
+    """Converts a bare number to a mean of weight 1."""
     return value if isinstance(value, Metric) else mean(value)
 
 
 def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
     """Combines the metrics of several ranks, micro-batches or samples by name. Raises `DataError` with the name of a
-    metric that cannot be combined."""
+    metric that cannot be combined.
+    """
     out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():
@@ -109,7 +110,7 @@ def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Plain numbers for a sink, without means of weight zero."""
+    """Returns plain numbers for a sink, without means of weight zero."""
     out = {}
     for name, value in metrics.items():
         metric = as_metric(value)
@@ -119,12 +120,12 @@ def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-    """The same metrics under `prefix/`."""
+    """Returns the same metrics under `prefix/`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def describe(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`name/mean`, `/median`, `/max` and `/min` of `values`; empty without values."""
+    """Returns `name/mean`, `/median`, `/max` and `/min` of `values`; empty without values."""
     if not values:
         return {}
     return {

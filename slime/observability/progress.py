@@ -1,13 +1,13 @@
-"""Progress of long work (a bar on a terminal, otherwise a line every ten seconds), and the phases of a start.
+"""Progress of long work (a bar on a terminal, otherwise a line every ten seconds), and the phases of startup.
 
-The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. If the worker is silent, the thread's
-line says for how long there was no progress.
+The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. If the worker calls neither, the line
+says for how long there was no progress.
 
 Invariants
-1. Nothing is printed for work that ends within the first interval.
+1. Nothing is printed for work that finishes within the first interval.
 2. Leaving the block ends the thread, even after an exception.
-3. A note may contain text of a model: it becomes one visible line without markup.
-4. After `StartUp.end` no phase is recorded, because it would belong to a step.
+3. A note may contain text of a model, so it is printed as one line, with control characters escaped and without markup.
+4. No phase is recorded after `StartUp.end`, because it would belong to a step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NOTE_CHARS = 300
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total=None`: unknown length (a start, a wait), so no ETA. `limit_s`: a deadline, which is only shown. `tty`: draw a
-    bar (None: if stderr is a terminal). `console`: rich's, for the bar (None: stderr).
+    `total=None`: unknown length (startup, a wait), so no ETA. `limit_s`: a deadline, which is only shown. `tty`: draw a
+    bar (None: only if stderr is a terminal). `console`: rich's, for the bar (None: stderr).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `2 min 05 s`, `1 h 03 min`."""
+    """Formats a duration: `8 s`, `2 min 05 s`, `1 h 03 min`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -138,14 +138,14 @@ startup_logger = logging.getLogger("slime.startup")
 
 
 class StartUp:
-    """The phases of one start, which may overlap. The driver calls it, from one thread.
+    """The phases of a run's startup, which may overlap. Only the driver calls the methods, from one thread.
 
     A finished phase is a line on the console. All phases become `startup/*` metrics of the first step, so that the
-    times of that step do not contain the start.
+    times of that step do not include startup.
     """
 
     def __init__(self, began_s: float | None = None) -> None:
-        """`began_s`: `time.monotonic()` at the beginning of the start; default: now."""
+        """`began_s`: `time.monotonic()` at the beginning of startup; default: now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
         self._over = False
@@ -163,15 +163,15 @@ class StartUp:
             startup_logger.info("%s, %.1f s", line, seconds)
 
     def part(self, name: str, seconds: float) -> None:
-        """Records a part of a phase: a metric without a line."""
+        """Records a step within a phase as a metric, without a line."""
         if not self._over:
             self._seconds[name] = seconds
 
     def end(self) -> dict[str, float]:
-        """Ends the start. The first call returns `startup/<phase>_time` of all phases and `startup/total_time`."""
+        """Ends startup. The first call returns `startup/<phase>_time` of all phases and `startup/total_time`."""
         if self._over:
             return {}
         self._over = True
         total_s = time.monotonic() - self._began_s
-        startup_logger.info("the start took %s; the first step begins", duration(total_s))
+        startup_logger.info("startup took %s; the first step begins", duration(total_s))
         return {f"startup/{name}_time": seconds for name, seconds in {**self._seconds, "total": total_s}.items()}

@@ -1,25 +1,19 @@
 """The run folder: all files of one run.
 
-    <run dir>/
-      run.json        each start: run id, time, command, where, host, versions, code, files (see `start_record`)
-      args.json       all resolved settings of the latest start
-      starts/N/       of the N-th start: args.json, and uncommitted changes of the code as CHECKOUT.diff
-      metrics.jsonl   one line per logged step
-      samples.jsonl   a few samples of each step and evaluation, as text
-      logs/           one file per process
-      traces/         a Chrome trace of the driver, and of the rollout side, for each start
-      tensorboard/
-      profiles/       traces of chosen training steps and engines
-      memory/         histories of GPU memory
-      non_finite/     samples whose loss was not finite
-      report.html report.png report.md
+    <run dir>/ run.json        each launch: run id, time, command, where, host, versions, code, files (see
+    `start_record`) args.json       all resolved settings of the latest launch starts/N/       of the N-th launch:
+    args.json, and uncommitted changes of the code as CHECKOUT.diff metrics.jsonl   one line per logged step
+    samples.jsonl   a few samples of each step and evaluation, as text logs/           one file per process traces/ a
+    Chrome trace of the driver, and of the rollout side, for each launch tensorboard/ profiles/       traces of chosen
+    training steps and engines memory/         histories of GPU memory non_finite/     samples whose loss was not finite
+    report.html report.png report.md
 
 Invariants
-1. The folder appears at once with its first files, or not at all (written beside it, then renamed).
-2. A resume keeps all files: metrics are appended, `run.json` gets one more start.
+1. The folder appears together with its first files, or not at all: it is written under a different name, then renamed.
+2. A resume keeps all files: metrics are appended, and `run.json` gets one more launch.
 3. Settings that look like a secret are never written.
-4. Only the owner can read a new folder, because it contains prompts and responses, also in its logs. A resume keeps its
-   mode.
+4. Only the owner can read a new folder, because the folder and its logs contain prompts and responses. A resume keeps
+   the mode.
 """
 
 from __future__ import annotations
@@ -96,7 +90,7 @@ class RunFolder:
         command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
-        """Makes the folder, or joins the folder of an earlier start of the run.
+        """Creates the folder, or uses the folder of an earlier launch of the run.
 
         `args`: all resolved settings; `command`: the command with these settings, `slime train ...`; `without_effect`:
         given settings that have no effect, and why.
@@ -127,7 +121,7 @@ class RunFolder:
         return folder
 
     def note(self, name: str, facts: Any) -> None:
-        """Adds facts to the record of the latest start."""
+        """Adds facts to the record of the latest launch."""
         record = self.path / "run.json"
         starts = json.loads(record.read_text())["starts"]
         starts[-1][name] = plain(facts)
@@ -181,13 +175,13 @@ class RunFolder:
             earlier = None
         if earlier is None:
             raise ConfigError(
-                f"run.json in --run-dir {self.path} is damaged, so its starts are unknown; name another folder"
+                f"run.json in --run-dir {self.path} is damaged, so its launches are unknown; name another folder"
             )
         _write_start(self.path, [*earlier, start], own)
 
 
 def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
-    """`own`: the files of the latest start, by name."""
+    """Writes the record of a launch. `own`: files of this launch by name."""
     where = folder / "starts" / str(len(starts) - 1)
     where.mkdir(parents=True, exist_ok=True)
     for name, text in own.items():
@@ -197,12 +191,12 @@ def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping
 
 
 def json_text(value: Any) -> str:
-    """JSON in the form of the run's files."""
+    """Formats JSON as in the run's files."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """`value` as JSON. Secrets are hidden by the name of their setting; unknown objects become their text."""
+    """Converts `value` to JSON types. Hides values whose names look like secrets; converts unknown objects to text."""
     if isinstance(value, str) and value and SECRET.search(name.lower()):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -213,7 +207,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by package name, None if missing. Imports none of them."""
+    """Returns installed versions by package name, None if missing. Imports none of them."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,12 +1,12 @@
-"""A few samples of each step and evaluation, kept in `samples.jsonl` for people to read.
+"""A few samples of each step and evaluation, written to `samples.jsonl` for people to read.
 
 The rollout side picks and decodes them (`slime.rollout.sample_metrics`), the driver writes them (`SamplesFile`), and
 the console, TensorBoard, W&B, the report and `slime samples` show them. They are never encoded again or trained.
 
 Invariants
-1. One line is one sample, written before the loop goes on.
-2. The reader skips a line that a kill left incomplete. The first line of a resumed run never joins such a line.
-3. Text of a model, a tool or a dataset is hostile: it passes `visible` before it reaches a terminal or a page.
+1. One line is one sample. It is written before the loop continues.
+2. The reader skips an incomplete line of a killed run. A resumed run never appends to such a line.
+3. Text of a model, a tool or a dataset is hostile: it is escaped by `visible` before it reaches a terminal or a page.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ CELL_CHARS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """A sample as it is shown to people: text, shortened in the middle if it is long."""
+    """A sample as text for people. Long text is shortened in the middle."""
 
     kind: Kind
     step: int
-    """Number of its rollout, from 0; for an evaluation, number of the rollout that it follows (-1: none yet)."""
+    """Number of the sample's rollout, from 0; for an evaluation, of the rollout before it (-1: none yet)."""
     dataset: str | None = None
     """Name of an evaluation's dataset."""
     prompt: str
@@ -57,15 +57,15 @@ class ShownSample:
     response_length: int
     """Number of tokens after the prompt, including tool results."""
     weight_version: int | None
-    """The newest weights that sampled one of its tokens; None if no engine sampled it."""
+    """The newest weight version that sampled one of the tokens; None if no engine sampled them."""
     finish_reason: str | None
-    """stop, length or abort; None if no engine sampled it."""
+    """stop, length or abort; None if no engine sampled the tokens."""
     picked: Picked
-    """Why it was picked."""
+    """Why the sample was picked."""
     group_index: int | None = None
-    """Index of its prompt."""
+    """Index of the prompt."""
     index: int | None = None
-    """Index of its execution."""
+    """Index of the execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further facts, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
     `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
@@ -104,14 +104,14 @@ class SamplesFile:
 
 
 def _finite(sample: ShownSample) -> ShownSample:
-    """The sample with None instead of a reward that JSON cannot hold."""
+    """Returns the sample, with None instead of a reward that JSON cannot represent."""
     reward = sample.reward
     return sample if reward is None or abs(reward) < float("inf") else dataclasses.replace(sample, reward=None)
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """The samples of a `samples.jsonl` in the order written; none if it is missing. If a resumed run repeated a step,
-    its later samples count. Incomplete lines are skipped.
+    """Returns the samples in `samples.jsonl`, in file order; none if the file is missing. If a resumed run repeated a
+    step, only the later samples count. Incomplete lines are skipped.
     """
     if not path.is_file():
         return []
@@ -130,7 +130,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def heading(sample: ShownSample) -> str:
-    """Origin and outcome of a sample, in one line."""
+    """Describes origin and outcome of a sample in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
     parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
@@ -139,17 +139,17 @@ def heading(sample: ShownSample) -> str:
 
 
 def where(sample: ShownSample) -> str:
-    """`rollout`, `eval`, or `eval DATASET`."""
+    """Returns `rollout`, `eval`, or `eval DATASET`."""
     return f"{sample.kind} {one_line(sample.dataset or '', 80)}".rstrip()
 
 
 def number(value: float | None) -> str:
-    """A reward as short text."""
+    """Returns a reward as short text."""
     return "none" if value is None else f"{value:.4g}"
 
 
 def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
-    """A section with a table of at most `limit` samples; empty without samples.
+    """Returns a section with a table of at most `limit` samples; empty without samples.
 
     Half of the samples are from the first step and evaluation, half from the last; best and worst come before random
     ones. With `fine_tuning` the responses come from the data.
@@ -168,7 +168,7 @@ def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -
 
 
 def first_and_last(samples: Sequence[ShownSample], limit: int) -> list[ShownSample]:
-    """At most `limit` samples of the first and last steps of each kind and dataset, in turn, best and worst first."""
+    """Returns at most `limit` samples: in turn from the first and last steps of each dataset, best and worst first."""
     steps: dict[tuple[str, str | None], list[int]] = {}
     for s in samples:
         steps.setdefault((s.kind, s.dataset), []).append(s.step)
@@ -198,7 +198,7 @@ def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """A Markdown code span. Bars are escaped, because they would end a cell."""
+    """Returns a Markdown code span. Bars are escaped, because they would end a cell."""
     line = one_line(text, CELL_CHARS).strip().replace("|", "\\|")
     if not line:
         return ""
@@ -216,7 +216,7 @@ COLUMNS = ("step", "picked", "reward", "label", "prompt", "response", "status", 
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Whether the console shows samples of this step: every `interval` steps, by default after 1, 2, 4, 8, ...."""
+    """Returns whether the console shows samples of this step: every `interval` steps, default 1, 2, 4, 8, ...."""
     if interval == 0:
         return False
     if interval is None:
@@ -225,7 +225,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def console_lines(samples: Sequence[ShownSample]) -> list[str]:
-    """Two lines each for the best and the worst sample; for any sample if none was scored."""
+    """Returns two lines each for the best and the worst sample, or for any sample if none was scored."""
     shown = [next((s for s in samples if s.picked == picked), None) for picked in PICKS]
     best, worst, other = shown
     lines = []
@@ -251,7 +251,7 @@ def table(samples: Sequence[ShownSample]) -> list[list[Any]]:
 
 
 def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
-    """A page of Markdown for each tag, for TensorBoard's text plugin."""
+    """Returns a page of Markdown for each tag, for TensorBoard's text plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -269,7 +269,7 @@ def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
 
 
 def page(samples: Sequence[ShownSample]) -> str:
-    """Markdown with prompt and response as indented code."""
+    """Returns Markdown with prompt and response as indented code."""
     parts = []
     for sample in samples:
         facts: Mapping[str, Any] = {"reward": number(sample.reward), "status": sample.status, "label": sample.label}

@@ -1,7 +1,7 @@
 """Sinks of logged steps: console, JSONL, TensorBoard, W&B.
 
-The JSONL file is the record of the run: one object per line, flushed before `write` returns, so that a killed run keeps
-every finished step. The other sinks are views.
+The JSONL file is the record of the run: one object per line, flushed before `write` returns, so a killed run loses no
+finished step. The other sinks are views.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime.observability.samples import (
 logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
-"""Kind of step -> its axis. Evaluations carry the rollout that they follow (-1: none yet)."""
+"""Kind of step -> its axis. Evaluations have the number of the rollout before them (-1: none yet)."""
 KINDS = tuple(AXES)
 OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
 """Axes of other prefixes, whose metrics are in rows of these kinds."""
@@ -68,12 +68,12 @@ class StepRecord:
 
 class Sink(Protocol):
     essential: bool
-    """Whether a failure of this sink ends the run. Otherwise the failure is reported once, and the sink is dropped."""
+    """Whether a failure of this sink fails the run. Otherwise the failure is reported once, and the sink is dropped."""
 
     def write(self, record: StepRecord) -> None: ...
 
     def close(self, *, failed: bool = False) -> None:
-        """`failed`: the run ended with a failure."""
+        """Closes the sink. `failed`: whether the run failed."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class SampleView(Protocol):
 class JsonlSink:
     """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
 
-    When it opens the file, it ends a line that a kill left incomplete, so that the next row does not join that line.
+    On opening, adds a line break after an incomplete line of a killed run, so that the next row is a line of its own.
     """
 
     essential = True
@@ -110,7 +110,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, without incomplete lines. Raises `DataError` for a complete line without metrics."""
+    """Returns the rows of a metrics file. Skips incomplete lines. Raises `DataError` for lines without metrics."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -118,7 +118,7 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             continue
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"line {number} of {path} does not hold metrics; remove it") from error
+            raise DataError(f"line {number} of {path} has no metrics; remove the line") from error
         if not all(math.isfinite(row.get(axis, 0.0)) for axis in AXES.values()):
             raise DataError(f"the step in line {number} of {path} is not a number; remove the line")
         rows.append(row)
@@ -126,7 +126,7 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 
 def eval_name(key: str) -> str | None:
-    """The dataset of a score `eval/<dataset>`; None for any other metric."""
+    """Returns the dataset of a score `eval/<dataset>`; None for any other metric."""
     if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
         return None
     return key.removeprefix("eval/")
@@ -164,7 +164,7 @@ class TensorBoardSink:
 
 
 WANDB_LIMIT_S = 300.0
-"""How long to wait for W&B's servers at the end of a run."""
+"""Time limit for W&B's servers at the end of a run."""
 
 
 class WandbSink:
@@ -187,7 +187,7 @@ class WandbSink:
             self._run: Any = wandb.init(config=dict(settings), **init)
         except wandb.Error as error:
             raise ConfigError(
-                f"W&B refused --use-wandb: {error}; run wandb login, give --wandb-mode offline, or drop --use-wandb"
+                f"W&B refused --use-wandb: {error}; run wandb login, set --wandb-mode offline, or drop --use-wandb"
             ) from error
         sys.excepthook = hook  # W&B's hook would print every traceback again; `close` reports the end
         for prefix, axis in (AXES | OTHER_AXES).items():
@@ -245,7 +245,7 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "eval": (),
 }
-"""(metric, label, format) on the console for each kind of step, in order; absent ones are left out."""
+"""(metric, label, format) on the console for each kind of step, in order; missing metrics are left out."""
 FINE_TUNING = (
     ("rollout/total_len/mean", "length", ".1f"),
     ("rollout/trained_tokens", "trained tokens", ".0f"),
@@ -261,7 +261,7 @@ class ConsoleSink:
     def __init__(
         self, *, num_rollout: int | None = None, console: Any = None, samples_interval: int | None = None
     ) -> None:
-        """`num_rollout`: of the whole run, for the ETA. `samples_interval`: see `is_due`."""
+        """`num_rollout`: total number of rollouts, for the ETA. `samples_interval`: see `is_due`."""
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
@@ -274,7 +274,7 @@ class ConsoleSink:
         logger.info("%s", line, extra=FILE_ONLY)
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Samples of a step if it is due; of evaluations only if the run has no steps."""
+        """Prints samples of a step if it is due; of an evaluation only if the run has no steps."""
         only_evaluates = self._num_rollout == 0 and self._samples_interval != 0
         if only_evaluates if kind == "eval" else is_due(step, self._samples_interval):
             for line in console_lines(samples):
@@ -285,7 +285,7 @@ class ConsoleSink:
         self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
-        """The line of a record. Called once per record, because each call counts a step."""
+        """Returns the line of a record. Call it once per record, because it counts steps."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head += f" ({record.step + 1}/{self._num_rollout})"
@@ -303,8 +303,9 @@ class ConsoleSink:
         return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        """Time left, estimated from the steps of this process, without its start and without earlier starts of the
-        run."""
+        """Returns the time left, estimated from the steps of this process, without startup and without earlier
+        launches.
+        """
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""

@@ -1,13 +1,13 @@
 """Spans: the time of each part of a step, as `perf/<name>_time` and as a Chrome trace.
 
-Produced by any thread or asyncio task of a process. Consumed by `collect`, once per step by the owner of the step loop,
-and by the trace file, which is written line by line and readable at any time, even after a kill. Code without its own
-`Spans` uses `span`, which goes to the recorder of the process; before `start_recording`, that recorder keeps only
-times.
+Any thread or asyncio task of a process produces spans. The owner of the step loop consumes them once per step
+(`collect`). The trace file is written line by line and can be read at any time, even after the process was killed. Code
+without its own `Spans` uses `span`, which adds to the recorder of the process. Before `start_recording`, that recorder
+keeps only times.
 
 Invariants
 1. A span that ends with an exception is recorded too, with the name of the exception.
-2. Spans of one trace row never overlap partly, because each asyncio task has its own row.
+2. Spans in one row of a trace are nested or disjoint, because each asyncio task has its own row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-        """Times the block. `timed=False`: only traces it, for parallel work. `facts`: for the trace."""
+        """Times the block. `timed=False`: only adds it to the trace, for parallel work. `facts`: for the trace."""
         start_s = time.perf_counter()
         try:
             yield
@@ -55,7 +55,7 @@ class Spans:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
     def note(self, name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-        """Adds a span of another process, in Unix time, to the trace. `row`: default one per name."""
+        """Adds a span of another process, in Unix time, to the trace. `row`: by default, one row per name."""
         with self._lock:
             self._event(name, begin_s, end_s, ("noted", row or name), facts)
 
@@ -78,8 +78,9 @@ class Spans:
             self._file.write(json.dumps(event, default=str) + ",\n")
 
     def collect(self) -> dict[str, float]:
-        """Seconds per name since the last call as `perf/<name>_time`, and the whole time since then as
-        `perf/step_time`."""
+        """Returns the seconds per name since the last call as `perf/<name>_time`, and the elapsed time as
+        `perf/step_time`.
+        """
         now_s = time.perf_counter()
         with self._lock:
             out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}
@@ -97,7 +98,7 @@ class Spans:
 
 
 def _doer() -> object:
-    """The owner of a trace row: the asyncio task, else the thread."""
+    """Returns the owner of a trace row: the asyncio task, else the thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -130,12 +131,12 @@ def note_span(name: str, begin_s: float, end_s: float, *, row: str | None = None
 
 
 def collect() -> dict[str, float]:
-    """The times of this process's recorder since the last call (see `Spans.collect`)."""
+    """Returns the times of this process's recorder since the last call (see `Spans.collect`)."""
     return _recorder.collect()
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace file, complete or not; a truncated last line is skipped."""
+    """Returns the events of a trace file, complete or not; a truncated last line is skipped."""
     events = []
     for line in path.read_bytes().splitlines()[1:]:
         try:

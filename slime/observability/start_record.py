@@ -1,7 +1,7 @@
-"""The record of a start in addition to its settings: code, files that settings name, environment.
+"""The record of a launch besides its settings: code, files that settings name, environment.
 
-The record is part of `run.json`, so that `slime rerun` can tell what has changed since. For a large file, such as
-gigabytes of weights, only the size and both ends are hashed.
+The record is part of `run.json`, so that `slime rerun` can report what has changed. For a large file, such as gigabytes
+of weights, only the size, the beginning and the end are hashed.
 
 Invariants
 1. Recording never fails a run: an unreadable file is recorded as such.
@@ -44,17 +44,17 @@ ENVIRONMENT = re.compile(
 )
 """Variables that affect what a run computes or where it finds files."""
 MAX_HASHED_BYTES = 256 << 20
-"""For a larger file, only the ends are hashed."""
+"""For a larger file, only the beginning and the end are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Limit for the hashed bytes of all files. After that only ends are hashed."""
+"""Limit for the hashed bytes of all files. After that only the beginning and the end of each file are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""Per setting; a larger folder is recorded in part."""
+"""Maximum number of files per setting; a larger folder is recorded in part."""
 MAX_DIFF_BYTES = 1 << 20
 """Maximum number of bytes of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10
 NOT_READ = "not read"
-"""Replaces the hash if git failed or was too slow."""
+"""The value instead of a hash if git failed or was too slow."""
 _SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
 _SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
 _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
@@ -73,7 +73,7 @@ class Checkout:
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
-    """A command line without the values of secret flags, in both spellings (`--wandb-key x`, `--wandb-key=x`).
+    """Replaces the values of secret flags in a command line, in both spellings (`--wandb-key x`, `--wandb-key=x`).
 
     `@FILE` stays, because it only says where the secret is.
     """
@@ -101,7 +101,7 @@ def environment() -> dict[str, str]:
 
 
 def checkouts(*places: Path) -> list[Checkout]:
-    """The git checkouts that track these files or folders, each once."""
+    """Returns the git checkouts that track these files or folders, each once."""
     found: dict[str, Checkout] = {}
     for place in places:
         root = _root_of(place)
@@ -116,7 +116,7 @@ def checkouts(*places: Path) -> list[Checkout]:
 
 
 def _root_of(place: Path) -> str | None:
-    """The checkout that tracks `place`; None for a package in a folder that git ignores."""
+    """Returns the checkout that tracks `place`; None for a package in a folder that git ignores."""
     folder = place if place.is_dir() else place.parent
     root = _git(folder, "rev-parse", "--show-toplevel")
     return root.strip() if root and _git(folder, "ls-files", "--", str(place)) else None
@@ -137,7 +137,7 @@ def _shown(diff: str) -> str:
         return hidden
     return (
         hidden.encode()[:MAX_DIFF_BYTES].decode(errors="ignore")
-        + f"\n(the rest, after {MAX_DIFF_BYTES} bytes, is not kept)\n"
+        + f"\n(the rest, after {MAX_DIFF_BYTES} bytes, is left out)\n"
     )
 
 
@@ -146,7 +146,7 @@ def _digest(text: str) -> str | None:
 
 
 def input_files(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The files that settings name, with size and hash: data, hooks, YAML, and the files of a model.
+    """Returns the files that settings name, with size and hash: data, hooks, YAML, and the files of a model.
 
     `settings`: as JSON. A value may be a path, a folder, a pattern, a path with a slice (`@[a:b]`) or `{rollout_id}`,
     or a function whose module is already loaded.
@@ -194,14 +194,14 @@ def _files_of(value: str) -> Iterator[Path]:
 
 
 def _module_file(value: str) -> Path | None:
-    """The file of a loaded function `pkg.mod:fn` or `pkg.mod.fn` of the user."""
+    """Returns the file of a loaded function `pkg.mod:fn` or `pkg.mod.fn` of the user."""
     name = value.rpartition(":")[0] or value.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) if name.partition(".")[0] != "slime" else None
     return Path(file).resolve() if file else None
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Size and hash of a file. If the file has more than `most` bytes, only the ends are hashed."""
+    """Returns size and hash of a file. Of more than `most` bytes, only the beginning and the end are hashed."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

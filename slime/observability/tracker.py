@@ -3,9 +3,9 @@
 Only the driver of the run calls it, from one thread; ranks and actors return their metrics to the driver.
 
 Invariants
-1. Steps of one kind increase; a repeated or earlier one is refused (an evaluation may repeat its step).
-2. A view that fails (TensorBoard, W&B, the console) is dropped with one message and never ends the run. A failure of
-   the JSONL file, the record of the run, does. Failures with samples never do.
+1. Steps of one kind increase; a repeated or earlier step is refused (an evaluation may repeat its step).
+2. A view that fails (TensorBoard, W&B, the console) is dropped with one message, and the run continues. If the JSONL
+   file, the record of the run, cannot be written, the run fails. Problems with samples never fail a run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Tracker:
     """Logs the steps of one run. Leaving the block closes the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
-        """`sinks`: views beside `metrics.jsonl` of `folder`, which is always written."""
+        """`sinks`: views in addition to `metrics.jsonl` of `folder`, which is always written."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._samples: SamplesFile | None = SamplesFile(folder.samples)
@@ -79,7 +79,7 @@ class Tracker:
 
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
-        """Makes the sinks that `views` asks for. Raises `ConfigError` if a package is missing."""
+        """Creates the sinks that `views` selects. Raises `ConfigError` if a package is missing."""
         sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
         sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
@@ -149,7 +149,7 @@ class Tracker:
             self._sinks.remove(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every sink. `failed`: the run ended with a failure. Safe to call again."""
+        """Closes every sink. `failed`: whether the run failed. Can be called again."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)
@@ -171,7 +171,7 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
 
 
 def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
-    """Many runs share --tensorboard-dir or TENSORBOARD_DIR, so each has its own folder in it."""
+    """Returns the run's own folder in --tensorboard-dir or TENSORBOARD_DIR, which many runs may share."""
     shared = views.tensorboard_dir or os.environ.get("TENSORBOARD_DIR")
     if not shared and not views.tb_project_name:
         return folder.tensorboard

@@ -55,7 +55,7 @@ def _with_status(execution: Execution) -> list[Sample]:
 
 
 class GenerateState:
-    """Tokenizer, sampling parameters and end of a step, for users' functions; one per event loop that runs executions.
+    """Tokenizer, sampling parameters and the end of a step, for users' functions. Each event loop has one.
 
     Raises `HookError` outside a rollout.
     """
@@ -65,9 +65,9 @@ class GenerateState:
     processor: None = None
     """Always None: there is no image processor."""
     semaphore: asyncio.Semaphore
-    """One permit for each slot of the engines, for functions with their own clients."""
+    """A semaphore with one permit per slot of the engines, for functions with their own clients."""
     sampling_params: dict[str, Any]
-    """Sampling parameters of training; functions get their own copy."""
+    """Sampling parameters of training; each function gets a copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()
@@ -88,7 +88,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run ends the calling execution early, so that the execution stays unfinished."""
+        """Whether the run stops the calling execution early and leaves it unfinished."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
@@ -97,16 +97,17 @@ class GenerateState:
 
 
 def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """The name of `--fully-async` in the public slime, for `--rollout-function-path`. Only the settings use the name,
-    because the worker (`schedules.fully_async`) lives for the whole run.
+    """Stands for `--fully-async`: the public slime names this function in `--rollout-function-path`. Only the settings
+    use the name, because the worker (`schedules.fully_async`) lives for the whole run.
 
-    A call evaluates like `loop.generate_rollout`. Raises `HookError` for a training step.
+    An evaluation runs as in `loop.generate_rollout`. Raises `HookError` for a training step.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     raise HookError(
-        f"your function called generate_rollout_fully_async for step {rollout_id}, but its worker outlives a step; "
-        "give --fully-async alone, or derive a schedule from slime.rollout.schedules.fully_async.FullyAsync and name "
+        f"your function called generate_rollout_fully_async for step {rollout_id}, but its worker outlives a step; set "
+        "--fully-async without this function, or derive a schedule from "
+        "slime.rollout.schedules.fully_async.FullyAsync and name "
         "it with --rollout-schedule"
     )
 

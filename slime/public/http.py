@@ -1,9 +1,9 @@
 """`post`: an HTTP request with retries for plugins of the public slime; requests to `/generate` use the run's client.
 
-A request to a router of the run goes through the engine client, which has the key, survives weight syncs and lost
-engines, and records which weights sampled each token (`transcript`). The answer has SGLang's form.
+A request to a router of the run goes through the engine client, which sends the key, continues after weight syncs and
+lost engines, and records which weights sampled each token (`transcript`). The answer has SGLang's form.
 
-`post` waits for the client, which has its own limits, or at most `TIMEOUT_S` per try for a server. The response wakes
+`post` waits for the client, which has its own limits, or for a server, at most `TIMEOUT_S` per try. The response wakes
 it.
 """
 
@@ -40,7 +40,7 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "image_data": (None, []),
     "rid": (None,),
 }
-"""Other entries of a request -> values without effect."""
+"""Other keys of a request -> values that have no effect."""
 
 
 async def post(
@@ -95,18 +95,18 @@ def _client_of(url: str) -> EngineClient | None:
 
 
 async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the engine's response. Raises `HookError` for entries that the client cannot send."""
+    """Returns the engine's response. Raises `HookError` for keys that the client cannot send."""
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
-            f"the engine client cannot send {', '.join(sorted(odd))} to /generate; give only input_ids or text, "
+            f"the engine client cannot send {', '.join(sorted(odd))} to /generate; pass only input_ids or text, "
             "sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
     if ids is None:
         tokenizer = current().tokenizer
         if tokenizer is None or "text" not in payload:
-            raise HookError("a request to /generate needs input_ids or text; give one of them")
+            raise HookError("a request to /generate needs input_ids or text; pass one of them")
         ids = tokenizer.encode(payload["text"], add_special_tokens=False)
     ids = list(ids)
     session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
@@ -117,7 +117,9 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Returns sampling parameters within the limits of the execution; None if it may sample no more tokens."""
+    """Returns sampling parameters within the limits of the execution; None if the execution must not sample more
+    tokens.
+    """
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params

@@ -59,13 +59,13 @@ def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if it has another length."""
+    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if its length is not R."""
     _require_whole(tensor, response_length)
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *args: Any, **kwargs: Any) -> Any:
-    """Returns `log_prob` ([R], a whole response) unchanged. Raises ValueError if it has another length."""
+    """Returns `log_prob` ([R], a whole response) unchanged. Raises ValueError if its length is not R."""
     _require_whole(log_prob, response_length)
     return log_prob
 

@@ -137,7 +137,7 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def keep_old_paths() -> None:
-    """Installs the finder. Called when `slime` is imported."""
+    """Installs the finder. Importing `slime` calls this function."""
     if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, PublicNames())
 

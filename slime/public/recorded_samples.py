@@ -1,8 +1,8 @@
 """Converts samples that the public slime recorded, as plain JSON, into ours.
 
 The public slime records a weight version per request; we record one per token. If a sample has one version, all its
-sampled tokens get that version. If it has several, all get the oldest, because the record does not map tokens to
-versions. The loss mask marks the tokens that an engine sampled.
+sampled tokens get that version. If it has several versions, all tokens get the oldest one, because the record does not
+map tokens to versions. The loss mask marks the tokens that an engine sampled.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Converted:
     groups: tuple[tuple[Sample, ...], ...]
     """One group per prompt, ordered by first sample."""
     left_out: Mapping[str, int]
-    """Field -> number of samples that had it set."""
+    """Field -> number of samples that had a value in the field."""
     num_mixed: int
     """Number of samples with several weight versions."""
 
 
 def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converted:
-    """Converts `samples` and groups them by prompt. `rollout_id`: the weight version of samples without one.
+    """Converts `samples` and groups them by prompt. `rollout_id`: used as weight version of samples that have none.
 
     Raises `DataError` for a sample without group_index, with images, or with inconsistent fields.
     """

@@ -3,7 +3,7 @@
     class MySource(RolloutDataSourceWithBuffer):
         def get_samples(self, num_samples): ...
 
-The Data Buffer calls the source that `--data-source-path` names, gives its samples identities and keeps the ledger
+The Data Buffer calls the source that `--data-source-path` names, assigns ids to its samples and updates the ledger
 (`slime.buffer.data_source`). Consumes rows and returned groups, produces groups; called under the buffer's lock.
 """
 
@@ -34,7 +34,9 @@ class RolloutDataSource:
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """`num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer gives them ids."""
+        """Returns `num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer assigns ids to the
+        samples.
+        """
         return [self._new_group() for _ in range(num_samples)]
 
     def _new_group(self) -> list[Sample]:
@@ -46,21 +48,23 @@ class RolloutDataSource:
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Raises RuntimeError, since this class keeps no groups."""
-        raise RuntimeError(f"{type(self).__name__} cannot take groups back; derive it from RolloutDataSourceWithBuffer")
+        raise RuntimeError(
+            f"{type(self).__name__} cannot take groups back; derive the class from RolloutDataSourceWithBuffer"
+        )
 
     def save(self, rollout_id: int) -> None:
-        """Saves its position in the data next to the checkpoint of the step."""
+        """Saves the position in the data next to the checkpoint of the step."""
         path = self._file(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._state()))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the position. Raises `CheckpointError` if the file is missing or belongs to other data."""
+        """Restores the position. Raises `CheckpointError` if the file is missing or belongs to different data."""
         if rollout_id is None:
             return
         path = self._file(self.args.load, rollout_id)
         if not path.is_file():
-            raise CheckpointError(f"{path}, the state of {type(self).__name__}, is missing; restore it")
+            raise CheckpointError(f"{path}, the state of {type(self).__name__}, is missing; restore the file")
         self._restore(json.loads(path.read_text()))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The weights agent of an engine, a process on the engine's host. `tend` restarts an agent that ended. Thread-safe."""
+"""The weights agent of an engine, a process on the engine's host. `tend` restarts an agent that exited. Thread-safe."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ class AgentProcess:
         return self._process.pid
 
     def tend(self) -> None:
-        """Restarts the agent if it has ended; it resumes the call that it was working on."""
+        """Restarts the agent if it has exited. The new agent resumes the unfinished call."""
         with self._lock:
             if self._over or self._process.alive:
                 return
-            logger.warning("the weights agent of %s has ended and is restarted; its log: %s", self._url, self._log_path)
+            logger.warning(
+                "the weights agent of %s has exited and is restarted; its log: %s", self._url, self._log_path
+            )
             self._process.stop()
             self._process = self._start()
 

@@ -1,11 +1,11 @@
-"""`ChildProcess`: one engine process and its descendants, from the start to the verified end.
+"""`ChildProcess`: one engine process and its descendants, from start to verified exit.
 
 The owner's thread starts, polls and stops it; each wait has a limit. The only background thread (`_spawner`, one per
 owner process) starts children: Linux sends a child its parent-death signal when the *thread* that started it ends, and
 the calling thread may be short-lived.
 
-`ProcessFamily` finds and ends processes, and `SharedMemoryFiles` removes the files in /dev/shm that they leave. Both
-use only the standard library, so that the guardian (`slime.cluster.guardian`) stays small and starts fast.
+`ProcessFamily` finds and kills processes, and `SharedMemoryFiles` removes the files in /dev/shm that they leave. Both
+use only the standard library, to keep the guardian (`slime.cluster.guardian`) small and fast to start.
 
 Invariants
 1. The child leads its own session, so a Ctrl-C in the owner's terminal does not reach it.
@@ -13,7 +13,7 @@ Invariants
 3. After `stop()` returns, the child and its descendants are dead and their files in shared memory are gone. If one
    survives, `stop` raises an error that names it.
 4. Output goes to a file, never to a pipe that might not be read.
-5. A pid is signalled only if its start time is the recorded one, so a recycled pid is never hit.
+5. A process gets a signal only if its start time is the recorded one, so a process that reuses the pid never does.
 6. The calling process and its ancestors are never members of a family.
 7. A file in /dev/shm is removed only if its name has a library's prefix (`_MADE_UP`), a member of the family had it
    mapped or open (or its name contains a member's pid), it belongs to our user, and no living process uses it. A
@@ -53,7 +53,7 @@ KEEP_ENVIRON_ENV = "SPT_NOENV"
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Identifies one process of this boot; a pid alone may be recycled."""
+    """Identifies one process of this boot; a pid alone may be reused."""
 
     pid: int
     start_ticks: int
@@ -99,12 +99,12 @@ def all_processes() -> dict[int, ProcessStat]:
 
 
 def has_mark(pid: int, mark: bytes) -> bool:
-    """Whether `pid` was started with the environment entry `mark` (`NAME=value`)."""
+    """Returns whether `pid` was started with the environment entry `mark` (`NAME=value`)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
     except OSError:
-        return False  # gone, or another user's
+        return False  # gone, or a process of a different user
 
 
 def ancestors(pid: int) -> set[int]:
@@ -158,7 +158,7 @@ class ProcessFamily:
         return [s for s in members.values() if s.state not in "ZX"]
 
     def signal(self, signum: int, members: Iterable[ProcessStat]) -> None:
-        """Sends `signum` to each member, unless another process has its pid now."""
+        """Sends `signum` to each member, unless a different process now has its pid."""
         for member in members:
             now = read_stat(member.id.pid)
             if now is not None and now.id == member.id:
@@ -175,7 +175,7 @@ class ProcessFamily:
         """Sends SIGTERM to all members, and after `grace_s` SIGKILL to the rest. Returns the members that are alive
         `limit_s` later, normally none.
 
-        Calls `before_kill` with the living members before each signal. Processes forked meanwhile are ended, too.
+        Calls `before_kill` with the living members before each signal. Also kills processes that are forked meanwhile.
         """
         living = self.refresh()
         if before_kill:
@@ -202,9 +202,9 @@ _NAMED_BY_PID = re.compile(r"^(?:torch_|sgl_shm_mq_)(\d+)_")
 
 
 def shm_inodes_of(pid: int) -> set[int]:
-    """Returns the inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or another user's.
+    """Returns the inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or belongs to a different user.
 
-    Paths would not do: glibc creates a semaphore under another name and links it, and /proc shows the old name.
+    Paths are not enough: glibc creates a semaphore under a temporary name and links it, and /proc shows that name.
     """
     inodes: set[int] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -240,14 +240,14 @@ class SharedMemoryFiles:
         self._pids: set[int] = set()
 
     def observe(self, members: Iterable[ProcessStat]) -> None:
-        """Notes the files of these living processes (milliseconds each). Call it before you end them."""
+        """Records the files of these living processes (milliseconds each). Call it before killing them."""
         pids = {member.id.pid for member in members}
         inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
         self._pids |= pids
         self._files |= {(name, inode) for name, inode in library_files().items() if inode in inodes}
 
     def remove_orphans(self) -> list[str]:
-        """Removes the noted files that no living process uses. Returns their names."""
+        """Removes the recorded files that no living process uses. Returns their names."""
         candidates = {
             name: inode
             for name, inode in library_files().items()
@@ -275,7 +275,7 @@ OWN_NAMES = "sglang::"
 STOPPED = "tT"
 """States of a stopped process in /proc/<pid>/stat."""
 STOPPED_LIMIT_S = 4.0
-"""How long a process may be stopped. A debugger or profiler stops it for less than a second."""
+"""How long a process may be stopped. A debugger or profiler stops a process for less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -329,7 +329,7 @@ class ChildProcess:
         self._pids: list[int] = []
         """Pids of the family at the last check."""
         self._stopped_at: float | None = None
-        """Time since which some process has been stopped, on the monotonic clock."""
+        """When some process was stopped, on the monotonic clock; None if none is stopped."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -349,7 +349,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """Describes a failure: the first process, or one of SGLang's own, has ended or is stopped. None if all run."""
+        """Describes a failure: the first process, or one of SGLang's own, has exited or is stopped. None if all run."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}
@@ -369,14 +369,14 @@ class ChildProcess:
         return processor_s(self._named or self._pids)
 
     def start(self) -> None:
-        """Starts the process and returns at once."""
+        """Starts the process and returns immediately."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # Engines put their socket files here.
         prefix = scratch_prefix()
         self._scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=socket_room(f"{prefix}XXXXXXXX/{OF_LIBRARIES}")))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        # Only our user may read the log, because it may contain prompts and answers.
+        # Only our user may read the log, because it may contain prompts and responses.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())
@@ -447,7 +447,7 @@ class ChildProcess:
             time.sleep(_POLL_S)
 
     def _look(self) -> None:
-        """Records children and their shared memory, which are hard to recognise once the children are killed."""
+        """Records children and their shared memory, which cannot be identified once the children are killed."""
         if self._family is not None:
             members = self._family.refresh()
             self._pids = [member.id.pid for member in members]

@@ -1,6 +1,6 @@
 """`EngineControl` for one engine, over the HTTP routes of an SGLang 0.5.16 server or through a shared folder.
 
-All methods are thread-safe. A call blocks its thread until the answer comes or the time limit expires. Only
+All methods are thread-safe. A call blocks its thread until the response arrives or the time limit expires. Only
 `flush_cache` retries, to wait until the engine has drained.
 """
 
@@ -21,7 +21,7 @@ from slime.weights.delta.mailbox import call, mailbox
 DRAIN_POLL_S = 0.05
 """Time between two attempts to flush while requests are still ending."""
 ERROR_CHARACTERS = 2000
-"""How much of a server's answer an error message quotes."""
+"""Number of characters of a server's response that an error message quotes."""
 
 
 class HttpEngineControl:
@@ -148,8 +148,8 @@ class HttpEngineControl:
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(
-                f"engine {self._url} did not answer /{route}: {type(error).__name__}: {error}; it may have died, so "
-                "look at its log"
+                f"engine {self._url} did not respond to /{route}: {type(error).__name__}: {error}; it may have died, "
+                "so check its log"
             ) from error
 
 
@@ -178,8 +178,8 @@ def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
 class FolderEngineControl:
     """Controls an engine that the trainer reaches only through a shared folder.
 
-    The agent on the engine's host forwards each call to the engine. Weights travel as versions in the folder; other
-    ways to send weights raise `EngineError`.
+    The agent on the engine's host forwards each call to the engine. Weights are written to the folder as versions;
+    other ways to send weights raise `EngineError`.
     """
 
     def __init__(self, folder: Path, url: str, layout: EngineLayout, timeout_s: float) -> None:
@@ -215,8 +215,8 @@ class FolderEngineControl:
 
     def _refuse(self, *args: Any, **named: Any) -> NoReturn:
         raise EngineError(
-            f"engine {self._url} is reached only through the folder {self._box}, which carries weight versions and no "
-            "other calls; use --update-weight-transport disk"
+            f"engine {self._url} is reached only through the folder {self._box}, which supports only weight versions; "
+            "use --update-weight-transport disk"
         )
 
     update_weights_from_tensor = update_weights_from_distributed = update_weights_from_disk = _refuse

@@ -1,5 +1,5 @@
 """The launcher. `python -m slime.serving.launch <SGLang arguments>` runs a server, or sglang-router if `--router` comes
-first. With `--token-versions` as the first argument, answers give the weight version of each token.
+first. With `--token-versions` as the first argument, responses contain the weight version of each token.
 
 SGLang starts its schedulers and its detokenizer with multiprocessing's "spawn", which first imports the main module
 again, as `__mp_main__`. So `prepare_process` runs in the server and in every process below it. On a CPU the children
@@ -30,10 +30,10 @@ from slime.core.text import HIDDEN
 
 
 class Secret(str):
-    """A key that `repr` hides and that a copy or pickle replaces with a random text.
+    """A key that `repr` hides and that copy and pickle replace with a random text.
 
     SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. Without
-    this class, any client that may generate could read the key that protects the weights.
+    this class, any client with the key for generation could read the key that protects the weights.
     """
 
     __slots__ = ()
@@ -57,7 +57,8 @@ TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 """Bearer token of a server or router. Every user of the host can read a command line, but not an environment."""
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
-"""Bearer token of the routes that change or end something. Without it they require the token of `API_KEY_ENV`."""
+"""Bearer token of the routes that change or end something. Without it these routes require the token of `API_KEY_ENV`.
+"""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
 """A JSON list of other secret flags."""
 
@@ -72,7 +73,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    """Runs the SGLang server in this process until it ends."""
+    """Runs the SGLang server in this process until the server exits."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -84,7 +85,7 @@ def serve(arguments: list[str]) -> None:
     load_plugins()
     missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs them
     if missing:
-        raise EngineError(f"this SGLang lacks {sorted(missing)}, which slime hooks; install the pinned version")
+        raise EngineError(f"this SGLang has no {sorted(missing)}, which slime's hooks need; install the pinned version")
     settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
     for name in ("api_key", "admin_api_key"):
         if getattr(settings, name):
@@ -97,8 +98,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def route(arguments: list[str]) -> None:
-    """Runs sglang-router in this process until it ends. The router's own launcher would also import SGLang and torch
-    for a balancer that is not used.
+    """Runs sglang-router in this process until the router exits. The router's own launcher would also import SGLang and
+    torch for a balancer that is not used.
     """
     import setproctitle
     from sglang_router.router import Router

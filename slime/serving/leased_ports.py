@@ -9,7 +9,7 @@ Invariants
 1. A port has at most one lease on a host (one network namespace), across processes.
 2. A port is leased only if it can be bound on loopback and on all interfaces, over IPv4 and IPv6. It is outside the
    kernel's ephemeral range, so no outgoing connection and no bind to port 0 takes it.
-3. Programs that take no leases can still bind the port; the server then starts again on another port.
+3. Programs that take no leases can still bind the port; the server then starts again on a different port.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def candidate_ports() -> list[range]:
 
 
 def is_bindable(port: int) -> bool:
-    """Whether `port` can be bound on loopback and on all interfaces, over IPv4 and IPv6."""
+    """Returns whether `port` can be bound on loopback and on all interfaces, over IPv4 and IPv6."""
     for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -79,7 +79,7 @@ class PortLease:
     """The right to use `ports` on this host until `release()`, the end of the `with` block or of the process."""
 
     ports: tuple[int, ...]
-    """First the `count` requested ports, then the ports at offsets from the first one."""
+    """First the `count` requested ports, then the ports at offsets from the first port."""
     _names: list[socket.socket]
 
     @property
@@ -87,7 +87,7 @@ class PortLease:
         return self.ports[0]
 
     def release(self) -> None:
-        """Gives the ports back. Idempotent."""
+        """Releases the ports. Idempotent."""
         while self._names:
             self._names.pop().close()
 
@@ -115,7 +115,9 @@ def lease_port(port: int) -> PortLease:
     """Leases `port`. Raises `EngineError` if another run or program uses it."""
     name = _claim(port)
     if name is None:
-        raise EngineError(f"another program on this host uses port {port}; end it or choose another port")
+        raise EngineError(
+            f"another program on this host uses port {port}; stop that program or choose a different port"
+        )
     return PortLease((port,), [name])
 
 
@@ -132,7 +134,7 @@ def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLeas
 
     Raises `EngineError` if it finds too few free ports.
     """
-    chooser = random.SystemRandom()  # not the seeded global generator: runs with one seed would choose the same ports
+    chooser = random.SystemRandom()  # not the global generator: runs with the same seed would choose the same ports
     ranges = candidate_ports()
     ports: list[int] = []
     names: list[socket.socket] = []
@@ -155,7 +157,7 @@ def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLeas
     for name in names:
         name.close()
     raise EngineError(
-        f"found no {count} free ports in {ranges} after 2000 tries, because other programs hold them; end those "
+        f"found no {count} free ports in {ranges} after 2000 tries, because other programs use them; stop those "
         "programs or narrow net.ipv4.ip_local_port_range"
     )
 
@@ -180,7 +182,7 @@ class LeasedServer:
 
     @property
     def url(self) -> str:
-        """The server's address; a restart may change it. Raises `EngineError` before `start`."""
+        """The server's address, which a restart may change. Raises `EngineError` before `start`."""
         return http_url(self.host, self.port)
 
     @property

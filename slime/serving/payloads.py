@@ -2,7 +2,7 @@
 
 A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains `{"flattened_tensor",
 "metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom loader. Tensors are handles,
-not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler accepts few names, so a
+not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler accepts only a few names, so a
 payload uses only torch's rebuild functions and `SimpleNamespace`.
 
 This module does not import SGLang, because that takes 10 s.
@@ -46,8 +46,8 @@ def serialize_bucket(
     """Returns one payload per receiver, and the owner of the memory. Keep the owner until every receiver has answered.
 
     `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared without a copy,
-    others are copied there. Receivers count references, so each needs its own payload. `runs`: (name, number of
-    tensors) for a custom loader, which gets each run of several tensors as one flat tensor. `only`: names of the
+    others are copied there. Receivers count references, so each receiver needs its own payload. `runs`: (name, number
+    of tensors) for a custom loader, which receives each run of several tensors as one flat tensor. `only`: names of the
     tensors to announce.
     """
     assert named_tensors, "empty bucket"

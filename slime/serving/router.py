@@ -1,21 +1,21 @@
-"""sglang-router 0.3.2 in front of a run's servers: one router per model, each maintained by its own thread.
+"""sglang-router 0.3.2 in front of a run's servers: one router per model, each with its own thread.
 
 The run's own requests go directly to the engines. Routers serve all other clients: user code, clients of `slime serve`.
-A failing router never stops or delays a change of the engines.
+A failing router never prevents or delays a change of the engines.
 
-The run starts a `Router`. If it ends or hangs, its `KeptRouter` restarts it on the same port with the same servers, so
-clients see refused connections for a few seconds. The run neither restarts nor ends an `ExistingRouter`, which somebody
-else started. It logs when such a router stops answering, registers the run's servers again when the router answers, and
-removes them from the router at the end.
+The run starts a `Router`. If the router exits or hangs, its `KeptRouter` restarts it on the same port with the same
+servers, so connections are refused for a few seconds. The run neither starts nor stops an `ExistingRouter`. The run
+logs when such a router stops answering, registers its servers again when the router answers, and removes its servers
+from the router at the end.
 
-Any thread may request changes (`Routers.admit`, `dismiss`); the calls return at once. Each router's thread applies the
-changes. A change or `begin_to_close` wakes the thread; otherwise it polls every `LOOK_EVERY_S`. Every request to a
+Any thread may request changes (`Routers.admit`, `dismiss`); the calls return immediately. Each router's thread applies
+the changes. A change or `begin_to_close` wakes the thread; otherwise it polls every `LOOK_EVERY_S`. Every request to a
 router has a time limit.
 
 Invariants
 1. A router always has a key and requires it on every route except the health checks. Otherwise any user of the host
    could register a server and receive requests with the engines' key. By default the router's key is the engines' key,
-   because it forwards the client's key to the engine. The key travels in the environment and is in no log.
+   because it forwards the client's key to the engine. The key is passed in the environment and is never logged.
 2. The metrics port is leased and on loopback, because two runs would collide on the default port.
 3. A lock guards the wanted servers. No thread holds it during a request to a router, so `admit` and `dismiss` never
    wait. Changes apply in the order of the calls.
@@ -51,12 +51,12 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRefused(EngineError):
-    """A router answers but refuses the run's key."""
+    """A router responds but refuses the run's key."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterWorker:
-    """A server as the router sees it."""
+    """A server in the router's list."""
 
     id: str
     url: str
@@ -123,7 +123,7 @@ class ExistingRouter(RouterWorkers):
 
     @property
     def alive(self) -> bool:
-        return True  # unknown until it is asked
+        return True  # unknown until the router responds
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -180,7 +180,7 @@ class Router(LeasedServer, RouterWorkers):
         return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
-        """Starts the router process and returns at once. Raises `EngineError` if its fixed port is taken."""
+        """Starts the router process and returns immediately. Raises `EngineError` if its fixed port is taken."""
         assert self._process is None, "the router was started twice; stop() it first"
         self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
         self._metrics_lease = lease_ports(1)
@@ -206,7 +206,7 @@ class Router(LeasedServer, RouterWorkers):
         Raises `DeadlineExceeded`, or `EngineError` if the router dies (with the end of its log) or refuses the run's
         key.
         """
-        process = self._process  # another thread may end it meanwhile
+        process = self._process  # another thread may stop it meanwhile
         if process is None:
             raise EngineError("wait_ready before start(): there is nothing to wait for")
         process.wait_until(
@@ -224,7 +224,7 @@ class Router(LeasedServer, RouterWorkers):
             pass  # `KeptRouter` tries again
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """Idempotent. Raises `EngineError` if the router survives SIGKILL."""
+        """Stops the router. Idempotent. Raises `EngineError` if it survives SIGKILL."""
         if self._process is not None:
             self._process.stop(timeout_s)
             self._process = None
@@ -253,12 +253,12 @@ LEAVE_LIMIT_S = 10.0
 
 
 class KeptRouter:
-    """A running router, and the thread that keeps it alive and updates its server list. End both with `close`."""
+    """A running router, and the thread that keeps it alive and updates its server list. `close` stops both."""
 
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """Why the router stays dead."""
+        """Why the router is not restarted any more."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
         """Guards `_wanted` to `_closing`, and is notified when one of them changes."""
@@ -267,7 +267,7 @@ class KeptRouter:
         """Servers to remove, even if they are wanted again, because a new engine may have started at the address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
-        """Server -> time at which the router was asked to add it; minus infinity if the router may have lost it."""
+        """Server -> time of the request to add it; minus infinity if the router may have lost the server."""
         self._missing: set[str] = set()
         """Servers that the log has reported as missing."""
         self._failures, self._silent = 0, False
@@ -295,13 +295,13 @@ class KeptRouter:
             return self._is_settled or not self._can_settle()
 
     def begin_to_close(self) -> None:
-        """Prevents further restarts. Returns at once."""
+        """Prevents further restarts. Returns immediately."""
         with self._notes:
             self._closing = True
             self._notes.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, and the router if the run started it. That also ends a request in flight."""
+        """Stops the thread, and the router if the run started it. That also aborts a request in flight."""
         self.begin_to_close()
         if isinstance(self.router, Router):
             with self._life:
@@ -319,7 +319,7 @@ class KeptRouter:
         while not self._closing and self.problem is None:
             try:
                 self._look()
-            except Exception as error:  # keeps watching after unexpected answers
+            except Exception as error:  # keeps watching after unexpected responses
                 if not self._closing:
                     logger.warning("%s could not be checked: %s", self._name, error, exc_info=True)
             with self._notes:
@@ -349,7 +349,7 @@ class KeptRouter:
         self._silent = trouble is not None
 
     def _start_again(self, router: Router, trouble: str) -> str | None:
-        """Restarts the router. Returns what is still wrong, or None if it answers again."""
+        """Restarts the router. Returns the remaining problem, or None if the router answers again."""
         logger.warning("%s %s; it is restarted", self._name, trouble)
         try:
             with self._life:
@@ -374,7 +374,7 @@ class KeptRouter:
         return None
 
     def _wait_ready(self, router: Router) -> None:
-        """Waits in short intervals, because the run may end meanwhile."""
+        """Polls in short intervals, because the run may end meanwhile."""
         silence = Silence()
         while True:
             try:
@@ -384,7 +384,7 @@ class KeptRouter:
                     raise
 
     def _forget_asking(self) -> None:
-        """Makes `_ask_for` ask for all servers at once, because a restarted router may have lost them."""
+        """Makes `_ask_for` add all servers again immediately, because a restarted router may have lost them."""
         self._asked = dict.fromkeys(self._asked, float("-inf"))
 
     def _follow(self) -> None:
@@ -488,7 +488,7 @@ class Routers:
         return self._kept[model].router
 
     def url(self, model: str) -> str:
-        """The router's address, which is known even while it restarts."""
+        """Returns the router's address, which is known even while it restarts."""
         return self._kept[model].url
 
     @property
@@ -536,5 +536,5 @@ def _require_ready(router: ExistingRouter) -> None:
     except EngineError as error:
         raise EngineError(
             f"no router at --sglang-router-ip {router.host} --sglang-router-port {router.port} accepts the key of "
-            f"--router-api-key: {error}; start one there, or leave the flags out, and the run starts its own"
+            f"--router-api-key: {error}; start one there, or leave the flags out, so that the run starts its own"
         ) from error

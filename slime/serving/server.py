@@ -1,7 +1,7 @@
 """One SGLang server: its specification (`ServerSpec`), its command line, and its processes (`SGLangServer`).
 
-The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`. However the owner ends, the server's processes
-end with it (`slime.serving.child_process`).
+The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`. When the owner exits for any reason, the
+server's processes exit, too (`slime.serving.child_process`).
 
 An engine that spans hosts has one server (node) per host. The nodes meet at `dist_init_addr`, an address of the first
 node. Only that node answers requests; the others answer only `/health`.
@@ -49,8 +49,9 @@ from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradict
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 LEAVE_OUT_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
-"""Variable that lists model files which a scheduler does not import. By default it imports all two hundred to find the
-class that `config.json` names; some of them import other frameworks, such as Megatron-core."""
+"""Variable that lists model files which a scheduler does not import. By default it imports all two hundred files to
+find the class that `config.json` names. Some of these files import other frameworks, such as Megatron-core.
+"""
 ALWAYS_WANTED = frozenset({"transformers"})
 """The file with SGLang's fallback for classes that no other file defines."""
 CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
@@ -112,8 +113,9 @@ SYSTEM_LIBRARIES = "libibverbs1 libnuma1 libcurl4"
 PATIENT: Mapping[str, str] = dict.fromkeys(
     ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), "86400"
 )
-"""Seconds until SGLang gives up a request that waits for room in the pair's other engine. Its default, 300, is too
-short for answers of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
+"""Seconds until SGLang gives up a request that waits for memory in the pair's other engine. The default of 300 is too
+short for responses of many thousand tokens; the client has its own limit (`--request-timeout-s`).
+"""
 ON_A_CPU: Mapping[str, str] = {
     "MOONCAKE_PROTOCOL": "tcp",
     # With early sending, SGLang waits on a CUDA event. Without a GPU its scheduler dies at the second prompt with a
@@ -176,10 +178,10 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "max_running_requests": 64,
     "watchdog_timeout": 3600.0,
 }
-"""ServerArgs of a CPU server. By default SGLang's watchdog ends a server when a batch takes five minutes, which happens
-on a busy machine; `ServerWatch` judges better. `max_total_tokens` bounds the pool, because `mem_fraction_static` is a
-fraction of the memory that is free at the start, and small fractions fail on a busy machine. Without `sleep_on_idle` an
-idle scheduler keeps a core at 75 %."""
+"""ServerArgs of a CPU server. By default SGLang's watchdog kills a server when a batch takes five minutes, which
+happens on a busy machine; `ServerWatch` judges better. `max_total_tokens` bounds the pool, because
+`mem_fraction_static` is a fraction of the memory that is free at startup, and small fractions fail on a busy machine.
+Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
 _OWNED |= {"api_key", "admin_api_key"}  # fields of the spec; they travel in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
@@ -218,9 +220,9 @@ class ServerSpec:
     gated: bool = False
     """Whether the server takes no device memory before `SGLangServer.open_gate`."""
     token_versions: bool = False
-    """Whether answers give the weight version of each token."""
+    """Whether responses contain the weight version of each token."""
     worker: Worker = Worker.REGULAR
-    """Regular, or the prefill or decode half of a pair."""
+    """Regular, or the prefill or decode engine of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The user's other ServerArgs, by field name (`args.sglang`)."""
 
@@ -278,8 +280,8 @@ class ServerSpec:
         `keys`: the run's keys, which --sglang-api-key and --sglang-admin-api-key override. `model_path`: replaces
         --hf-checkpoint. `overrides`: ServerArgs by field name, which override --sglang-.... `layout`: replaces the one
         derived from these and --rollout-num-gpus-per-engine. `shares`: in a colocated run, whether this engine shares
-        GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray narrows
-        them). Each engine gets its own seed, because with one seed equal prompts get equal continuations.
+        GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray restricts
+        them). Each engine has a different seed, because with the same seed equal prompts get equal continuations.
         """
         extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"
@@ -308,7 +310,7 @@ class ServerSpec:
     def server_args(self, *, host: str, port: int, nccl_port: int) -> dict[str, Any]:
         """Returns all explicit ServerArgs by field name: slime's defaults, overridden by the user's settings."""
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
-        args["skip_server_warmup"] = True  # the first verified weight sync exercises the server instead
+        args["skip_server_warmup"] = True  # the first verified weight sync tests the server instead
         args["weight_version"] = "0"  # version of the checkpoint on disk; the first sync makes it 1
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
@@ -342,7 +344,7 @@ class ServerSpec:
             API_KEY_ENV: self.api_key,
             ADMIN_KEY_ENV: self.admin_key,
             # By default /health samples a token, and a router polls it every few seconds. An engine that lent its
-            # memory to the trainer would compute without weights and die (seen with 0.5.16 on one GPU, colocated).
+            # memory to the trainer would compute without weights and crash (seen with 0.5.16 on one GPU, colocated).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             # Law 1: removed, because by default SGLang reads exactly the ids that it gets, also with images.
             "SGLANG_MM_AVOID_RETOKENIZE": None,
@@ -366,7 +368,7 @@ class ServerSpec:
 def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
     """Returns the flags for settings by field name.
 
-    True gives a bare flag, None and False give no flag, a list gives several values, and a dict gives JSON.
+    True becomes a bare flag, None and False become no flag, a list becomes several values, and a dict becomes JSON.
     """
     flags: list[str] = []
     for name, value in fields.items():
@@ -404,9 +406,9 @@ class SGLangServer(LeasedServer):
         return self.spec.model_path
 
     def start(self) -> None:
-        """Starts the server process and returns at once. `wait_ready` waits until it is ready.
+        """Starts the server process and returns immediately. `wait_ready` waits until the server is ready.
 
-        Raises `ConfigError` if this host lacks what a paired engine needs.
+        Raises `ConfigError` if a package for a paired engine is missing on this host.
         """
         assert self._process is None, "the server was started twice; stop() it first"
         if problem := pair_problem(self.spec.worker, self.spec.extra, self.spec.device):
@@ -436,7 +438,7 @@ class SGLangServer(LeasedServer):
         self._set_gate()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """Waits until the server answers `/health`. Starts it again on other ports if another program took its port.
+        """Waits until the server answers `/health`. Starts the server on other ports if another program took its port.
 
         Raises `EngineError` with the end of the log if the server dies, and `DeadlineExceeded` after `timeout_s`
         without a sign of life.
@@ -463,14 +465,14 @@ class SGLangServer(LeasedServer):
         return status == 200 and self.alive
 
     def problem(self) -> str | None:
-        """Returns in one line what is wrong with the processes, or None if they run."""
+        """Describes a problem of the processes in one line. Returns None if they run."""
         return "it was not started" if self._process is None else self._process.problem()
 
     def processor_s(self) -> float:
         return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Whether the scheduler reports its state, which it does between two batches, even after it lent its memory.
+        """Returns whether the scheduler responds. It does so between batches, even after the engine lent its memory.
 
         Only the first node answers. On other nodes, returns whether the process runs.
         """
@@ -493,7 +495,9 @@ class SGLangServer(LeasedServer):
             self._lease = None
 
     def _set_gate(self) -> None:
-        """Creates or removes the gate file, which a killed server may have left. A restarted server needs it again."""
+        """Creates or removes the gate file, which a killed server may have left. A restarted server needs the file
+        again.
+        """
         if not self._opened:
             self._gate.unlink(missing_ok=True)
         elif self.spec.gated:

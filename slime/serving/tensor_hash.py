@@ -1,4 +1,4 @@
-"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that come in parts.
+"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that arrive in parts.
 
 The formula divides the tensor into 32-bit words (the last one padded with zero bytes), and the words into tiles of 8192
 words. It mixes each word with its position in the whole tensor in two ways, sums each mix over the tile, and mixes both
@@ -46,7 +46,7 @@ class TileHasher:
         self._pending += parts
 
     def flush(self) -> None:
-        """Hashes the kept parts. Copies and keeps up to three last bytes that do not fill a word."""
+        """Hashes the added parts. Keeps a copy of the last bytes, up to three, that do not fill a word."""
         self._read(last=False)
 
     def _read(self, *, last: bool) -> None:
@@ -118,7 +118,7 @@ def tile_sums(words: Tensor, begin: int) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The low 32 bits as an int32."""
+    """Returns the low 32 bits as an int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -143,14 +143,14 @@ def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, in int64."""
+    """Applies MurmurHash3's 32-bit finalizer, in int64."""
     x = (x ^ x >> 16) * MIX_FACTORS[0] & _WORD
     x = (x ^ x >> 13) * MIX_FACTORS[1] & _WORD
     return x ^ x >> 16
 
 
 def _mixed_64(x: int) -> int:
-    """SplitMix64's finalizer."""
+    """Applies SplitMix64's finalizer."""
     mask = 2**64 - 1
     x &= mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask

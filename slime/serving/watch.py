@@ -1,15 +1,15 @@
 """Detects problems of a running server (`ServerWatch`) and queries facts about an external one (`facts_of_server`).
 
-`ServerWatch.trouble` checks the processes at each call, so it reports a process that ended or was stopped (SIGSTOP) at
-once. A thread polls the server's state (`/server_info`, which the scheduler answers between two batches, even after it
-lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.liveness` tells them apart;
-tokens that clients get also count as signs of life (`heard`). Silence counts only while `expects_answers` is true,
-because a scheduler may take minutes to load weights from disk.
+`ServerWatch.trouble` checks the processes at each call, so it immediately reports a process that exited or was stopped
+(SIGSTOP). A thread polls the server's state (`/server_info`, which the scheduler answers between two batches, even
+after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.liveness` distinguishes
+the two cases. Tokens that clients receive also count as signs of life (`heard`). Silence counts only while
+`expects_answers` is true, because a scheduler may take minutes to load weights from disk.
 
 `facts_of_server` takes a second or two. It requests the settings (`/server_info`), the model (`/model_info`), the names
 and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which show the format of streams and
-the hooks that the server runs with. Each request has a time limit. A server that an earlier run left paused would never
-send tokens, so it is resumed first.
+which hooks the server has. Each request has a time limit. A server that an earlier run left paused would never send
+tokens, so it is resumed first.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class ServerWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`processes`: returns the problem of the server's processes, or None. `answers`: sends one request, with a
-        time limit in seconds, and returns whether the server answered.
+        time limit in seconds, and returns whether the server responded.
 
         `interval_s`: time between two requests; `timeout_s`: how long the server may be silent; `first_wait_s`: time
-        before the first request; `used_s`: processor time of its schedulers, if using it counts as a sign of life.
+        before the first request; `used_s`: processor time of its schedulers, if that counts as a sign of life.
         """
         self._processes, self._answers = processes, answers
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
@@ -88,7 +88,7 @@ class ServerWatch:
 NUM_PROBED = 4
 """Number of tokens that the probe requests: enough for several events of a stream."""
 NOT_YET = (0, 502, 503, 504)
-"""Statuses from a server that is starting or a proxy in front of it. 0 means no answer."""
+"""Statuses from a server that is starting, or from a proxy in front of the server. 0 means no response."""
 KEYS = ("api_key", "admin_api_key")
 HIDDEN = (*KEYS, "internal_states")
 """Fields of `/server_info` that are dropped."""
@@ -106,7 +106,7 @@ class Probe:
     repeats: bool
     """Whether each event of a stream repeats the earlier ones."""
     labels: bool
-    """Whether answers give the weight version of each token."""
+    """Whether responses contain the weight version of each token."""
     experts: bool
     """Whether a mark in a request's id makes the answer contain routed experts."""
 
@@ -135,7 +135,7 @@ def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, An
 def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
     """Returns the version of the weights that a server serves. Raises `EngineError` if the server does not answer.
 
-    The front end answers this, even if the scheduler hangs.
+    The front end responds, even if the scheduler hangs.
     """
     return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
 
@@ -193,11 +193,11 @@ def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, t
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
     if status in (401, 403):
         raise EngineError(
-            f"it refuses the run's key at /{route} ({status}); give the keys that it was started with in "
-            "SLIME_ENGINE_API_KEY and, if it has an admin key, SLIME_ENGINE_ADMIN_API_KEY"
+            f"it refuses the run's key at /{route} ({status}); set SLIME_ENGINE_API_KEY and, if the server has an "
+            "admin key, SLIME_ENGINE_ADMIN_API_KEY to the keys that it was started with"
         )
     if status in NOT_YET:
-        raise NotAnswering(f"it does not answer /{route}: {text[:SAID]}")
+        raise NotAnswering(f"it does not respond to /{route}: {text[:SAID]}")
     if status != 200:
         raise EngineError(f"it answered /{route} with {status}: {text[:SAID]}")
     return text

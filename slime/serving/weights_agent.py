@@ -1,12 +1,12 @@
 """The agent on an engine's host: keeps the host's checkpoint at the trainer's version and makes the engine load it.
 
 The engine is a stock server; the agent calls its control routes as a trainer would. The agent listens on no port. Calls
-come one at a time through the shared folder (`slime.weights.delta.mailbox`), which it polls every `POLL_S`. Each answer
-of the engine has a time limit.
+arrive one at a time in the shared folder (`slime.weights.delta.mailbox`), which the agent polls every `POLL_S`. Each
+request to the engine has a time limit.
 
 Invariants
 1. The engine loads only a checkpoint that was compared with the call's manifest: every tensor that was copied or
-   changed for this version, or all tensors if none was.
+   changed for this version, or all tensors if nothing was copied or changed.
 2. `apply` always pauses the engine before it loads, because the trainer that paused it earlier may be gone. The engine
    serves again only after a separate `resume` from a caller that has compared its digests.
 3. Calls name versions, never paths or code.
@@ -33,7 +33,7 @@ from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
 logger = logging.getLogger(__name__)
 
 KEEP_REQUESTS = "in_place"
-"""Mode of the agent's own pause, which keeps the requests that the trainer's pause left running."""
+"""Mode in which the agent pauses the engine. It keeps the requests that the trainer's pause left running."""
 PreRead = Callable[[str, int], object]
 """A hook that is called with (folder of the version, version number) before the version is read."""
 

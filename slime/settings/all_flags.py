@@ -111,7 +111,7 @@ class Components:
             self._add(chooser, chooser.registry.get(path), path)
 
     def knows(self, name: str) -> bool:
-        """Whether a group or an entry has a setting with this name."""
+        """Returns whether a group or an entry has a setting with this name."""
         return name in self.own or name in self._readers
 
     def of_entries(self) -> tuple[str, ...]:

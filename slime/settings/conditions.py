@@ -30,7 +30,7 @@ def estimator_of(s: Any) -> Any:
 
 
 def fine_tunes(s: Any) -> bool:
-    """Whether the run is supervised fine-tuning: it trains on given texts, without sampling or rewards."""
+    """Returns whether the run is supervised fine-tuning: it trains on given texts, without sampling or rewards."""
     return bool(s.loss_type == "sft_loss")
 
 
@@ -40,27 +40,27 @@ def minimises_policy_loss(s: Any) -> bool:
 
 
 def minimises_custom_loss(s: Any) -> bool:
-    """Whether a user's function computes the loss of sampled tokens."""
+    """Returns whether a user's function computes the loss of sampled tokens."""
     return bool(s.loss_type == "custom_loss")
 
 
 def computes_advantages(s: Any) -> bool:
-    """Whether the run turns rewards into advantages."""
+    """Returns whether the run turns rewards into advantages."""
     return not fine_tunes(s) and bool(s.compute_advantages_and_returns)
 
 
 def has_policy_term(s: Any) -> bool:
-    """Whether slime's own policy loss is computed from advantages."""
+    """Returns whether slime's own policy loss is computed from advantages."""
     return minimises_policy_loss(s) and bool(s.compute_advantages_and_returns)
 
 
 def has_kl(s: Any) -> bool:
-    """Whether a KL to the reference is computed."""
+    """Returns whether a KL to the reference is computed."""
     return bool(s.kl_coef) or (s.use_kl_loss and minimises_policy_loss(s))
 
 
 def has_reference(s: Any) -> bool:
-    """Whether reference log-probs are computed: for a KL, or for a custom loss that reads them."""
+    """Returns whether reference log-probs are computed: for a KL, or for a custom loss that reads them."""
     return bool(s.kl_coef) or (s.use_kl_loss and not fine_tunes(s))
 
 
@@ -70,7 +70,7 @@ def lends_at_start(s: Any) -> bool:
 
 
 def shares_gpus(s: Any, model: ServedModel) -> bool:
-    """Whether some engines of `model` share GPUs (on a CPU: slots) with the trainer.
+    """Returns whether some engines of `model` share GPUs (on a CPU: slots) with the trainer.
 
     With `--colocate`, engines share training GPUs in topology order, regardless of their model, until all training
     GPUs are shared.
@@ -84,7 +84,7 @@ def policy_shares_gpus(s: Any) -> bool:
 
 
 def policy_has_own_gpus(s: Any) -> bool:
-    """Whether some engines of the policy have GPUs (on a CPU: slots) that no training rank uses."""
+    """Returns whether some engines of the policy have GPUs (on a CPU: slots) that no training rank uses."""
     policy = topology_of(s).policy
     return policy is not None and any(end > _num_shared(s) for _, end in _gpus_of(s, policy))
 
@@ -134,12 +134,12 @@ _LENGTHS = ("max_position_embeddings",)
 
 
 def has_hf_model(folder: str) -> bool:
-    """Whether a folder is in Hugging Face format."""
+    """Returns whether a folder is in Hugging Face format."""
     return (Path(folder) / "config.json").is_file()
 
 
 def has_megatron_checkpoint(folder: str) -> bool:
-    """Whether the folder is a Megatron checkpoint or contains one."""
+    """Returns whether the folder is a Megatron checkpoint or contains one."""
     root = Path(folder)
     places = (root, *root.glob("iter_*"), root / "release")
     return any((place / name).is_file() for place in places for name in _MEGATRON_FILES)

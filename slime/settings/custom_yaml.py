@@ -72,7 +72,7 @@ def merge_config(
 
 
 def is_free(table: FlagTable, key: str) -> bool:
-    """Whether a key is neither a setting nor a setting's name in another program."""
+    """Returns whether a key is neither a setting nor a setting's name in another program."""
     name = "--" + key.replace("_", "-")
     return name not in table.by_name and name not in owned_spellings() and name[2:] not in FOREIGN_NAMES
 

@@ -190,7 +190,7 @@ def count_rows(spec: str) -> int:
 
 
 def first_row_names(spec: str, key: str) -> bool:
-    """Whether the text of the first row contains `key`.
+    """Returns whether the text of the first row contains `key`.
 
     Returns True if the row cannot be read, and False for a scheme: its rows name no grader.
     """

@@ -39,7 +39,7 @@ UNSET: Final = _Unset()
 
 
 def is_on(value: Any) -> bool:
-    """The default `asks`: None and False request nothing, so they are never reported as without effect."""
+    """Returns the default `asks`: None and False request nothing, so they are never reported as without effect."""
     return value is not None and value is not False
 
 
@@ -215,7 +215,7 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
 
 
 def _holds_strings(hint: Any) -> bool:
-    """Whether the type is a mapping from strings to strings, optional or not."""
+    """Returns whether the type is a mapping from strings to strings, optional or not."""
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(typing.get_args(member) == (str, str) for member in members)
 

@@ -126,13 +126,13 @@ def load_hook(path: str, kind: str) -> Callable[..., Any]:
 
 
 def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
-    """Whether `hook` accepts the keyword argument `name`."""
+    """Returns whether `hook` accepts the keyword argument `name`."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def is_async(hook: Any) -> bool:
-    """Whether calls of `hook` must be awaited."""
+    """Returns whether calls of `hook` must be awaited."""
     plain = inspect.isroutine(hook) or inspect.isclass(hook) or isinstance(hook, functools.partial)
     call = hook if plain else type(hook).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(call))
@@ -151,7 +151,7 @@ def _configured(args: Args) -> list[tuple[str, str]]:
 
 
 def runs_user_code(args: Args) -> bool:
-    """Whether a hook or a chosen registry entry is the user's code, which is any import path outside slime."""
+    """Returns whether a hook or a chosen registry entry is the user's code, which is any import path outside slime."""
     chosen = {c.setting: getattr(args, c.setting) for c in components().choosers}
     entries = [path for paths in entries_named_in(chosen, components()).values() for path in paths]
     return any(not path.startswith("slime.") for path in [*entries, *(path for path, _ in _configured(args))])

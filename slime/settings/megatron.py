@@ -68,7 +68,7 @@ Other unused flags get the general text `_UNUSED`.
 
 
 def _balances(s: Any) -> bool:
-    """Whether experts are load-balanced: by an auxiliary loss with a coefficient, or by sinkhorn."""
+    """Returns whether experts are load-balanced: by an auxiliary loss with a coefficient, or by sinkhorn."""
     return bool(s.megatron["moe_aux_loss_coeff"]) or "sinkhorn" in str(s.megatron["moe_router_load_balancing_type"])
 
 

@@ -72,7 +72,7 @@ class Resolver:
         raise AttributeError(f"there is no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user gave this setting. Engine settings are `owner.name`."""
+        """Returns whether the user gave this setting. Engine settings are `owner.name`."""
         return name in self._given
 
     def given(self, name: str) -> Any:

@@ -131,7 +131,7 @@ def _at_its_rate(
 
 
 def _repeats(line: _Shared, args: Args, given: Given) -> bool:
-    """Whether the line has the same value as the run, given or resolved."""
+    """Returns whether the line has the same value as the run, given or resolved."""
     owner, dest = line.key
     has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
     return bool(line.value == has or (line.key in given and given[line.key] == line.value))

@@ -163,7 +163,7 @@ def engine_context(args: Args) -> int | None:
 
 
 def own_lengths(args: Args) -> bool:
-    """Whether slime's own generate function sends the requests, so that the length settings apply."""
+    """Returns whether slime's own generate function sends the requests, so that the length settings apply."""
     return args.rollout_function_path == DEFAULT_ROLLOUT and not args.custom_generate_function_path
 
 
@@ -229,7 +229,7 @@ def _product(s: Any) -> str:
 
 
 def _steps_contradict(s: Any) -> bool:
-    """Whether batch size and number of steps disagree. `_leaves_executions` covers sizes that do not divide."""
+    """Returns whether batch size and number of steps disagree. `_leaves_executions` covers sizes that do not divide."""
     if s.use_dynamic_global_batch_size or s.global_batch_size < 1 or _leaves_executions(s):
         return False
     return bool(s.global_batch_size * s.num_steps_per_rollout != _executions(s))

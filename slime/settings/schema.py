@@ -140,7 +140,7 @@ def mtp_problem_of(hf_checkpoint: str) -> str | None:
 
 
 def has_output_norms(hf_checkpoint: str) -> bool:
-    """Whether attention and MLP outputs are normalised. Raises `ConfigError` for an unknown family."""
+    """Returns whether attention and MLP outputs are normalised. Raises `ConfigError` for an unknown family."""
     return bool(_ask_models("family_of", hf_checkpoint).output_norms)
 
 
@@ -183,7 +183,7 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
 
 
 def _equal(given: Any, stored: Any) -> bool:
-    """Whether two values are equal, up to rounding to float32."""
+    """Returns whether two values are equal, up to rounding to float32."""
     if isinstance(given, float) and isinstance(stored, float):
         return math.isclose(given, stored, rel_tol=_FLOAT32_ROUNDING)
     return bool(given == stored)

@@ -1,7 +1,7 @@
 """Advantages and returns, NumPy float64 on the host, computed from the whole batch.
 
 To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or from `GroupEstimator` in `grpo`), whose
-fields are its settings, and register it. Give your own estimator by its import path: `--advantage-estimator
+fields are its settings, and register it. To use your own estimator, pass its import path: `--advantage-estimator
 my_pkg.mine`. `returns` has the functions that several estimators share.
 """
 
@@ -64,7 +64,7 @@ class Estimate:
 
     advantages: Arrays
     returns: Arrays | None = None
-    """The critic learns to predict these; None without a critic."""
+    """The returns that the critic learns to predict; None without a critic."""
 
 
 class AdvantageEstimator(ABC):
@@ -80,11 +80,11 @@ class AdvantageEstimator(ABC):
     reads_log_probs: ClassVar[bool] = False
     """Whether the estimator reads the policy's log-probs. If so, a forward pass before the update computes them."""
     compares_within_group: ClassVar[bool] = False
-    """Whether the estimator compares the responses to a prompt. If so, a group of one gives no learning signal."""
+    """Whether the estimator compares the responses to a prompt. If so, a group of one has no learning signal."""
 
     @abstractmethod
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        """The advantages of a batch, before distillation and whitening. Deterministic: all ranks compute the same."""
+        """Returns the advantages of a batch before distillation and whitening. Must be deterministic across ranks."""
 
     def check(self, args: Args) -> str | None:
         """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
@@ -101,7 +101,9 @@ class CriticEstimator(AdvantageEstimator):
     """Range of a value's change per update (PPO)."""
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where masked."""
+        """Returns Returns (loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where
+        masked.
+        """
         from slime.algorithms.token_losses import value_loss
 
         return value_loss(values, old_values, returns, mask, value_clip=self.value_clip)

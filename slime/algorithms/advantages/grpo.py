@@ -95,7 +95,7 @@ def iter_groups(
 
 
 def nothing_to_compare(own: Array) -> bool:
-    """Whether a group has one execution, or equal rewards."""
+    """Returns whether a group has one execution, or equal rewards."""
     return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())
 
 
@@ -150,7 +150,7 @@ class GroupRelative(GroupEstimator):
         if both and self.grpo_std_normalization != (self.advantage_scale != "none"):
             return (
                 f"grpo_std_normalization {self.grpo_std_normalization} contradicts advantage_scale "
-                f"{self.advantage_scale}; give one of them"
+                f"{self.advantage_scale}; set only one of them"
             )
         return super().check(args)
 
@@ -163,7 +163,7 @@ def group_advantages(
     scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
-    """Each sample's reward minus the mean of its group [S], divided according to `scale`.
+    """Returns each sample's reward minus the mean of its group [S], divided according to `scale`.
 
     group: by the group's standard deviation + epsilon; batch: by the standard deviation over all executions of the
     batch; none: undivided.
@@ -228,7 +228,7 @@ def leave_one_out(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Array:
-    """Each sample's reward minus the mean of the other executions of its group [S]; 0 if there are none."""
+    """Returns each reward minus the mean of the group's other executions [S]; 0 if there are no others."""
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
     for members, which, own in iter_groups(rewards, group_index_S, execution_S):

@@ -39,7 +39,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
     def check(self, args: Args) -> str | None:
         if self.observation_returns == "reset":
-            return "ppo cannot bootstrap across --observation-returns reset; give skip or through"
+            return "ppo cannot bootstrap with --observation-returns reset; use skip or through"
         return None
 
 
@@ -52,7 +52,7 @@ def generalized_advantages(
     observations: Literal["skip", "through"] = "skip",
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[Array, Array]:
-    """(advantages [R], returns [R]) of one sample; all inputs [R].
+    """Returns (advantages [R], returns [R]) of one sample; all inputs [R].
 
     skip: observation tokens are not time steps. V_{t+1} is the value of the next trained token, and both results are 0
     at observation tokens. through: every token is a time step with its own value.

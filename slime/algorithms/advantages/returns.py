@@ -1,4 +1,4 @@
-"""Token rewards, and the parts shared by estimators that sum them: returns, the reverse scan and whitening.
+"""Token rewards, and what estimators that sum them share: returns, the reverse scan and whitening.
 
 Observation tokens (masked, inside a response) are not steps of the policy. `observation_returns` says how returns treat
 them. skip (default): they are not time steps; the next trained token is the next step. through: they are discounted
@@ -34,7 +34,7 @@ class ReturnSettings:
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
-    """Token rewards [R] of each sample, including the KL penalty. An unscored sample has no reward."""
+    """Returns the token rewards [R] of each sample, including the KL penalty. An unscored sample has no reward."""
     return [
         token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
         for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
@@ -44,9 +44,9 @@ def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
 def token_rewards(
     reward: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """[R] -kl_coef * kl at each trained token, plus `reward` at the last one; zero elsewhere.
+    """Returns -kl_coef * kl at each trained token [R], plus `reward` at the last one; zero elsewhere.
 
-    Raises `DataError` if the reward is not finite: an unscored sample must be masked before.
+    Raises `DataError` if the reward is not finite: an unscored sample must be masked first.
     """
     if not math.isfinite(reward):
         raise DataError(f"an unscored sample has reward {reward}; mask it before its returns are computed")
@@ -60,9 +60,9 @@ def token_rewards(
 def spread_advantage(
     advantage: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """The advantage of a sample minus kl_coef * kl, at each trained token [R]; zero where masked.
+    """Returns the advantage of a sample minus kl_coef * kl, at each trained token [R]; zero where masked.
 
-    Estimators that compare rewards within a group apply the KL penalty in this way, after the baseline.
+    Estimators that compare rewards within a group apply the KL penalty this way, after subtracting the baseline.
     """
     values = np.full(np.shape(mask), float(advantage))
     if kl is not None and kl_coef:
@@ -75,7 +75,7 @@ CHUNK_TOKENS = 128
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
-    """y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
+    """Returns y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
 
     Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
     at once. Only the carry from each chunk to the previous chunk is serial.
@@ -94,7 +94,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
 
 @lru_cache(maxsize=8)
 def _powers(decay: float, chunk: int) -> Floats:
-    """[chunk, chunk] decay^(j - i) at row i and column j >= i; zero below the diagonal."""
+    """Returns decay^(j - i) [chunk, chunk] at row i and column j >= i; zero below the diagonal."""
     index = np.arange(chunk)
     exponent = index[None, :] - index[:, None]
     return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
@@ -107,7 +107,7 @@ def distilled(
     mask: npt.NDArray[Any],
     coef: float,
 ) -> Array:
-    """A - coef * (log student - log teacher) at trained tokens, zero where masked; all [R]. Call it before whitening.
+    """Returns A - coef * (log student - log teacher), zero where masked; all [R]. Call it before whitening.
 
     On-policy distillation as a term of the advantage (Agarwal et al. 2023, GKD, arXiv:2306.13649; Lu et al. 2025,
     "On-policy distillation"): each token is rewarded by the teacher's log-prob minus the student's.
@@ -128,7 +128,7 @@ def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArr
     per sample [R], zero where masked.
 
     All zeros if there are fewer than two trained tokens or all have the same advantage. Statistics are over tokens, so
-    long responses weigh more; give an unscored sample a mask of zeros. Two passes with exact sums (Shewchuk 1997,
+    long responses count more. The mask of an unscored sample must be zero. Two passes with exact sums (Shewchuk 1997,
     `math.fsum`) avoid the difference of two large moments, which fails at an offset of 1000 in float32, and make the
     order of samples irrelevant. The variance divides by N - 1.
     """

@@ -3,8 +3,8 @@
 The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so any partition
 into ranks, micro-batches and packed rows gives the same sum and the same gradient.
 
-To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it.
-Give your own aggregation by its import path: `--loss-aggregation my_pkg.mine`.
+To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it. To
+use your own aggregation, pass its import path: `--loss-aggregation my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Aggregation(ABC):
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """Weight of every response token of one optimizer step, per sample [R] float64; zero where masked.
+        """Returns the weight of every response token of one optimizer step, per sample [R] float64; zero where masked.
 
         `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each
         sample. An execution without trained tokens contributes zero but counts in N, unless `count_masked` is false.
@@ -57,12 +57,12 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
-    """Number of trained tokens (or the sum of their weights) of each sample."""
+    """Returns the number of trained tokens (or the sum of their weights) of each sample."""
     return [math.fsum(np.asarray(m, np.float64).tolist()) for m in mask_S]
 
 
 def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int]) -> dict[int, float]:
-    """Execution id -> number of trained tokens in all its samples."""
+    """Maps each execution id to the number of trained tokens in all its samples."""
     assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
     per_execution: dict[int, float] = {}
     for execution, total in zip(execution_S, trained_tokens(mask_S), strict=True):
@@ -71,12 +71,12 @@ def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequen
 
 
 def num_counted(per_execution: dict[int, float], count_masked: bool) -> int:
-    """N: the number of executions. Executions without trained tokens count only with `count_masked`."""
+    """Returns N, the number of executions. Executions without trained tokens count only with `count_masked`."""
     return sum(count_masked or total > 0 for total in per_execution.values())
 
 
 def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
-    """mask / denominator; zeros if the denominator is zero."""
+    """Returns mask / denominator; zeros if the denominator is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
@@ -86,7 +86,8 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(Aggregation):
-    """m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
+    """m / (tokens of its execution * N): the token mean of each execution, averaged over executions (GRPO,
+    arXiv:2402.03300).
 
     Every execution has the same weight. Its mean is over the tokens of all its samples.
     """
@@ -117,7 +118,7 @@ class TokenMean(Aggregation):
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(Aggregation):
-    """m / N: the mean over executions of their token sums, so long responses weigh more."""
+    """m / N: the token sum of each execution, averaged over executions, so long responses count more."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
@@ -144,8 +145,8 @@ class ConstantLength(Aggregation):
     def __post_init__(self) -> None:
         if not self.loss_constant_length or self.loss_constant_length < 0:
             raise ConfigError(
-                f"constant_length divides by --loss-constant-length, which is {self.loss_constant_length}; give a "
-                "number of tokens, for example the longest response"
+                f"constant_length divides by --loss-constant-length, which is {self.loss_constant_length}; set it to a "
+                "number of tokens, such as the longest response"
             )
 
     def token_weights(

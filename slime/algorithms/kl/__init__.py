@@ -1,13 +1,13 @@
 """Per-token estimators of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
-An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it.
-Give your own estimator by its import path: `--kl-loss-type my_pkg.mine`.
+An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it. To
+use your own estimator, pass its import path: `--kl-loss-type my_pkg.mine`.
 
-With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through both
-(DeepSeek-V3.2, arXiv:2512.02556): value and gradient are then unbiased for tokens sampled from the old policy.
+With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through both factors
+(DeepSeek-V3.2, arXiv:2512.02556). Value and gradient are then unbiased for tokens sampled from the old policy.
 
-A bound acts on the whole product of estimate and ratio, not on the estimate alone: k3 clamped to 10, times a rising
-ratio, would push the policy away. A token at a bound has no gradient.
+A bound applies to the product of estimate and ratio, not to the estimate alone: k3 clamped to 10, times a rising ratio,
+would push the policy away. A token at a bound has no gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KLEstimator(ABC):
 
     @abstractmethod
     def of_log_ratio(self, d: Tensor) -> Tensor:
-        """[R] the estimate for d = log policy - log reference [R]; differentiable, 0 for d = 0."""
+        """Returns the estimate [R] for d = log policy - log reference [R]; differentiable, 0 for d = 0."""
 
     def estimate(
         self,
@@ -44,7 +44,7 @@ class KLEstimator(ABC):
         old_log_probs: Tensor | None = None,
         log_ratio_limit: float = LOG_RATIO_LIMIT,
     ) -> Tensor:
-        """[R] the estimate, zero where masked; differentiable in `log_probs`."""
+        """Returns the estimate [R], zero where masked; differentiable in `log_probs`."""
         import torch
 
         if old_log_probs is None:
@@ -59,7 +59,7 @@ class KLEstimator(ABC):
         return torch.where(limited | ratio_limited, product.detach(), product).to(log_probs.dtype)
 
     def bounded(self, values: Tensor) -> Tensor:
-        """The estimates [R], or their products with the ratio, clamped to the bounds. The default has no bounds."""
+        """Returns the estimates [R], or their products with the ratio, clamped to the bounds (default: no bounds)."""
         return values
 
     def check(self, args: Args) -> str | None:

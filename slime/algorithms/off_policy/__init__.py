@@ -1,11 +1,11 @@
 """Corrections for tokens that a different policy sampled: weights and masks without a gradient.
 
 Several corrections may be combined, in the order of --off-policy-corrections: each receives the policy loss that the
-previous correction returns. Corrections multiply token losses. They never change the denominators of the step, whatever
-they mask.
+previous correction returns. Corrections multiply token losses. They never change the denominators of the step, even if
+they mask tokens.
 
-To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. Give
-your own correction by its import path: `--off-policy-corrections tis my_pkg.mine`.
+To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. To use
+your own correction, pass its import path: `--off-policy-corrections tis my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OffPolicyTokens:
     args: Args
     """All settings, for users' functions."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0: no clamp."""
+    """Limit to whose +- log-ratios are clamped; 0: no clamp."""
 
 
 class Correction(ABC):
@@ -63,18 +63,20 @@ class Correction(ABC):
     asked_by: ClassVar[str] = ""
     """The name of the setting behind `switch`. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
-    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections gives its own order."""
+    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections applies its entries in
+    the given order.
+    """
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens need the engine's log-probs."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Whether the correction's flag is on. Called if --off-policy-corrections is not given."""
+        """Returns whether the correction's flag is on. Called if --off-policy-corrections is not given."""
         return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """(corrected policy loss [R], metric name -> values [R], to be averaged over trained tokens).
+        """Returns (corrected policy loss [R], metric name -> values [R], to be averaged over trained tokens).
 
         Metrics named `*_clamped` are counts instead.
         """
@@ -92,7 +94,7 @@ class MismatchCorrection(Correction):
             return None
         return (
             "--use-rollout-logprobs contradicts --use-tis, --rejection-level and --get-mismatch-metrics, which compare "
-            "the engine's log-probs with the trainer's; give one of them"
+            "the engine's log-probs with the trainer's; set only one of them"
         )
 
 

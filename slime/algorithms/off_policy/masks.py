@@ -25,8 +25,8 @@ class Rejection(MismatchCorrection):
     """Masks tokens or sequences with a mismatch ratio outside of a range (Liu et al. 2025, "When speed kills
     stability").
 
-    Unlike importance weights in mode "mask", rejection only masks. So weights at one level can be combined with
-    rejection at a different level. Rejected tokens stay in the denominators of the loss.
+    Unlike importance weights in mode "mask", rejection only masks. So weights at one level and rejection at a different
+    level can be combined. Rejected tokens stay in the denominators of the loss.
     """
 
     switch: ClassVar[str] = "--rejection-level"
@@ -63,13 +63,13 @@ class Rejection(MismatchCorrection):
     def check(self, args: Args) -> str | None:
         if args.rejection_level is None:
             return (
-                "--off-policy-corrections rejection needs --rejection-level, which says whose ratio is compared; "
-                "give token, sequence or geometric"
+                "--off-policy-corrections rejection needs --rejection-level, the level of the compared ratio; set it "
+                "to token, sequence or geometric"
             )
         if self.rejection_low > self.rejection_high:
             return (
                 f"no ratio is between --rejection-low {self.rejection_low} and --rejection-high {self.rejection_high}; "
-                "give 0 <= low <= high"
+                "set 0 <= low <= high"
             )
         return super().check(args)
 
@@ -86,7 +86,7 @@ def rejection_mask(
     veto: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """[R] 1.0 where low <= ratio <= high at `level` (None: no bound) or masked, else 0.0.
+    """Returns 1.0 [R] where low <= ratio <= high at `level` (None: no bound) or masked, else 0.0.
 
     An unmasked token with a ratio below `veto` rejects its whole sequence.
     """
@@ -148,7 +148,7 @@ def opsm_mask(
     delta: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """[R] 0.0 where the advantage is negative and the sequence's mean of old - new exceeds `delta`, else 1.0."""
+    """Returns 0.0 [R] where the advantage is negative and the sequence's mean of old - new exceeds `delta`; else 1."""
     log_ratio, _ = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     far = sequences.spread(sequences.mean(-log_ratio, mask)) > delta
     return (~(far & (unmasked(advantages, mask) < 0))).to(log_ratio.dtype)

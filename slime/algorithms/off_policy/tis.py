@@ -48,7 +48,7 @@ class CustomWeights(MismatchCorrection):
 
     def check(self, args: Args) -> str | None:
         if not args.custom_tis_function_path:
-            return f"--off-policy-corrections custom_tis needs {FLAG}, which names its function; give both"
+            return f"--off-policy-corrections custom_tis needs {FLAG}, the import path of its function; set both"
         return super().check(args)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,7 +81,7 @@ class CustomWeights(MismatchCorrection):
 def mismatch_log_ratio(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, level: Level, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """(log ratio [R] at `level`, detached, zero where masked; [R] bool: where a clamp acted).
+    """Returns (log ratio [R] at `level`, detached, zero where masked; [R] bool: where a clamp acted).
 
     The clamp of +-`limit` applies to each token and to the sum of a sequence.
     """
@@ -110,18 +110,18 @@ class Weighing(MismatchCorrection):
     tis_level: Level = "token"
     """token: a weight per token; sequence: the product over the sequence; geometric: its geometric mean."""
     tis_mode: Mode = "truncate"
-    """A weight out of bounds becomes the bound (truncate: TIS) or zero (mask: icepop, MIS)."""
+    """What a weight out of bounds becomes: the bound (truncate: TIS) or zero (mask: icepop, MIS)."""
 
     def check(self, args: Args) -> str | None:
         if self.tis_clip_low > self.tis_clip:
             return (
-                f"no weight is between --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}; give "
-                "0 <= low <= high"
+                f"no weight is between --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}; set 0 <= low "
+                "<= high"
             )
         return super().check(args)
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
-        """The weights of tokens that an engine sampled; 1 elsewhere."""
+        """Returns the weights of tokens that an engine sampled; 1 elsewhere."""
         return importance_weights(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
@@ -155,8 +155,8 @@ class ImportanceSampling(Weighing):
     def check(self, args: Args) -> str | None:
         if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
             return (
-                "--custom-tis-function-path has no effect with --off-policy-corrections tis, only with custom_tis; "
-                "name custom_tis instead, or drop the function"
+                "--custom-tis-function-path has no effect with --off-policy-corrections tis, only with custom_tis; use "
+                "custom_tis instead, or drop the flag"
             )
         return super().check(args)
 
@@ -172,7 +172,7 @@ class ReportedWeights(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """--use-tis reports its weights anyway."""
+        """Returns False with --use-tis, which reports its weights anyway."""
         return bool(settings.get_mismatch_metrics and not settings.use_tis)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -213,7 +213,9 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values have no effect."""
+    """Returns exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values are
+    ignored.
+    """
     import torch
 
     log_ratio, limited = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)

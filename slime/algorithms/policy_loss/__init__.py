@@ -1,7 +1,7 @@
 """Policy losses per token, before aggregation.
 
-To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. Give your
-own loss by its import path: `--policy-loss my_pkg.mine`.
+To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. To use your
+own loss, pass its import path: `--policy-loss my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PolicyTokens:
     """[R] 1.0 where the token is trained."""
     sequences: Sequences
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Log-ratios are clamped to +- this; 0: no clamp."""
+    """Limit to whose +- log-ratios are clamped; 0: no clamp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """The loss of each token. It must not depend on masked values, even NaN."""
+        """Returns the loss of each token. It must not depend on masked values, even NaN."""
 
     def check(self, args: Args) -> str | None:
         """Returns an error message if these settings contradict each other, else None. Called before the run starts."""

@@ -70,7 +70,7 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
             return None
         return (
             f"no weight is between --cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high "
-            f"{self.cispo_clip_high}; give 0 <= low <= high"
+            f"{self.cispo_clip_high}; set 0 <= low <= high"
         )
 
 
@@ -84,7 +84,7 @@ def cispo_loss(
     clip_high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """[R] losses. `clip_low` (None: no lower bound) and `clip_high` bound the ratio itself, not its distance from 1."""
+    """Returns losses [R]. `clip_low` (None: no bound) and `clip_high` bound the ratio, not its distance from 1."""
     log_ratio, limited = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     ratio = log_ratio.exp()
     weight = ratio.clamp(clip_low, clip_high)

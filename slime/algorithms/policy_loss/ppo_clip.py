@@ -37,7 +37,7 @@ class ClipSettings(ClipRange):
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(loss [R], 1.0 where a clip took effect [R]). Ratios and advantages must be finite everywhere."""
+    """Returns (loss [R], 1.0 where a clip took effect [R]). Ratios and advantages must be finite everywhere."""
     import torch
 
     high = eps_clip if eps_clip_high is None else eps_clip_high
@@ -80,7 +80,7 @@ def clipped_policy_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) [R], then the dual clip if `eps_clip_c` (> 1) is given."""
+    """Computes max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) [R], then the dual clip at `eps_clip_c` (> 1)."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     loss, clipped = clipped_surrogate(
         log_ratio.exp(), unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c
@@ -97,9 +97,10 @@ class GroupSequencePolicyLoss(ClipSettings, PolicyLoss):
     Each of its tokens is clipped by s, which is much closer to 1 than a token's ratio: the paper's bounds are about
     3e-4 and 4e-4.
 
-    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s and its gradient is the token's. With one
-    advantage per sequence, the gradient is that of s. With an advantage per token (distillation, a KL in the reward),
-    each token keeps its own advantage instead of the sequence's mean.
+    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, and its gradient is the gradient of the
+    token's ratio. With one advantage per sequence, the gradient of the loss equals the gradient with s. With an
+    advantage per token (distillation, a KL in the reward), each token keeps its own advantage instead of the sequence's
+    mean.
     """
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
@@ -128,7 +129,7 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """max(-s A, -clip(s) A) [R], with s of the token's sequence and A of the token."""
+    """Computes max(-s A, -clip(s) A) [R], with s of the token's sequence and A of the token."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     own = log_ratio.detach()
     ratio = (sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()

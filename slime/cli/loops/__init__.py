@@ -1,1 +1,1 @@
-"""The two loops of the repository's root, as links, so that an installed package contains them, too."""
+"""Links to the two loops in the repository's root, so that an installed package contains them, too."""

@@ -30,7 +30,7 @@ from slime.core.errors import EngineError
 
 
 def is_importable(name: str) -> bool:
-    """Whether the real module `name` can be imported. A wheel for another CPU or torch version cannot."""
+    """Returns whether the real module `name` can be imported. A wheel for another CPU or torch version cannot."""
     module = sys.modules.get(name)
     if module is not None:
         return not getattr(module, "__slime_stand_in__", False)

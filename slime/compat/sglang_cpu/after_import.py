@@ -41,7 +41,7 @@ def after_import(module: str, change: Change) -> None:
 
 
 def is_in_place(module: str) -> bool:
-    """Whether `module` has been changed already or will be when it is imported."""
+    """Returns whether `module` has been changed already or will be when it is imported."""
     return module in sys.modules or is_awaited(module)
 
 

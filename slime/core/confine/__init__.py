@@ -41,7 +41,7 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def readable_libraries(more: Iterable[str] = ()) -> dict[str, int]:
-    """Path -> `READ`, for this Python, the system libraries, and the paths in `more`."""
+    """Returns path -> `READ`, for this Python, the system libraries, and the paths in `more`."""
     return dict.fromkeys((*LIBRARIES, sys.prefix, sys.base_prefix, *more), READ)
 
 
@@ -49,7 +49,7 @@ def confine(allowed: Mapping[str, int]) -> bool:
     """Restricts this process and its children with Landlock to files below the `allowed` paths.
 
     Newer versions of Landlock also deny TCP and signals to other processes. `allowed`: path -> rights (`READ`, `ALL`);
-    missing paths are skipped. Returns False if the kernel lacks Landlock (Linux 5.13).
+    missing paths are skipped. Returns False if the kernel has no Landlock (before Linux 5.13).
     """
     abi = _libc.syscall(_CREATE_RULESET, None, 0, 1)
     if abi < 1:
@@ -60,7 +60,7 @@ def confine(allowed: Mapping[str, int]) -> bool:
     if ruleset < 0:
         return False
     for path, wanted in allowed.items():
-        with contextlib.suppress(OSError):  # this system lacks the file
+        with contextlib.suppress(OSError):  # this system has no such file
             descriptor = os.open(path, os.O_PATH)
             permitted = wanted & (rights if os.path.isdir(path) else rights & _OF_FILES)
             rule = permitted.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
@@ -289,7 +289,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def any_user() -> int:
-    """A random, unused id for a user and its group."""
+    """Returns a random, unused id for a user and its group."""
     return FIRST_USER + secrets.randbelow(NUM_USERS)
 
 
@@ -358,7 +358,8 @@ def _start_mapper(user: int) -> tuple[int, int]:
 def give_up(
     *, limits: Mapping[int, int], calls: Calls, user: int | None, files: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Does the last steps of confinement, in the only order that works. Returns the failed ones: `LANDLOCK`, `CALLS`.
+    """Performs the last steps of confinement, in the only order that works. Returns the failed ones: `LANDLOCK`,
+    `CALLS`.
 
     `limits`: RLIMIT -> value. `user`: the user that a root process switches to if possible; None: no change. `files`:
     path -> rights for `confine`; None: no Landlock.

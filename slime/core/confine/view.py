@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Existing paths and their real paths, except those inside another path or inside `SYSTEM`."""
+    """Returns existing paths and their real paths, except those inside another path or inside `SYSTEM`."""
     found = {name for path in paths if os.path.exists(path) for name in (path, os.path.realpath(path))}
     kept: list[str] = []
     for path in sorted(found, key=len):
@@ -103,7 +103,7 @@ def show_processes(target: str) -> None:
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
     for name, value in SMALLER.items():
-        with contextlib.suppress(OSError):  # this kernel lacks the entry
+        with contextlib.suppress(OSError):  # this kernel has no such entry
             Path(target, "sys", name).write_text(value)
     for name in os.listdir(target):
         if name.isdigit() or name in SHOWN_OF_PROC:
@@ -155,7 +155,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """Thread ids of a process, first the main thread, which may have ended; empty if the process is gone."""
+    """Returns thread ids of a process, first the main thread, which may have ended; empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
@@ -163,7 +163,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Pids of the children of all threads of a process; empty if the process is gone."""
+    """Returns the pids of the children of all threads of a process; empty if the process is gone."""
     found: list[int] = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
@@ -181,12 +181,12 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a thread of the process still runs. If none does, the process is gone or waits to be reaped."""
+    """Returns whether a thread of the process still runs. If none does, the process is gone or waits to be reaped."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 
 def fields_of(pid: int) -> dict[str, str]:
-    """The kernel's status of a process or a thread; empty if the process is gone."""
+    """Returns the kernel's status of a process or a thread; empty if the process is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -194,7 +194,7 @@ def fields_of(pid: int) -> dict[str, str]:
 
 
 def processor_with_children_s(pids: Iterable[int]) -> float:
-    """Processor time of these processes and of their reaped children, in seconds."""
+    """Returns the processor time of these processes and of their reaped children, in seconds."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):
@@ -203,9 +203,7 @@ def processor_with_children_s(pids: Iterable[int]) -> float:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Whether the processes together use more than `most_bytes`, or could do so with the buffers of their sockets and
-    pipes.
-    """
+    """Returns whether the processes together use more than `most_bytes`, or could do so with full sockets and pipes."""
     if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
         return True
     most_open = most_bytes // _buffer_bytes()
@@ -214,14 +212,14 @@ def exceeds(pids: Collection[int], most_bytes: int) -> bool:
 
 @functools.cache
 def _buffer_bytes() -> int:
-    """Buffer size of a socket. A pipe's is smaller, and confined processes cannot change either."""
+    """Returns the buffer size of a socket. A pipe's buffer is smaller. Confined processes cannot change either size."""
     one, other = socket.socketpair()
     with one, other:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def _open_of(pid: int) -> list[str]:
-    """Paths in /proc of the process's open descriptors, read from a live thread."""
+    """Returns the paths in /proc of the process's open descriptors, read from a live thread."""
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
             if names := os.listdir(f"/proc/{thread}/fd"):
@@ -230,7 +228,7 @@ def _open_of(pid: int) -> list[str]:
 
 
 def _buffers(pids: Iterable[int]) -> set[str]:
-    """The distinct sockets and pipes of the processes, by the kernel's names."""
+    """Returns the distinct sockets and pipes of the processes, by the kernel's names."""
     found = set()
     for pid in pids:
         for name in _open_of(pid):
@@ -240,7 +238,7 @@ def _buffers(pids: Iterable[int]) -> set[str]:
 
 
 def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
-    """(id of a live thread, its status). The kernel reports no memory for a thread that has ended."""
+    """Returns (id of a live thread, its status). The kernel reports no memory for a thread that has ended."""
     fields: dict[str, str] = {}
     for thread in (pid, *threads_of(pid)[1:]):
         fields = fields_of(thread)
@@ -255,7 +253,7 @@ def _mapped_bytes(pid: int) -> int:
 
 
 def _share_bytes(pid: int) -> int:
-    """The process's proportional share of memory, or all its mapped memory if the kernel does not report shares."""
+    """Returns the process's proportional share of memory, or its mapped memory if the kernel reports no shares."""
     try:
         lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:

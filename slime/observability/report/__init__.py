@@ -1,6 +1,6 @@
 """The report of a run: a picture, a text and a page, made from its run folder during or after the run.
 
-`record` reads the folder, `panels` chooses the curves, `summary` puts the run in words, `figure` draws, and `page`
+`record` reads the folder, `panels` chooses the curves, `summary` describes the run in words, `figure` draws, and `page`
 writes the HTML. Each uses the results of the previous one, so no number is computed twice.
 """
 

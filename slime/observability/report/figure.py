@@ -43,7 +43,7 @@ PARTS_TITLE = "Where the time of a step goes"
 ROOM = 0.08
 """The free space above and below a curve, as a fraction of the curve's range."""
 ROOM_ABOVE_ONE = 0.05
-"""Keeps the line of 100 % away from the title."""
+"""Keeps a curve at 100 % away from the title."""
 MARKERS_UP_TO = 40
 """A curve with at most this many steps has a marker for each step."""
 
@@ -144,7 +144,7 @@ def _draw_frame(axes: Any, frame: Frame, limits: tuple[float, float]) -> None:
 
 
 def value_limits(drawn: Drawn) -> tuple[float, float]:
-    """Lowest and highest value that the panel shows."""
+    """Returns the lowest and the highest value that the panel shows."""
     curves = [one.curve for one in drawn.series] + list(drawn.band or ())
     values = [value for one in curves for value in one.values]
     low, high = min(values), max(values)
@@ -163,7 +163,7 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
 
 
 def written(value: float, drawn: Drawn) -> str:
-    """A value of the panel as text."""
+    """Returns a value of the panel as text."""
     return percent(value) if drawn.scale in ("share", "percent") else short(value)
 
 
@@ -172,7 +172,7 @@ def unit_of(drawn: Drawn) -> str:
 
 
 def headline(drawn: Drawn) -> str:
-    """First and last value of a panel with one curve, as text."""
+    """Returns the first and the last value of a panel with one curve, as text."""
     if len(drawn.series) != 1:
         return ""
     curve = drawn.series[0].curve
@@ -181,7 +181,7 @@ def headline(drawn: Drawn) -> str:
 
 
 def in_words(panels: Iterable[Drawn]) -> str:
-    """One sentence about the panels with constant values; empty if there are none."""
+    """Returns one sentence about the panels with constant values; empty if there are none."""
     said = []
     for drawn in (one for one in panels if one.in_words):
         values = [f"{one.label} {written(one.curve.last, drawn)}" for one in drawn.series]
@@ -199,7 +199,7 @@ LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
 
 
 def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
-    """An SVG image of the axes that `draw` fills, and the first and last step of their x axis."""
+    """Returns an SVG image of the axes that `draw` fills, and the first and last step of their x axis."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -215,7 +215,7 @@ def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
 
 
 def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
-    """One panel: title, legend, curves."""
+    """Draws one panel: title, legend, curves."""
     title = drawn.panel.title
     data, entries = {}, []
     for i, one in enumerate(drawn.series):
@@ -231,13 +231,13 @@ def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
 
 
 def parts_figure(times: StepTimes, frame: Frame) -> Markup:
-    """Stacked bars of the parts of a step."""
+    """Draws stacked bars of the parts of a step."""
     data, entries = {}, []
     for i, (part, seconds) in enumerate(times.parts.items()):
         color = f"p {CLASSES[part_color(part)]}"
         data[f"series-{i}"] = _data(color, part, times.steps, " ".join(map(short, seconds)))
         entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
-    about = "What the driver waited for; parts do not overlap. The legend gives the means."
+    about = "What the driver waited for. The parts do not overlap. The legend shows the means."
     if times.steps_per_bar > 1:
         about += f" One bar is the mean of {times.steps_per_bar} steps."
     said = "; ".join(f"{name}: mean {value}" for _, name, value, _ in entries)
@@ -248,7 +248,7 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
 def _card(
     title: str, unit: str, about: str, value: str, entries: Sequence[tuple[str, str, str, bool]], picture: Markup
 ) -> Markup:
-    """`entries` of the legend: class of the colour, name, value, dashed."""
+    """Builds a card. `entries` of the legend: class of the colour, name, value, dashed."""
     head = [element("h3", title, element("span", f" {unit}", class_="unit") if unit else None)]
     if value:
         head.append(element("span", value, class_="value"))
@@ -278,7 +278,7 @@ def _said(one: Series, drawn: Drawn) -> str:
 
 
 def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str, Mapping[str, str]]) -> Markup:
-    """`data`: id of a group in the image -> its attributes on the page."""
+    """Adapts an image to the page. `data`: id of a group in the image -> its attributes on the page."""
     inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     inside = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.S)
     inside = re.sub(r'style="([^"]*)"', lambda found: _attributes(found[1]), inside)
@@ -302,13 +302,13 @@ def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str,
 
 
 def _attributes(style: str) -> str:
-    """A style as attributes, without the font, which the page sets."""
+    """Returns a style as attributes, without the font, which the page sets."""
     pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
     return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
 
 
 def _rounded(value: re.Match[str]) -> str:
-    """The attribute with one decimal; more would be finer than any screen."""
+    """Returns the attribute with one decimal, which is finer than any screen."""
     return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 
@@ -345,7 +345,7 @@ def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: 
     _footer(figure, frame, in_words(panels))
     cells = figure.add_gridspec(rows, columns)
     spans = [(i // columns, slice(i % columns, i % columns + 1)) for i in range(count)]
-    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last takes the rest
+    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last panel takes the rest
     grid = [figure.add_subplot(cells[row, cell]) for row, cell in spans]
     legends = [_labels(drawn) for drawn in shown] + ([list(times.parts)] if times is not None else [])
     lines = [legend_lines(labels) for labels in legends]
@@ -403,12 +403,12 @@ def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], r
 
 
 def legend_lines(labels: Sequence[str]) -> int:
-    """The number of lines that a legend takes above a panel."""
+    """Returns the number of lines that a legend takes above a panel."""
     return math.ceil(sum(len(label) + 6 for label in labels) / LEGEND_CHARS) if labels else 0
 
 
 def _labels(drawn: Drawn) -> list[str]:
-    """The labels of the legend; empty if the title already names the only curve."""
+    """Returns the labels of the legend; empty if the title already names the only curve."""
     labels = [one.label for one in drawn.series]
     if drawn.band:
         return [f"{labels[0]} (band: minimum to maximum)", *labels[1:]]

@@ -28,12 +28,12 @@ def text(value: object) -> Markup:
 
 
 def joined(*children: object) -> Markup:
-    """The children, one after the other, without None."""
+    """Concatenates the children, without None."""
     return Markup("".join(text(child) for child in children if child is not None))
 
 
 def element(name: str, /, *children: object, **attributes: object) -> Markup:
-    """One element. Attributes: `class_` is `class`, `data_x` is `data-x`; None is left out, True has no value.
+    """Builds one element. Attributes: `class_` is `class`, `data_x` is `data-x`; None is left out, True has no value.
 
     `name` and the names of attributes must be constants.
     """
@@ -50,7 +50,7 @@ def element(name: str, /, *children: object, **attributes: object) -> Markup:
 
 # --- numbers and dates for people
 def short(value: float) -> str:
-    """Three significant digits, with separators of thousands, or a power of ten for very large and small numbers."""
+    """Formats three significant digits, with thousands separators, or as a power of ten if very large or small."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -65,17 +65,17 @@ def short(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time in seconds, or in milliseconds if it is short."""
+    """Returns a time in seconds, or in milliseconds if it is short."""
     return f"{short(1000 * seconds)} ms" if 0 < seconds < 0.1 else f"{short(seconds)} s"
 
 
 def percent(value: float) -> str:
-    """A share in %; a small one with more digits."""
+    """Returns a share in %; a small one with more digits."""
     if value and abs(value) < 0.1:
         return f"{100 * value:.3g} %"
     return f"{100 * value:.0f} %"
 
 
 def when(time_s: float) -> str:
-    """Date and time to the minute, UTC."""
+    """Formats date and time to the minute, UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))

@@ -1,8 +1,8 @@
 """The page of a run: `report.html`, one file that needs neither server nor network.
 
 It contains its style and its script. A content security policy lets the browser use only this style and this script, so
-text of a model cannot run as a program even if it gets past the escaping of `markup`. Only the values under the pointer
-need the script.
+text of a model cannot run as a program even if it gets past the escaping of `markup`. The script only shows the values
+under the pointer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.observability.samples import PICKS, ShownSample, number, where
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Number of visible samples of the latest steps; the other samples are in a drawer."""
+"""Number of visible samples of the latest steps. The other samples are in a collapsed section."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
@@ -38,7 +38,7 @@ TARGET = "target"
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
-    """At most `limit` samples, latest step first: of the last step, the first, and steps evenly between."""
+    """Returns at most `limit` samples, latest first: from the last step, the first, and evenly spaced steps between."""
     steps: dict[tuple[int, str, str], list[ShownSample]] = {}
     for one in samples:
         steps.setdefault((one.step, one.kind, one.dataset or ""), []).append(one)
@@ -79,7 +79,7 @@ def samples_section(record: RunRecord) -> Markup | None:
 
 
 def _columns(record: RunRecord) -> Sequence[str]:
-    """Fine-tuning has no rewards and shows targets; not every dataset has labels."""
+    """Returns the columns: fine-tuning has targets instead of rewards; not every dataset has labels."""
     columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
     has_labels = any(one.label for one in record.samples)
     return [name for name in columns if name != "label" or has_labels]
@@ -119,14 +119,14 @@ def _text(value: str) -> Markup:
 
 
 def settings_section(record: RunRecord) -> Markup | None:
-    """The given settings, and all other settings in a drawer."""
+    """Returns the given settings, and all other settings in a collapsed section."""
     every = list(given_settings(record.settings))
     if not every:
         return None
     given = [one for one in every if was_given(one[2])]
     rest = [one for one in every if not was_given(one[2])]
     about = (
-        "Every setting of the latest start (args.json): first the given settings, then the defaults and derived ones."
+        "Every setting of the latest launch (args.json): first the given settings, then the defaults and derived ones."
     )
     drawer = element("details", element("summary", f"{len(rest)} defaults and derived settings"), _settings_table(rest))
     return _section("Settings", about, _settings_table(given) if given else None, drawer)
@@ -146,7 +146,7 @@ def _settings_table(settings: Sequence[tuple[str, object, str]]) -> Markup:
 
 
 def starts_section(record: RunRecord) -> Markup | None:
-    """Time, host, commit and command of each start; versions of the latest."""
+    """Shows time, host, commit and command of each launch, and the versions of the latest."""
     if not record.starts:
         return None
     rows = []
@@ -195,14 +195,14 @@ def _versions(record: RunRecord) -> Markup | None:
     if not isinstance(versions, dict):
         return None
     told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return element("p", f"Versions of the latest start: {told}.", class_="muted")
+    return element("p", f"Versions of the latest launch: {told}.", class_="muted")
 
 
 STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.js"))
 
 
 def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title: str) -> str:
-    """The whole document."""
+    """Returns the whole document."""
     sections = {
         "Curves": _curves(record, panels),
         "Timeline": _timeline(record),
@@ -248,7 +248,7 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
 
 
 def _tiles(summary: RunSummary) -> Markup:
-    """The most important numbers."""
+    """Returns the most important numbers."""
     changes = summary.kind is not RunKind.EVALUATION
     tiles = [
         (name, f"{short(before)} → {short(after)}" if changes else short(after), f"{after - before:+.3g}" * changes)
@@ -285,9 +285,9 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
         return None
     notes = ["Steps are counted from 0, as in metrics.jsonl."]
     if frame.limits[0] < 0:
-        notes.append("An evaluation carries the step that it follows; -1 is before the first.")
+        notes.append("An evaluation has the number of the step that it follows; -1 is before the first.")
     if frame.marks:
-        notes.append("Dotted lines: the run was resumed. If a step was repeated, its last repetition is drawn.")
+        notes.append("Dotted lines: the run was resumed. If a step was repeated, the last repetition is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:
         notes.append("Pale: every step; strong: the running mean.")
     if constant := in_words(panels):
@@ -329,7 +329,7 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Makes the report of a run folder. The run may still be running, or have ended or crashed.
+    """Makes the report of a run folder. The run may be running, finished or crashed.
 
     `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
     logged.

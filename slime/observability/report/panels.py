@@ -43,7 +43,7 @@ class Panel:
     if_any: bool = False
     """Leave the panel out if all values are zero."""
     flat_in_words: bool = False
-    """If the values never change, say so in words instead of drawing the panel."""
+    """If the values never change, a sentence says so instead of the panel."""
     rounding: float = 0.0
     """Leave the panel out if all values are below this, because they are rounding errors."""
     in_picture: bool = True
@@ -209,7 +209,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Policy loss",
-        "The minimised loss. Its size says little; sudden jumps matter.",
+        "The minimised loss. Its size means little; sudden jumps matter.",
         OPTIMIZER,
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
@@ -294,7 +294,7 @@ PANELS: Sequence[Panel] = (
 
 
 def drawn_panels(record: RunRecord) -> list[Drawn]:
-    """The panels with data in this run, in the order of the table."""
+    """Returns the panels with data in this run, in the order of the table."""
     keys = sorted({key for row in record.rows for key in row})
     made = (_drawn(panel, record.rows, keys) for panel in PANELS if record.kind in panel.kinds)
     return [drawn for drawn in made if drawn is not None]
@@ -325,7 +325,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Equal lines become one, with both names."""
+    """Merges equal lines into one, with both names."""
     out: list[Series] = []
     for one in series:
         same = next((i for i, other in enumerate(out) if other.curve == one.curve), None)
@@ -343,7 +343,7 @@ def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Se
 
 
 def _named(line: Line, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(metric, label) of each metric of this run that the line stands for."""
+    """Yields (metric, label) of each metric of this run that the line stands for."""
     if "*" not in line.key:
         yield line.key, line.label
         return

@@ -40,12 +40,12 @@ class RunKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the run."""
+    """One launch of the run."""
 
     time_s: float | None
     """Unix time; None if the record is unreadable."""
     step: int | None
-    """The first step that this start logged; None if it logged no step."""
+    """The first step that this launch logged; None if it logged no step."""
     facts: Mapping[str, Any]
     """The entry in `run.json`: time, command, versions, commit, host."""
 
@@ -56,11 +56,11 @@ class RunRecord:
     rows: Sequence[Row]
     """The rows that count, in the order they were written."""
     settings: Mapping[str, Any]
-    """`args.json` of the latest start."""
+    """`args.json` of the latest launch."""
     starts: Sequence[Start]
     samples: Sequence[ShownSample]
     traces: Sequence[Path]
-    """The Chrome traces of the driver, one for each start."""
+    """The Chrome traces of the driver, one for each launch."""
     kind: RunKind
 
     @property
@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each start after the first."""
+        """The first step of each launch after the first."""
         return [start.step for start in self.starts[1:] if start.step is not None]
 
 
@@ -101,13 +101,13 @@ def _json_dict(path: Path) -> dict[str, Any]:
 
 
 def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The readable starts of a `run.json` that may be damaged."""
+    """Returns the readable launches in a `run.json` that may be damaged."""
     found = record.get("starts")
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 def report_title(settings: Mapping[str, Any]) -> str:
-    """Model, data and method in a few words. `settings`: of `args.json`."""
+    """Names model, data and method in a few words. `settings`: from `args.json`."""
     model = Path(str(settings.get("hf_checkpoint") or "")).name
     method = (
         "SFT" if settings.get("loss_type") == "sft_loss" else str(settings.get("advantage_estimator") or "").upper()
@@ -121,7 +121,7 @@ DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", 
 
 
 def _data_name(prompt_data: object) -> str:
-    """A short name: "demo" for `assets/demo/train.jsonl@[0:100]`, "part" for `gsm8k/part.parquet`, "sums" for
+    """Returns a short name: "demo" for `assets/demo/train.jsonl@[0:100]`, "part" for `gsm8k/part.parquet`, "sums" for
     `rg:sums?size=5`.
     """
     given = prompt_data[0] if isinstance(prompt_data, list) and prompt_data else prompt_data
@@ -133,7 +133,7 @@ def _data_name(prompt_data: object) -> str:
 
 
 def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[Start]) -> RunKind:
-    """The kind of run, by its settings and its logged metrics."""
+    """Returns the kind of run, by its settings and its logged metrics."""
     if settings.get("loss_type") == "sft_loss":
         return RunKind.SFT
     if not any("train/step" in row for row in rows):
@@ -146,12 +146,12 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
 
 
 def step_of(row: Row) -> int | None:
-    """The step of a row, on whichever axis it has."""
+    """Returns the step of a row, on whichever axis it has."""
     return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
 
 
 def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
-    """The rows without the rows that a later start replaced, from the first step of that start on."""
+    """Returns the rows that count: without those that a later launch replaced from its first step on."""
     standing: list[Row] = list(rows)
     for start in starts[1:]:
         if start.time_s is not None and start.step is not None:
@@ -168,7 +168,7 @@ def _starts(facts: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Sta
 
 
 def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None) -> int | None:
-    """The first step of the loop logged in a span of time, evaluations left out."""
+    """Returns the first step of the loop logged in a span of time, evaluations left out."""
     for row in rows if begin_s is not None else ():
         time_s = row.get("time", 0.0)
         if begin_s is not None and time_s >= begin_s and (end_s is None or time_s < end_s) and "eval/step" not in row:
@@ -190,7 +190,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, origin) of every setting by name. Settings that the user gave come first."""
+    """Yields (name, value, origin) of every setting by name. Settings that the user gave come first."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -203,7 +203,7 @@ def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]
 
 
 def was_given(origin: str) -> bool:
-    """Whether the user gave a setting with this origin."""
+    """Returns whether the user gave a setting with this origin."""
     return bool(origin) and not origin.startswith(("default", "derived", "HF config"))
 
 
@@ -237,7 +237,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Row], key: str) -> Curve:
-    """The finite values of one metric by step. If a step was logged twice, its last value counts."""
+    """Returns the finite values of one metric by step. If a step was logged twice, its last value counts."""
     points: dict[int, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]) and (step := step_of(row)) is not None:
@@ -247,7 +247,7 @@ def curve(rows: Sequence[Row], key: str) -> Curve:
 
 
 def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """About `max_points` of the points: the first, the last, and the minimum and maximum of each stretch, so that no
+    """Keeps about `max_points` points: the first, the last, and the minimum and maximum of each interval, so that no
     peak is lost.
     """
     count = len(whole.steps)
@@ -264,7 +264,7 @@ def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
 
 
 def running_mean(whole: Curve) -> Curve | None:
-    """The running mean of a long curve; None for a short one."""
+    """Returns the running mean of a long curve; None for a short one."""
     count = len(whole.steps)
     if count < SMOOTHED_FROM:
         return None
@@ -297,7 +297,7 @@ NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in
 OTHER = "other"
 """The rest of `perf/step_time`."""
 OTHER_FROM = 0.02
-"""Share of the run from which the rest is shown."""
+"""The rest is shown if its share of the run is at least this."""
 MAX_BARS = 120
 
 
@@ -313,14 +313,14 @@ class StepTimes:
 
 
 def seconds_without_evaluation(rows: Sequence[Row]) -> list[float]:
-    """Seconds of each step without its evaluation."""
+    """Returns the seconds of each step without its evaluation."""
     evaluations = part_seconds(rows).get("evaluation", {})
     seconds = (value - evaluations.get(step, 0.0) for step, value in step_seconds(rows).items())
     return [value for value in seconds if value > 0]
 
 
 def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of each step, measured as a whole, or else the sum of its parts."""
+    """Returns the seconds of each step: the measured time, or else the sum of its parts."""
     measured = curve(rows, "perf/step_time")
     if measured:
         return {int(s): v for s, v in zip(measured.steps, measured.values, strict=True)}
@@ -332,7 +332,7 @@ def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Part -> step -> seconds, for the parts that this run has."""
+    """Returns part -> step -> seconds, for the parts that this run has."""
     rows = [row for row in rows if AXES["perf"] in row]  # not the evaluation before step 0, which has a different axis
     out: dict[str, dict[int, float]] = {}
     for label, keys in STEP_PARTS.items():
@@ -340,7 +340,7 @@ def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
         for key in keys:
             found = curve(rows, key)
             if not found and key == "perf/rollout_wait_time":
-                found = curve(rows, "perf/rollout_time")  # of a run that did not log the driver's wait
+                found = curve(rows, "perf/rollout_time")  # the run did not log how long the driver waited
             for step, value in zip(found.steps, found.values, strict=True):
                 part[int(step)] = part.get(int(step), 0.0) + value
         if any(part.values()):
@@ -349,7 +349,7 @@ def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def step_times(rows: Sequence[Row], max_bars: int = MAX_BARS) -> StepTimes | None:
-    """The data of the picture of the parts; None if no time was logged."""
+    """Returns the data for the picture of the parts; None if no time was logged."""
     parts = part_seconds(rows)
     if not parts:
         return None

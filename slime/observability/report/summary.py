@@ -38,15 +38,16 @@ class RunSummary:
     step_s: float | None
     """Mean seconds per step without evaluations."""
     wall_s: float
-    """From the first logged step to the last, with pauses between starts."""
+    """From the first logged step to the last, including pauses between launches."""
     resumed_at: Sequence[int]
-    """First step of each start after the first."""
+    """First step of each launch after the first."""
     findings: Sequence[Finding]
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """The mismatches of fresh responses, if any, because only the first batch of an asynchronous run is
-        comparable."""
+        """The mismatches of fresh responses, if logged. In an asynchronous run, other batches were sampled by older
+        weights.
+        """
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
@@ -87,7 +88,7 @@ def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
 
 
 def _largest(rows: Sequence[Row]) -> dict[str, float]:
-    """The largest values over all rows, since rows of one step may differ. NaN counts as the largest."""
+    """Returns the largest values over all rows, since rows of one step may differ. NaN counts as the largest."""
     found: dict[str, float] = {}
     for row in rows:
         for key in filter(WORST_TOKEN.fullmatch, row):
@@ -96,7 +97,7 @@ def _largest(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def summary_text(summary: RunSummary, title: str = "") -> str:
-    """The summary as markdown."""
+    """Returns the summary as markdown."""
     lines = [f"# {title}", ""] if title else []
     pairs = before_and_after(summary)
     if summary.kind is RunKind.EVALUATION:
@@ -116,7 +117,7 @@ def _cell(text: str) -> str:
 
 
 def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
-    """Name -> first and last value, the most important first."""
+    """Returns name -> first and last value, the most important first."""
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
@@ -127,7 +128,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
 
 
 def facts(summary: RunSummary) -> dict[str, str]:
-    """Further facts, by name."""
+    """Returns further facts by name."""
     out = {"kind": summary.kind.value}
     if summary.kind is not RunKind.EVALUATION:
         out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
@@ -145,13 +146,13 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """A finding with its steps, and the numbers of the last step."""
+    """Returns a finding with its steps, and the numbers of the last step."""
     until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
     return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
-    """The content of `report.md`."""
+    """Returns the content of `report.md`."""
     text = summary_text(summary, title)
     table = samples_markdown(record.path / FILE_NAME, max_samples, fine_tuning=record.kind is RunKind.SFT)
     return f"{text}\n{table}" if table else text

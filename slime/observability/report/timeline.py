@@ -1,7 +1,7 @@
-"""The timeline of a step: the driver's spans from the end of the previous step to its end.
+"""The timeline of a step: the driver's spans between the end of the previous step and the end of this step.
 
-Only the driver writes traces, and notes in them when a batch was generated. A step ends when its times are logged. A
-row is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
+Only the driver writes traces. They also record when a batch was generated. A step ends when its times are logged. A row
+is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TRACE_BYTES = 200 << 20
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
-"""The rollout's work in parallel, as the driver noted it."""
+"""The rollout's parallel work, as the driver recorded it."""
 BAR_COLORS = PART_COLORS | {GENERATION: len(COLORS)}
 """The same colours as in the picture of step times."""
 
@@ -63,8 +63,7 @@ class Timeline:
 
 
 def timelines(record: RunRecord) -> list[Timeline]:
-    """A typical step (the one with the median time), and the slowest step if it took 1.5 times as long. Empty without
-    traces."""
+    """Returns the step of median time, and the slowest step if it took 1.5 times as long. Empty without traces."""
     windows = step_windows(record.rows)
     if not windows:
         return []
@@ -81,7 +80,7 @@ def timelines(record: RunRecord) -> list[Timeline]:
 
 
 def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) -> list[int]:
-    """The steps that a span overlaps. `spans`: ordered by start."""
+    """Returns the steps that a span overlaps. `spans` must be sorted by start."""
     begins = [span.begin_s for span in spans]
     latest = list(accumulate((span.end_s for span in spans), max))  # the latest end of all spans so far
     count = {step: bisect_left(begins, end) for step, (_, end) in windows.items()}
@@ -89,7 +88,7 @@ def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) 
 
 
 def step_windows(rows: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """Step -> start and end, Unix time, of steps with a logged time."""
+    """Returns step -> (start, end) in Unix time, for steps with a logged time."""
     return {
         int(row["rollout/step"]): (row["time"] - row["perf/step_time"], row["time"])
         for row in rows
@@ -116,8 +115,9 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
-    """The rows of a step. Processes are ordered by their first span, and so are the names within a process. `spans`:
-    ordered by start."""
+    """Returns the rows of a step. Processes are ordered by their first span, and so are the names within a process.
+    `spans` must be sorted by start.
+    """
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
@@ -131,7 +131,7 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges overlapping stretches, then adjacent ones until few enough are left."""
+    """Merges overlapping spans, then adjacent spans until few enough are left."""
     merged: list[tuple[float, float]] = []
     for begin, end in stretches:
         if merged and begin <= merged[-1][1]:
@@ -147,7 +147,7 @@ def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def timeline_figure(timeline: Timeline) -> Markup:
-    """A row for each name, with its seconds."""
+    """Draws a row for each name, with its seconds."""
     from matplotlib.ticker import MaxNLocator
 
     height = TOP + ROW * len(timeline.bars) + BOTTOM

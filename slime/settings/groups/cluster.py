@@ -63,7 +63,7 @@ def _why_so_many(s: Any) -> str:
 
 
 def _hands_over(s: Any) -> bool:
-    """Whether training and inference take turns on the GPU."""
+    """Returns whether training and inference take turns on the GPU."""
     return bool(s.offload or (s.colocate and s.device == "cuda"))
 
 

@@ -31,7 +31,7 @@ SOURCES = "slime.buffer.sources:SOURCES"
 
 
 def reads_prompt_data(s: Any) -> bool:
-    """Whether the chosen data source needs `prompt_data`."""
+    """Returns whether the chosen data source needs `prompt_data`."""
     return bool(load_object(SOURCES).get(s.data_source).reads_prompt_data)
 
 

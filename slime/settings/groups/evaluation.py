@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def measures_loss(s: Any, dataset: EvalDatasetConfig) -> bool:
-    """Whether a dataset is evaluated by its loss, without sampling."""
+    """Returns whether a dataset is evaluated by its loss, without sampling."""
     if not fine_tunes(s) or s.rollout_function_path != SFT_ROLLOUT or s.eval_function_path is not None:
         return False
     of_run = (s.rm_type, s.custom_rm_path, s.custom_generate_function_path)
@@ -36,7 +36,7 @@ def loss_datasets(s: Any) -> tuple[EvalDatasetConfig, ...]:
 
 
 def samples_evaluations(s: Any) -> bool:
-    """Whether an evaluation needs engines. Raises the errors of `eval_datasets`."""
+    """Returns whether an evaluation needs engines. Raises the errors of `eval_datasets`."""
     return s.eval_function_path is not None or not all(measures_loss(s, one) for one in eval_datasets(s))
 
 

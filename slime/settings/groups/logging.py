@@ -191,7 +191,7 @@ ROLLOUT = "rollout"
 
 
 def _runs(target: str, s: Any) -> bool:
-    """Whether the run has the part that the target profiles."""
+    """Returns whether the run has the part that the target profiles."""
     return not (s.debug_train_only if target == ROLLOUT else s.debug_rollout_only)
 
 
@@ -251,7 +251,7 @@ class ProfilingSettings:
 
 
 def traces_engines(args: Args, rollout_id: int) -> bool:
-    """Whether engines are traced while they generate the samples of step `rollout_id`."""
+    """Returns whether engines are traced while they generate the samples of step `rollout_id`."""
     asked = args.use_pytorch_profiler and ROLLOUT in args.profile_target and not args.debug_train_only
     return asked and args.profile_step_start <= rollout_id < args.profile_step_end
 

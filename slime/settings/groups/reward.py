@@ -34,7 +34,7 @@ def _may_run_code(s: Any) -> bool:
 
 
 def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether the run may use a grader for which `fits` is true, or a user function."""
+    """Returns whether the run may use a grader for which `fits` is true, or a user function."""
     if s.custom_rm_path or s.custom_generate_function_path or s.data_source_path:
         return True
     try:
@@ -134,7 +134,7 @@ FORMATS = "slime.agent.parsers:FORMATS"
 
 
 def _may_run_agents(s: Any) -> bool:
-    """Whether the run has a user function that may run agents; slime's own functions do not."""
+    """Returns whether the run has a user function that may run agents; slime's own functions do not."""
     if s.custom_generate_function_path or s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
         return True
     try:

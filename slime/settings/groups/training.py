@@ -69,7 +69,7 @@ def _room(s: Any) -> int | None:
 
 
 def _has_common_beginnings(s: Any) -> bool:
-    """Whether a micro-batch may hold several samples of one group.
+    """Returns whether a micro-batch may hold several samples of one group.
 
     Users' functions and recorded rollouts may produce more samples than --n-samples-per-prompt, and in fine-tuning
     each turn may be a sample.
@@ -371,7 +371,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Whether the folder is a checkpoint of slime or contains one."""
+    """Returns whether the folder is a checkpoint of slime or contains one."""
     root = Path(folder)
     own = any((root / name).is_file() for name in ("manifest.json", "latest.json"))
     return own or any(root.glob("step_*/manifest.json"))

@@ -26,7 +26,7 @@ AGENTS = Need(
 
 
 def _separate(s: Any) -> bool:
-    """Whether some engine may have no access to the trainer's memory."""
+    """Returns whether some engine may have no access to the trainer's memory."""
     if s.rollout_external_engine_addrs:
         return True
     if s.device == "cuda":

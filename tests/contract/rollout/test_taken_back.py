@@ -118,8 +118,8 @@ async def test_others_are_told_to_ask_again_and_the_runs_own_requests_go_on(fron
         await asyncio.to_thread(control.resume)
         client.resume()
         plain, streamed, completion, streamed_completion = await asyncio.gather(*others)
-    assert [plain[0], completion[0]] == [503, 503] and "ask again" in plain[1] and "ask again" in completion[1]
+    assert [plain[0], completion[0]] == [503, 503] and "send it again" in plain[1] and "send it again" in completion[1]
     for _, text in (streamed, streamed_completion):
-        assert '"error"' in text and "ask again" in text and '"finish_reason": "length"' not in text
+        assert '"error"' in text and "send it again" in text and '"finish_reason": "length"' not in text
     assert len((await own).tokens) == 400
     await client.close()

@@ -175,7 +175,7 @@ def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pyt
         watch = MemoryWatch(run_id)
         (usage,) = [u for u in watch.look() if u.id.pid == child.pid]
         assert usage.rss_bytes > 200 * 2**20
-        assert "no process killed" in watch.report() or "the kernel killed" in watch.report()
+        assert "killed no process" in watch.report() or "the kernel killed" in watch.report()
         child.kill()
     monkeypatch.setattr(memory_watch, "num_oom_kills", lambda: (watch._before or 0) + 2)
     watch._before = watch._before or 0

@@ -69,7 +69,7 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
 ) -> None:
     """Ray would try for minutes, and print lines of C++. Its real head is in tests/contract/cluster."""
     monkeypatch.setattr(module, "CONNECT_LIMIT_S", 0.2)
-    for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "another server listens there"), (b"", "no answer")):
+    for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "different server listens there"), (b"", "no answer")):
         address = OtherServer(answer).address
         said = told(words("--ray-address", address))
         assert f"no Ray cluster can be reached at ray_address {address} ({reason})" in said
@@ -136,7 +136,7 @@ def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_pa
     for step in (save / "step_000079", other / "step_000007"):
         step.mkdir(parents=True)
         (step / "manifest.json").write_text("{}")
-    refused = f"--save {save} holds the checkpoints of another run; choose a new folder, or continue that run"
+    refused = f"--save {save} contains checkpoints of a different run; choose a new folder, or continue that run"
     assert refused in told(words("--save", str(save)))
     assert refused in told(words("--save", str(save), "--load", str(other))), "steps of `save` are none of `other`"
     for load in (save, save / "step_000079"):

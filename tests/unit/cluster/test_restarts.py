@@ -26,7 +26,7 @@ FAULT, MISTAKE = End("a rank died", is_fault=True), End("a bug", is_fault=False)
     ("error", "is_fault"),
     [
         (errors.ActorDied("a training rank died"), True),
-        (errors.EngineError("engine 1 ended 3 times"), True),
+        (errors.EngineError("engine 1 failed 3 times"), True),
         (errors.ClusterFailed("Ray: ObjectLostError"), True),
         (errors.DeadlineExceeded("nobody came"), True),
         (errors.RequestRejected("too long"), False),
@@ -55,7 +55,7 @@ def test_faults_are_mended_as_often_as_asked_for() -> None:
 
 
 def test_other_ends_are_not_mended() -> None:
-    assert Restarts(3).refusal(MISTAKE, 5) == "another start would end the same way"
+    assert Restarts(3).refusal(MISTAKE, 5) == "a restart would fail the same way"
 
 
 def test_starts_that_train_nothing_new_are_given_up_early() -> None:
@@ -63,7 +63,7 @@ def test_starts_that_train_nothing_new_are_given_up_early() -> None:
     assert restarts.refusal(FAULT, 6) is None
     assert restarts.refusal(FAULT, 6) is None, "one in vain may be chance; it did steps 4 to 6 once more"
     said = restarts.refusal(FAULT, 4)
-    assert said is not None and f"{MOST_IN_VAIN} starts in a row" in said and "a rank died" in said
+    assert said is not None and f"{MOST_IN_VAIN} launches in a row" in said and "a rank died" in said
 
 
 def test_one_more_step_is_progress() -> None:
@@ -184,10 +184,10 @@ def test_starts_follow_each_other_until_one_ends_well(script: Script) -> None:
     assert len({start["wandb"] for start in kept.starts}) == 1 and first["wandb"] == first["run_id"]
     assert [bool(start["restart"]) for start in kept.starts] == [False, True, True]
     assert (
-        "restart 1 of 3: continues with step 1, from step_000000; the last start ended with: ActorDied: a training rank"
+        "restart 1 of 3: continues with step 1, from step_000000; the last launch failed with: ActorDied: a training"
         in kept.output
     )
-    assert "restart 2 of 3: continues with step 2, from step_000001; the last start ended with: SIGKILL" in kept.output
+    assert "2 of 3: continues with step 2, from step_000001; the last launch failed with: SIGKILL" in kept.output
     assert kept.output.count("all is well") == 1
     times = [float(str(start["time"])) for start in kept.starts]
     assert min(b - a for a, b in itertools.pairwise(times)) >= 1.0, "the orphan of a start was waited for"
@@ -196,7 +196,7 @@ def test_starts_follow_each_other_until_one_ends_well(script: Script) -> None:
 def test_the_status_of_the_last_start_is_that_of_the_command(script: Script) -> None:
     kept = script.run("fault,mistake", "--max-restarts", "3")
     assert kept.code == 2 and len(kept.starts) == 2, kept.output
-    assert "not restarted: another start would end the same way" in kept.output
+    assert "not restarted: a restart would fail the same way" in kept.output
     assert "ConfigError: there is no such thing" in kept.output
 
 

@@ -141,7 +141,7 @@ def test_a_record_that_cannot_be_of_the_sample_is_refused(record: RoutedExperts,
 
 
 def test_a_sample_has_no_row_of_its_last_token() -> None:
-    with pytest.raises(DataError, match="the last token must have none"):
+    with pytest.raises(DataError, match="end before the last one"):
         Sample(tokens=[1, 2], rollout_routed_experts=of_tokens([1, 2])).validate()
 
 

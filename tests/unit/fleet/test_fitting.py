@@ -78,7 +78,7 @@ def test_tensors_of_another_model_are_named(facts: ServerFacts, wanted: Wanted) 
     names = facts.resident
     fewer = frozenset(name for name in names if ".layers.1." not in name)
     (problem,) = misfits(changed(facts, resident=fewer), wanted)
-    assert "lacks model.layers.1." in problem
+    assert "has no model.layers.1." in problem
     (problem,) = misfits(changed(facts, resident=names | {"model.layers.9.x"}), wanted)
     assert "has model.layers.9.x" in problem
 

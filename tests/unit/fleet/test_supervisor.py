@@ -153,7 +153,7 @@ def test_an_engine_that_only_ever_ends_ends_the_run_with_what_it_said() -> None:
         pauses.append(fleet.now - began)
         fleet.port.answers[0] = EngineError("out of memory")
         if failure == MAX_FAILURES - 1:
-            with pytest.raises(EngineError, match=r"engine 0 ended 3 times .* out of memory"):
+            with pytest.raises(EngineError, match=r"engine 0 failed 3 times .* out of memory"):
                 fleet.supervisor.tend()
         else:
             fleet.supervisor.tend()
@@ -196,15 +196,15 @@ def test_a_sick_engine_is_left_out_however_long_its_starts_take(
     fleet = Fleet()
     assert starts_of_a_sick_one(fleet, start_s=start_s) == MAX_LOSSES - 1
     assert fleet.states() == [State.DEAD, State.READY] and fleet.port.log[-1] == "stop 0"
-    assert "engine 0 ended 10 times within 1 h of serving. It is not restarted" in caplog.text
+    assert "engine 0 failed 10 times within 1 h of serving. It is not restarted" in caplog.text
     fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
-    with pytest.raises(EngineError, match=r"is left: the hosts of 1 are lost, and 1 ended too often"):
+    with pytest.raises(EngineError, match=r"is left: the hosts of 1 are lost, and 1 failed too often"):
         fleet.supervisor.tend()
 
 
 def test_a_sick_engine_that_is_the_only_one_ends_the_run() -> None:
     with pytest.raises(
-        EngineError, match=r"engine 0 ended 10 times .* no other engine of model default is left.*ended"
+        EngineError, match=r"engine 0 failed 10 times .* no other engine of model default is left.*failed"
     ):
         starts_of_a_sick_one(Fleet(1), start_s=60.0)
 
@@ -224,7 +224,7 @@ def test_an_engine_waits_for_its_host_and_the_others_serve_meanwhile() -> None:
     fleet = Fleet()
     fleet.port.hostless = {1}
     for seconds in (0.0, 10.0, 1000.0):
-        fleet.port.wrong[1] = "its owner has not answered for 30 s"
+        fleet.port.wrong[1] = "its owner has not responded for 30 s"
         fleet.now += seconds
         fleet.supervisor.tend()
     assert fleet.states() == [State.READY, State.DEAD] and fleet.port.log == ["dismiss 1.0"]
@@ -290,7 +290,7 @@ def test_an_engine_whose_host_came_back_is_said_to_serve_again(caplog: pytest.Lo
 def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> None:
     """Law: Ray tells of a lost host late; until then a start there neither ends nor fails."""
     fleet = Fleet()
-    fleet.port.wrong[1] = "its owner has not answered for 30 s"
+    fleet.port.wrong[1] = "its owner has not responded for 30 s"
     fleet.supervisor.tend()
     fleet.now += PAUSE_S
     fleet.supervisor.tend()

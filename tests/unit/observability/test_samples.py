@@ -201,4 +201,4 @@ def test_the_command_says_what_there_is_instead(tmp_path: Path, capsys: pytest.C
     assert "rollout of steps 0 to 4" in capsys.readouterr().err
     (tmp_path / "run.json").touch()
     assert main(["samples", str(tmp_path)]) == 2
-    assert "holds no samples" in capsys.readouterr().err
+    assert "has no samples" in capsys.readouterr().err

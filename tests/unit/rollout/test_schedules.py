@@ -69,8 +69,8 @@ def test_a_schedule_of_the_user_that_generates_all_the_time_is_fully_async(tmp_p
         (("--rollout-schedule", "fully_async", "--no-fully-async"), "drop one of the two"),
         (("--rollout-schedule", "step", "--rollout-function-path", f"{HOOKS}:own_rollout"), "drop one of the two"),
         (("--rollout-schedule", "examples.small_hooks:rollout"), "derive a class from"),
-        (("--rollout-schedule", f"{HOOKS}:NoSchedule"), "lacks step"),
-        (("--rm-type", f"{HOOKS}:NoGrader"), "lacks grade"),
+        (("--rollout-schedule", f"{HOOKS}:NoSchedule"), "does not define step"),
+        (("--rm-type", f"{HOOKS}:NoGrader"), "does not define grade"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, flags: tuple[str, ...], text: str) -> None:
