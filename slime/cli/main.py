@@ -28,8 +28,7 @@ class Command:
     """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
     words: Literal["own", "more", "all"] = "own"
     """The accepted arguments. own: the flags that `add_flags` declares. more: also other arguments, which go to
-    `options.words`. all: every argument after the name goes to `options.words`, including `--help`.
-    """
+    `options.words`. all: every argument after the name goes to `options.words`, including `--help`."""
 
 
 COMMANDS = (

@@ -193,9 +193,7 @@ ENGINE_SHARE = 0.2
 """Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take a further share of the slot."""
 LOOK_EVERY_S = 1.0
 OWNER_LIMIT_S = 7.0
-"""How long an engine's actor may be silent. That thread does nothing else, so a silent actor means a frozen host, long
-before Ray gives up the host.
-"""
+"""How long an engine's actor may be silent. A silent actor means a frozen host, long before Ray gives up the host."""
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
 """How long a delivered token counts as a sign of life. `Engines` polls the rollout side every few seconds."""
@@ -274,9 +272,7 @@ class RayEngines:
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Tells the actors of these engines to stop, unless they are stopping already. Returns references to the
-        results.
-        """
+        """Tells the actors of these engines to stop, unless they are stopping. Returns references to the results."""
         return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:

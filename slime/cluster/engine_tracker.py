@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 WEIGHT_VERSION = "perf/weight_version"
 """The metric that records which version engines serve after a weight sync."""
 TRAINERS_LIMIT_S = 24 * 3600.0
-"""Time limit of a call to the training ranks, far above any training step. Within a call, waits for other ranks and for
-engines have separate limits (--distributed-timeout-minutes, --weight-sync-timeout-s).
-"""
+"""Time limit of a call to the training ranks, far above any training step. Waits within a call have separate limits
+(--distributed-timeout-minutes, --weight-sync-timeout-s)."""
 MEMORY_LIMIT_S = 3600.0
 
 
@@ -45,14 +44,10 @@ class EngineInfo:
     url: str
     layout: EngineLayout
     slots: tuple[int, ...]
-    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with the engine
-    rank.
-    """
+    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with it."""
     control_key: str | None = field(default=None, repr=False)
     incarnation: int = 0
-    """Number of times its processes were replaced. Distinguishes engines that used the same address one after the
-    other.
-    """
+    """Number of times its processes were replaced. Distinguishes engines that reused an address."""
 
 
 @dataclass(frozen=True, slots=True)

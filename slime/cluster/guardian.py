@@ -81,8 +81,7 @@ CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
 """Time between a failed start and the next attempt."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""Messages of a guardian to its owner. The first is followed by its pid, the last by the number of remaining processes.
-"""
+"""Messages of a guardian to its owner. The first adds its pid, the last the number of remaining processes."""
 MAX_STARTS = 4
 """Maximum number of guardians that one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0

@@ -66,8 +66,7 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 30.0
 """Time between a refusal and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""Time between the loss of an actor and the start of a new one. The old guardian would kill the new actor before that.
-"""
+"""Time between the loss of an actor and the start of a new one, which the old guardian would kill earlier."""
 MOST_DEATHS = 12
 """Maximum number of actors in a row that an old guardian may kill, in about a minute. Then the host is refused."""
 
@@ -98,9 +97,7 @@ class GuardedHosts:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first` holds the handles of all hosts but the driver's. These hosts are already guarded. `nodes` is needed
-        if there are any.
-        """
+        """`first` holds handles of all guarded hosts but the driver's; `nodes` is needed if there are any."""
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}

@@ -181,9 +181,7 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""Time limits for processes to stop: after a finished run, and after an error or Ctrl-C. Ray kills processes that are
-left.
-"""
+"""Time limits for processes to stop: after a finished run, and after an error or Ctrl-C. Ray kills the rest."""
 
 
 @contextmanager

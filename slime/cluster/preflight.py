@@ -64,9 +64,7 @@ def _of_machine(args: Args) -> Iterator[str]:
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """Reports what prefill-decode pairs need but this host does not have. On other hosts, starting the engine reports
-    it.
-    """
+    """Reports what prefill-decode pairs need but this host does not have. On other hosts, the engine reports it."""
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return

@@ -81,9 +81,8 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, number of restarts) -> receiver of the last weight sync. A restarted engine gets a new receiver,
-        because the engine has not joined a process group yet.
-        """
+        """(address, number of restarts) -> receiver of the last weight sync. A restarted engine gets a new one, because
+        it has not joined a process group yet."""
         self._given_up: set[tuple[str, int]] = set()
         """(address, number of restarts) of lost engines. A different thread adds entries."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(

@@ -21,9 +21,7 @@ from slime.core.routed_experts import digests_of
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array in Ray's object store (`slime.core.batch.Elsewhere`), which keeps the array while a copy of this object
-    exists.
-    """
+    """An array in Ray's object store (`slime.core.batch.Elsewhere`). Kept while a copy of this object exists."""
 
     ref: Any
     shape: tuple[int, ...]

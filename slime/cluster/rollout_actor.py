@@ -307,9 +307,7 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Waits before the first requests until the routers know the engines, because user functions may use the
-        routers.
-        """
+        """Waits before the first requests until the routers know the engines. User functions may use the routers."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

@@ -70,8 +70,7 @@ class StartProgress:
         ended: Callable[[Sequence[Any]], bool] = all_there,
     ) -> None:
         """`began_s` is `time.monotonic()` when the processes were started. `note` shows a text. `ended` says whether
-        all given calls have returned.
-        """
+        all given calls have returned."""
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
         self._engine_logs, self._imported = engine_logs, False

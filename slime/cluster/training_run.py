@@ -139,9 +139,7 @@ class Run:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns immediately. The first call also logs the times of
-        startup.
-        """
+        """Starts generating the samples of a step and returns immediately. The first call also logs startup times."""
         if startup := self._startup.end():
             collect()  # discards the times before the first step
             self._tracker.add(startup)
@@ -229,9 +227,7 @@ class Run:
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
-        """Makes engines release their memory, and the trainer take its memory, in colocated training. Else does
-        nothing.
-        """
+        """Makes engines release their memory and the trainer take its own, in colocated training. Else does nothing."""
         self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:

@@ -191,8 +191,7 @@ def _died(failure: RayError) -> bool:
 
 def _distance(failure: RayError) -> int:
     """Returns how unlikely it is that this failure caused the others: 0 for a process that was killed from outside,
-    without a crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused.
-    """
+    without a crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused."""
     if not _died(failure):
         return 1
     log = _process(str(failure)).log

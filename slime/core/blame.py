@@ -142,8 +142,7 @@ class Process:
 
     def ended(self, status: int | None, *, during: str = "") -> str:
         """Returns a sentence, such as `training rank 3 on node7 was killed by SIGKILL during training step 5; its log
-        is /runs/x/logs/train_3.log`, followed by the crash report in the log, if any.
-        """
+        is /runs/x/logs/train_3.log`, followed by the crash report in the log, if any."""
         said = f"{self} {how_it_ended(status)}" + (f" during {during}" if during else "")
         if self.log is None:
             return said

@@ -91,9 +91,7 @@ class Silence:
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Polls once. Returns True after `limit_s` without a sign of life, or `WORKING` times `limit_s` without a
-        response.
-        """
+        """Polls. Returns True after `limit_s` without a sign of life, or `WORKING` times that without a response."""
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s

@@ -26,9 +26,7 @@ def new_run_id() -> str:
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """Returns the prefix of every temporary folder. It lets the run's guardian find and remove folders of killed
-    processes.
-    """
+    """Returns the prefix of temporary folders, by which the guardian finds and removes those of killed processes."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
@@ -42,9 +40,7 @@ OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 
 
 def longest_room(below: str) -> int:
-    """Returns the length in bytes of the longest folder path that leaves space for a socket at the path `below` inside
-    it.
-    """
+    """Returns the maximum bytes of a folder's path that leave space for a socket at the path `below` inside it."""
     return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
 
 

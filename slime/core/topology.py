@@ -74,9 +74,7 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether this is the policy, whose engines get the trainer's weights. Engines of other models serve the
-    checkpoint.
-    """
+    """Whether this is the policy, whose engines get the trainer's weights. Other engines serve their checkpoint."""
 
     @property
     def in_pairs(self) -> bool:

@@ -96,8 +96,7 @@ def as_metric(value: MetricValue) -> Metric:
 
 def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
     """Combines the metrics of several ranks, micro-batches or samples by name. Raises `DataError` with the name of a
-    metric that cannot be combined.
-    """
+    metric that cannot be combined."""
     out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():

@@ -111,8 +111,7 @@ def _finite(sample: ShownSample) -> ShownSample:
 
 def read_samples(path: Path) -> list[ShownSample]:
     """Returns the samples in `samples.jsonl`, in file order; none if the file is missing. If a resumed run repeated a
-    step, only the later samples count. Incomplete lines are skipped.
-    """
+    step, only the later samples count. Incomplete lines are skipped."""
     if not path.is_file():
         return []
     steps: dict[tuple[str, int, str | None], tuple[Any, list[ShownSample]]] = {}

@@ -304,8 +304,7 @@ class ConsoleSink:
 
     def _eta(self, record: StepRecord) -> str:
         """Returns the time left, estimated from the steps of this process, without startup and without earlier
-        launches.
-        """
+        launches."""
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
             return ""

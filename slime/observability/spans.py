@@ -79,8 +79,7 @@ class Spans:
 
     def collect(self) -> dict[str, float]:
         """Returns the seconds per name since the last call as `perf/<name>_time`, and the elapsed time as
-        `perf/step_time`.
-        """
+        `perf/step_time`."""
         now_s = time.perf_counter()
         with self._lock:
             out = {f"perf/{name}_time": seconds for name, seconds in self._seconds.items()}

@@ -117,9 +117,7 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Returns sampling parameters within the limits of the execution; None if the execution must not sample more
-    tokens.
-    """
+    """Returns sampling parameters within the limits of the execution; None if no more tokens may be sampled."""
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params

@@ -34,9 +34,7 @@ class RolloutDataSource:
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Returns `num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer assigns ids to the
-        samples.
-        """
+        """Returns `num_samples` groups of `n_samples_per_prompt` samples each. The Data Buffer assigns their ids."""
         return [self._new_group() for _ in range(num_samples)]
 
     def _new_group(self) -> list[Sample]:

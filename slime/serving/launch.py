@@ -57,8 +57,7 @@ TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
 """Bearer token of a server or router. Every user of the host can read a command line, but not an environment."""
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
-"""Bearer token of the routes that change or end something. Without it these routes require the token of `API_KEY_ENV`.
-"""
+"""Bearer token of routes that change or end something. Without it, these routes require the other token."""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
 """A JSON list of other secret flags."""
 
@@ -99,8 +98,7 @@ def serve(arguments: list[str]) -> None:
 
 def route(arguments: list[str]) -> None:
     """Runs sglang-router in this process until the router exits. The router's own launcher would also import SGLang and
-    torch for a balancer that is not used.
-    """
+    torch for a balancer that is not used."""
     import setproctitle
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs

@@ -50,8 +50,7 @@ from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 LEAVE_OUT_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
 """Variable that lists model files which a scheduler does not import. By default it imports all two hundred files to
-find the class that `config.json` names. Some of these files import other frameworks, such as Megatron-core.
-"""
+find the class that `config.json` names. Some of these files import other frameworks, such as Megatron-core."""
 ALWAYS_WANTED = frozenset({"transformers"})
 """The file with SGLang's fallback for classes that no other file defines."""
 CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
@@ -114,8 +113,7 @@ PATIENT: Mapping[str, str] = dict.fromkeys(
     ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), "86400"
 )
 """Seconds until SGLang gives up a request that waits for memory in the pair's other engine. The default of 300 is too
-short for responses of many thousand tokens; the client has its own limit (`--request-timeout-s`).
-"""
+short for responses of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
 ON_A_CPU: Mapping[str, str] = {
     "MOONCAKE_PROTOCOL": "tcp",
     # With early sending, SGLang waits on a CUDA event. Without a GPU its scheduler dies at the second prompt with a
@@ -495,9 +493,7 @@ class SGLangServer(LeasedServer):
             self._lease = None
 
     def _set_gate(self) -> None:
-        """Creates or removes the gate file, which a killed server may have left. A restarted server needs the file
-        again.
-        """
+        """Creates or removes the gate file, which a killed server may have left. A restarted server needs it."""
         if not self._opened:
             self._gate.unlink(missing_ok=True)
         elif self.spec.gated:

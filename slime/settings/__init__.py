@@ -1,6 +1,6 @@
 """Settings of a run: `parse_args(argv) -> Args`, and the user hooks that they name.
 
-Imports no torch, transformers, Ray or engine, so that a wrong flag is reported at once.
+Imports no torch, transformers, Ray or engine, so that a wrong flag is reported immediately.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
 or by the import path of a user's class. An entry's fields are settings like any other. If several entries inherit a
-field from one base, the field is one setting. An entry may declare the field again to change its default or derivation;
-the new declaration applies when the entry is chosen.
+field from one base, the field is one setting. An entry may declare the field again to change its default or derivation.
+The new declaration applies when the entry is chosen.
 
 Invariants
-1. Each name is one setting, declared by one group or by one base class of entries. Two declaring bases are an error.
+1. Each name is one setting, declared by one group or by one base class of entries. Declarations in two base classes are
+   an error.
 2. An entry's field with the name of a group's setting takes that setting's value.
 """
 
@@ -47,13 +48,13 @@ class Chooser:
 
     @property
     def what(self) -> str:
-        """Returns what the names stand for, in messages."""
+        """Returns what the names stand for, for messages."""
         return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """An entry that declares or inherits a certain field."""
+    """An entry that declares or inherits a given field."""
 
     chooser: Chooser
     entry: type
@@ -104,7 +105,7 @@ class Components:
         for chooser in self.choosers:
             built_in = f"{chooser.registry.package}."
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                if f"{entry.__module__}.".startswith(built_in):  # users' entries count only if they are named
+                if f"{entry.__module__}.".startswith(built_in):  # users' entries count only if the settings name them
                     self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
@@ -128,7 +129,7 @@ class Components:
             yield from self._choices(chooser, settings)
 
     def field_of(self, name: str, settings: Any) -> dataclasses.Field[Any]:
-        """Returns the declaration of a setting. If several entries declare it, the chosen one's applies."""
+        """Returns the declaration of a setting. If several entries declare it, that of the chosen entry counts."""
         if name in self.own:
             return self.own[name]
         readers = self._readers[name]
@@ -174,7 +175,7 @@ class Components:
             if self._roots.setdefault(field.name, root) is not root:
                 raise ConfigError(
                     f"{root.__qualname__} and {self._roots[field.name].__qualname__} both declare the setting "
-                    f"{field.name} and would share a flag; let both inherit it from one base, or rename one"
+                    f"{field.name} and would share a flag; let both inherit it from one base class, or rename one"
                 )
             self._readers.setdefault(field.name, []).append(Reader(chooser, entry, label, field))
 
@@ -229,12 +230,12 @@ def components(user_entries: UserEntries = ()) -> Components:
 
 
 def components_with(named: Mapping[str, tuple[str, ...]]) -> Components:
-    """Like `components`, for the import paths that `entries_named_on` and `entries_named_in` return."""
+    """Does the same as `components` for the import paths that `entries_named_on` and `entries_named_in` return."""
     return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
 
 
 def components_of(args: Args) -> Components:
-    """Like `components`, for the users' entries that resolved settings name."""
+    """Does the same as `components` for the users' entries that resolved settings name."""
     values = {c.setting: getattr(args, c.setting) for c in components().choosers}
     return components_with(entries_named_in(values, components()))
 

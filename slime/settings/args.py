@@ -1,10 +1,11 @@
 """`Args`: every resolved setting of a run, flat, typed, frozen and picklable.
 
 Invariants
-1. Everything is resolved: a setting that the user left out is a default or derived; `origins` says which, and why.
+1. Everything is resolved: a setting that the user left out has its default or a derived value; `origins` says which,
+   and why.
 2. `getattr(args, name)` finds slime's own fields first, then entries' settings, then Megatron's, then the user's
 `custom` ones.
-3. `Args` that are written as JSON and read back equal the original, except for secrets.
+3. `Args` that are written as JSON and read again equal the original, except for secrets.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Passthrough(Mapping[str, Any]):
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Like `dict.get`. Every step calls this method, so it does not search for the nearest name."""
+        """Does the same as `dict.get`. Every step calls it, so it does not search for the nearest name."""
         return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
@@ -79,7 +80,7 @@ class Passthrough(Mapping[str, Any]):
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
 """The fields of `Args` that hold other owners' settings, or facts about settings."""
 NOT_A_SETTING = ("command",)
-"""Fields of `Args` that record how it was made."""
+"""Fields of `Args` that record where its values came from."""
 _BEHIND = ("components", "megatron", "custom")
 """Mappings that attribute access searches, in this order."""
 
@@ -131,15 +132,15 @@ class Args(
     command: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """`slime train ...`: the command line of these settings, including secrets. Not in `args.json`."""
     idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
-    """Setting -> its value and why it has no effect, for given settings that act on nothing."""
+    """Setting -> its value and why it has no effect, for given settings without effect."""
     origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
     if not TYPE_CHECKING:  # strict typing sees only the fields; names behind a mapping are for users' hooks
 
         def __getattr__(self, name: str) -> Any:
-            # Python calls this only for names that are not fields. pickle and copy look up dunders before `__dict__` is
-            # filled; those lookups must fail.
+            # Python calls this only for names that are not fields. pickle and copy look up dunder names before
+            # `__dict__` is filled, and those lookups must fail.
             if not name.startswith("__"):
                 for owner in _BEHIND:
                     settings = self.__dict__.get(owner)
@@ -148,13 +149,13 @@ class Args(
             raise AttributeError(f"args has no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Whether the user gave this setting on the command line or in a file. Engine settings are `owner.name`."""
+        """Returns whether the user set this on the command line or in a file. Engine settings are `owner.name`."""
         return not self.origins.get(name, "default").startswith(("default", "derived", "HF config"))
 
     def replace(self, **changes: Any) -> Args:
         """Returns a copy with changed values. Settings of registry entries and Megatron are accepted by name.
 
-        Does not derive or check anything else. Raises `ConfigError` for an unknown name.
+        Derives and checks nothing else. Raises `ConfigError` for an unknown name.
         """
         own = {f.name for f in dataclasses.fields(self)}
         for owner in ("components", "megatron"):

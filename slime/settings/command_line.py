@@ -1,6 +1,6 @@
 """Turns a command line into `Args`, prints help texts, and reports a program's errors.
 
-Imports no torch, transformers, Ray or engine, so that a wrong flag is reported at once.
+Imports no torch, transformers, Ray or engine, so that a wrong flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from slime.settings.schema import load, owned_spellings
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
     """Returns the resolved settings of a run.
 
-    `argv` is the words after the program's name; None reads them from `sys.argv`. `synchronous` selects the loop of
-    train.py, otherwise that of train_async.py. For --help [topic], --version and --explain, prints the answer and
-    raises `SystemExit(0)`. Raises one `ConfigError` that lists all problems.
+    `argv`: the arguments after the program's name; None: those in `sys.argv`. `synchronous` selects the loop of
+    train.py, otherwise that of train_async.py. For --help [topic], --version and --explain, prints the text and raises
+    `SystemExit(0)`. Raises one `ConfigError` that lists all problems.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     text = help_or_version(words)
@@ -97,7 +97,7 @@ def parse_words(words: Sequence[str]) -> _Parsed:
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
-    """Like `parse_args`, but a user error prints one message on stderr and exits with code 2."""
+    """Does the same as `parse_args`, but prints one message on stderr and exits with code 2 after a user error."""
     try:
         return parse_args(argv, synchronous=synchronous)
     except (ConfigError, HookError) as error:
@@ -126,8 +126,8 @@ def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
     """
     if isinstance(end, KeyboardInterrupt | Terminated):
         said, code = ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
-        where = f"; what it recorded is in {logs.parent}" if logs is not None and logs.is_dir() else ""
-        _stop(f"{said}; the run and all its processes are ended{where}{_notes(end)}", code)
+        where = f"; its files are in {logs.parent}" if logs is not None and logs.is_dir() else ""
+        _stop(f"{said}; the run and all its processes have stopped{where}{_notes(end)}", code)
     if isinstance(end, ConfigError | HookError):
         _stop(f"{type(end).__name__}: {end}{_notes(end)}", 2)
     if isinstance(end, SlimeError):
@@ -162,10 +162,10 @@ _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
   --help public                                     what differs from the public slime, flag by flag
   --explain                                         print every resolved value and where it came from, then exit
   --version                                         print versions, then exit
-  --override                                        flags after it replace those before it; without it, giving a setting
-                                                    two values is an error
+  --override                                        flags after it replace those before it; otherwise a flag with two
+                                                    values is an error
 """
-_AT_FILE = "@FILE reads the value from a file, because everybody on the host sees command lines (ps)."
+_AT_FILE = "@FILE reads the value from a file, because every user of the host can see command lines (ps)."
 
 
 def help_or_version(words: Sequence[str]) -> str | None:
@@ -297,7 +297,7 @@ def flag_value(words: Sequence[str], name: str) -> str | None:
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:
-    """Returns the words without the named flags and their values."""
+    """Returns the arguments without the named flags and their values."""
     return [word for group in groups(words) if name_of(group) not in names for word in group]
 
 
@@ -311,9 +311,9 @@ def execute_train(
     train_script: str = "train.py",
     extra_env_vars: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs `slime train` (or train-async) as a subprocess and waits until it ends.
+    """Runs `slime train` (or train-async) as a subprocess and waits until it exits.
 
-    `num_gpus_per_node` and `megatron_model_type` are ignored: flags and the checkpoint already give both. Raises
+    `num_gpus_per_node` and `megatron_model_type` are ignored: flags and the checkpoint already define both. Raises
     `ConfigError` for an unknown script and `subprocess.CalledProcessError` if the run fails.
     """
     if train_script not in _LOOPS:

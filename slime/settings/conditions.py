@@ -1,7 +1,7 @@
 """Conditions that settings of several groups need, and rules about model folders.
 
-A Megatron checkpoint is a folder of pickles, which no run reads (law 10): `slime convert` makes a Hugging Face folder
-of it. Hugging Face folders are read directly.
+A Megatron checkpoint is a folder of pickles, which no run reads (law 10). `slime convert` converts it to a Hugging Face
+folder. Hugging Face folders are read directly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fine_tunes(s: Any) -> bool:
 
 
 def minimises_policy_loss(s: Any) -> bool:
-    """Whether the run uses slime's own loss for sampled tokens: policy loss, KL to the reference, entropy bonus."""
+    """Returns whether the run uses slime's own loss: policy loss, KL to the reference, entropy bonus."""
     return bool(s.loss_type == "policy_loss")
 
 
@@ -65,7 +65,7 @@ def has_reference(s: Any) -> bool:
 
 
 def lends_at_start(s: Any) -> bool:
-    """Whether training ranks lend their GPUs before the engines first allocate memory. Always false on a CPU."""
+    """Returns whether training ranks lend their GPUs before engines first allocate memory; false on a CPU."""
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
@@ -153,11 +153,11 @@ def what_to_give(folder: str) -> str:
     )
     if path.name.endswith(_MEGATRON_SUFFIX):
         origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))
-        made_of = f"no conversion is needed: give the Hugging Face folder that it was made of, {origin}"
-        return f"{made_of}, or the folder that this writes: {convert}" if convert else made_of
+        made_of = f"no conversion is needed: name the Hugging Face folder from which it was made, {origin}"
+        return f"{made_of}, or the folder that this command writes: {convert}" if convert else made_of
     if convert:
-        return f"give the Hugging Face folder that this writes: {convert}"
-    return download_hint(folder) or "give a folder in Hugging Face format"
+        return f"name the Hugging Face folder that this command writes: {convert}"
+    return download_hint(folder) or "name a folder in Hugging Face format"
 
 
 def folders_exist(args: Args) -> str | None:
@@ -165,7 +165,7 @@ def folders_exist(args: Args) -> str | None:
     for name in names:
         folder = getattr(args, name)
         if folder is not None and not Path(folder).is_dir():
-            do = "give an existing one, or leave it out" if name == "load" else what_to_give(folder)
+            do = "name an existing folder, or leave it out" if name == "load" else what_to_give(folder)
             return f"{name} {folder} is not a folder; {do}"
     return None
 
@@ -191,7 +191,7 @@ def initial_weights_fit(args: Args) -> str | None:
     one = differing[0]
     return (
         f"the initial weights {folder} (--load or --ref-load) have {one} {theirs.get(one)}, but hf_checkpoint "
-        f"{args.hf_checkpoint} has {ours[one]}; give models of one architecture"
+        f"{args.hf_checkpoint} has {ours[one]}; use models of one architecture"
     )
 
 

@@ -99,7 +99,7 @@ def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: s
     where_given = (flag.owner, flag.dest)
     if given.get(where_given, typed) != typed:
         raise ConfigError(
-            f"{where} is {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; give it "
-            "in one place"
+            f"{where} is {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; set it "
+            "in only one place"
         )
     return where_given, typed

@@ -34,7 +34,7 @@ _SCHEME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*):(?P<rest>.+)$", re.DOTALL)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _SPLITS |= dict.fromkeys(("eval", "heldout"), "eval")
-"""Word in a file's name -> the split that the word names."""
+"""Word in a file's name -> the split that it means."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -68,7 +68,7 @@ def open_lines(path: Path) -> Generator[bytes]:
 
 
 def split_spec(spec: str) -> tuple[str, slice]:
-    """Like `split_slice`, but returns the name as written instead of a `Path`."""
+    """Does the same as `split_slice`, but returns the name as written instead of a `Path`."""
     _, rows = split_slice(spec)
     return (_SLICE.match(spec) or {"path": spec})["path"], rows
 
@@ -83,7 +83,7 @@ def scheme_of(spec: str) -> tuple[Any, str] | None:
     if found is None or Path(name).exists():
         return None
     if found["rest"].startswith("//"):
-        raise ConfigError(f"{name} is a URL; download the file, and give its path")
+        raise ConfigError(f"{name} is a URL; download the file, and name its path")
     return load_object(SCHEMES).get(found["name"])(), found["rest"]
 
 
@@ -91,7 +91,7 @@ def grader_of_data(spec: str | None) -> str | None:
     """Returns the name of the scheme's grader; None for files and unknown schemes."""
     try:
         found = None if spec is None else scheme_of(spec)
-    except ConfigError:  # a rule reports it
+    except ConfigError:  # a rule reports the problem
         return None
     grader: str | None = None if found is None else found[0].grader
     return grader
@@ -114,7 +114,7 @@ def files_of(spec: str) -> list[Path]:
     if path.exists():
         raise ConfigError(f"{name} is a pipe or a device; write the rows into a .jsonl or .parquet file")
     if not found:
-        what_to_do = download_hint(name, dataset=True) or "give a .jsonl or .parquet file"
+        what_to_do = download_hint(name, dataset=True) or "name a .jsonl or .parquet file"
         raise ConfigError(f"{name} does not exist; {what_to_do}")
     return found
 
@@ -135,13 +135,13 @@ def _files_in(folder: Path) -> list[Path]:
         before, train, _ = wanted.name.partition("train")
         pattern = f"{before}train*" if train else wanted.name
         raise ConfigError(
-            f"folder {folder} holds files of several splits ({named}), which would be read as one; give a pattern: "
+            f"folder {folder} holds files of several splits ({named}), which would be read as one; use a pattern: "
             f"'{folder}/{pattern}'"
         )
     endings = sorted({next(e for e in ENDINGS if p.name.endswith(e)) for p in files})
     if len(endings) > 1:
         raise ConfigError(
-            f"folder {folder} holds files that end in {' and '.join(endings)} and may hold the same rows; give a "
+            f"folder {folder} holds files that end in {' and '.join(endings)} and may hold the same rows; use a "
             f"pattern: '{folder}/*{endings[0]}'"
         )
     return files
@@ -192,7 +192,7 @@ def count_rows(spec: str) -> int:
 def first_row_names(spec: str, key: str) -> bool:
     """Returns whether the text of the first row contains `key`.
 
-    Returns True if the row cannot be read, and False for a scheme: its rows name no grader.
+    Returns True if the row cannot be read, and False for a scheme, whose rows name no grader.
     """
     try:
         if scheme_of(spec) is not None:
@@ -203,7 +203,7 @@ def first_row_names(spec: str, key: str) -> bool:
     try:
         stat = path.stat()
         return f'"{key}"' in _first_row(path, stat.st_mtime_ns, stat.st_size)
-    except Exception:  # zstandard and pyarrow raise their own errors; reading the data reports it
+    except Exception:  # zstandard and pyarrow raise their own errors; reading the data reports the problem
         return True
 
 

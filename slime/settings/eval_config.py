@@ -37,11 +37,11 @@ class EvalDatasetConfig:
     path: str
     """A file, folder, glob or scheme, with an optional `@[start:stop]`, like `--prompt-data`."""
     rm_type: str | None = None
-    """The grader of rows that name none in their metadata."""
+    """The grader of rows whose metadata names none."""
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] | None = None
-    """Replaces these keys in the metadata of each row."""
+    """Keys and values that are set in the metadata of each row."""
     input_key: str
     label_key: str | None
     tool_key: str | None
@@ -49,7 +49,7 @@ class EvalDatasetConfig:
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any] | None
     max_prompt_len: int | None
-    """In tokens; longer prompts are left out. If the file gives `max_context_len`, at most `max_context_len - 1`."""
+    """In tokens; longer prompts are left out. If the file sets `max_context_len`, at most `max_context_len - 1`."""
     n_samples_per_eval_prompt: int
     """Executions per prompt. pass@k is reported for each power of two up to this number."""
     temperature: float
@@ -105,7 +105,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
 
 
 def _grader_of(path: str, args: Args) -> str | None:
-    """Returns the scheme's grader; None if the prompt data have the same grader, so that the run's grader applies."""
+    """Returns the scheme's grader; None if the prompt data have the same grader: then the run's grader applies."""
     grader = grader_of_data(path)
     return None if grader == grader_of_data(args.prompt_data) else grader
 
@@ -119,11 +119,11 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if isinstance(datasets, dict):
         datasets = [{"name": name, **_entry(one, f"{file}: eval.datasets.{name}")} for name, one in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
-        raise ConfigError(f"{file} has no eval.datasets; give a list of entries with name and path")
+        raise ConfigError(f"{file} has no eval.datasets; add a list of entries with name and path")
     entries = [_typed(entry, known, f"{file}: eval.datasets[{i}]") for i, entry in enumerate(datasets)]
     for i, entry in enumerate(entries):
         if not {"name", "path"} <= entry.keys():
-            raise ConfigError(f"{file}: eval.datasets[{i}] has no name or no path; give both")
+            raise ConfigError(f"{file}: eval.datasets[{i}] has no name or no path; set both")
     defaults = _typed(top.get("defaults") or {}, known - {"name", "path"}, f"{file}: eval.defaults")
     return defaults, entries
 

@@ -1,4 +1,4 @@
-"""Declares settings as dataclass fields, and makes flags and help texts from the declarations.
+"""Declares settings as dataclass fields, and generates flags and help texts from the declarations.
 
 A group (or a registry entry) is a frozen dataclass. Each field declares everything about one setting: type, default,
 range, condition, derivation, and its help text in the string literal below it. That literal is read from the source
@@ -35,21 +35,21 @@ class _Unset:
 
 
 UNSET: Final = _Unset()
-"""Stands for a given value that counts as not given (`--device auto`)."""
+"""Stands for a value that counts as not set (`--device auto`)."""
 
 
 def is_on(value: Any) -> bool:
-    """Returns the default `asks`: None and False request nothing, so they are never reported as without effect."""
+    """Is the default `asks`: None and False request nothing, so they are never reported as without effect."""
     return value is not None and value is not False
 
 
 def is_not_zero(value: Any) -> bool:
-    """`asks` for a coefficient or count: zero requests nothing."""
+    """Is `asks` for a coefficient or count: zero requests nothing."""
     return bool(value)
 
 
 def always(value: Any) -> bool:
-    """`asks` for a switch: switching a feature off is a request too."""
+    """Is `asks` for a switch: switching a feature off is a request, too."""
     return True
 
 
@@ -60,11 +60,11 @@ class Need:
     acts: Callable[[Any], bool]
     """(resolved settings) -> whether the condition holds."""
     text: str
-    """The condition in words, to follow "which needs "; or a whole clause that begins with "which"."""
+    """The condition as text after "which needs ", or a clause that begins with "which"."""
 
     @property
     def clause(self) -> str:
-        """Why the setting has no effect, as a clause to follow its value."""
+        """Why the setting has no effect, as a clause that follows its value."""
         return self.text if self.text.startswith("which ") else f"which needs {self.text}"
 
 
@@ -92,7 +92,7 @@ class Declared:
     """A field's declaration beyond its type: the arguments of `opt` and `derived`, stored in the field's metadata."""
 
     default: Any = None
-    """The value if the user gives none and `compute` returns none."""
+    """The value if the user sets none and `compute` returns None."""
     names: tuple[str, ...] = ()
     """Additional spellings of the flag."""
     off_names: tuple[str, ...] = ()
@@ -111,15 +111,15 @@ class Declared:
     form: Form | None = None
     """The check of a text value: `url_form` or `host_form`."""
     needs: Need | tuple[Need, ...] = ()
-    """Conditions that must all hold for the setting to act. Messages name the first one that fails."""
+    """Conditions that must all hold for the setting to act. Messages name the first condition that fails."""
     asks: Callable[[Any], bool] = is_on
-    """Whether a given value requests something. If not, the run does not report that it has no effect."""
+    """Whether a value requests something. If not, the run does not report the value as without effect."""
     chosen_from: str | None = None
     """The registry whose entries the value names, as `pkg.module:REGISTRY`."""
     chosen_by: ChosenBy | None = None
     """Chooses the entry instead of the value. The value then only registers the user's own entry."""
     compute: Compute | None = None
-    """Computes the value if the user gives none. If it returns None, `default` is used."""
+    """Computes the value if the user sets none. If it returns None, `default` is used."""
     why: Why = ""
     """The reason for the computed value."""
     canonical: Callable[[Any], Any] | None = None
@@ -127,7 +127,7 @@ class Declared:
     adjust: Callable[[Any, Any], Adjusted | None] | None = None
     """(value, settings) -> the replacement, or None to keep the value."""
     required: str = ""
-    """If not empty, the setting must be given or derived. The text is the error message for a missing value."""
+    """If not empty, the setting must be set or derived. The text is the error message for a missing value."""
     internal: bool = False
     """The run fills in the value; there is no flag."""
 
@@ -177,7 +177,7 @@ opt = _opt(Declared)
 """`opt(default, ge=0, ...)` declares a field with a default. The keyword arguments are the fields of `Declared`."""
 
 derived = _derived(Declared)
-"""`derived(compute, why, ...)` declares a field that is computed from other settings if the user does not give it.
+"""`derived(compute, why, ...)` declares a field that is computed from other settings if the user does not set it.
 
 `compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`). If it
 returns None, `default` is used. --explain shows `why`. The keyword arguments are the fields of `Declared`."""
@@ -298,12 +298,12 @@ def refuse_if(holds: Callable[[Any], Any], message: str | Callable[[Any], str]) 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A setting of Megatron or SGLang that slime computes if the user does not give it."""
+    """A setting of Megatron or SGLang that slime computes if the user does not set it."""
 
     owner: Literal["megatron", "sglang"]
     name: str
     compute: Compute
-    """(settings, each derived when it is read) -> value. None leaves the owner's default."""
+    """(settings, each derived when it is read) -> value. None keeps the owner's default."""
     why: Why
     """Shown by --explain."""
 

@@ -1,8 +1,8 @@
 """`FlagTable`: the strict parser, which turns a command line into values of flags.
 
 Invariants
-1. A flag is known by its whole name: no prefix abbreviations. An unknown flag is an error with a suggestion.
-2. A setting given twice, even in two spellings, must have the same value both times. Flags after the word
+1. A flag must be written in full: prefixes are not accepted. An unknown flag is an error with a suggestion.
+2. A setting that is set twice, even in two spellings, must have the same value both times. Flags after the word
    `--override` replace those before it, so a script can end in `--override "$@"`.
 """
 
@@ -25,7 +25,7 @@ class FlagTable:
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags: tuple[Flag, ...] = tuple(flags)
         self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, whether this spelling switches it on). If two flags share one, the first flag keeps it."""
+        """Spelling -> (flag, whether this spelling switches it on). A shared spelling means the first flag."""
         for flag in self.flags:
             if flag.internal:
                 continue
@@ -144,7 +144,7 @@ class FlagTable:
 
 
 def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Splits the words at each `OVERRIDE`."""
+    """Splits the arguments at each `OVERRIDE`."""
     part: list[str] = []
     for word in argv:
         if word == OVERRIDE:
@@ -168,10 +168,10 @@ def _keep(
         return
     earlier = spelled.setdefault(key, said)
     if out.setdefault(key, value) != value:
-        two = f"{flag.names[0]} is given two values"
+        two = f"{flag.names[0]} has two values"
         if not flag.secret:
             two = f"{shorten(earlier, 200)} and {shorten(said, 200)} contradict each other"
-        raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that are to win")
+        raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that take precedence")
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

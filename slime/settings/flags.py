@@ -1,8 +1,8 @@
-"""One command-line flag, the ranges of numbers, and the conversion of words to values.
+"""One command-line flag, the ranges of numbers, and the conversion of arguments to values.
 
 Invariants
 1. A value is converted and checked in the same way from the command line and from YAML.
-2. A secret may be given as @FILE, because every user of the host can read command lines.
+2. A secret can be passed as @FILE, because every user of the host can read command lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Range:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """Returns what is wrong with a number, to follow "NAME is VALUE, "; None for an allowed value or no number."""
+        """Returns what is wrong with a number, as text after "NAME is VALUE, "; None if allowed or not a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
@@ -67,7 +67,7 @@ TOKENS_OR_NONE = Range(ge=0, le=100_000_000)
 EXECUTIONS = Range(ge=1, le=10_000_000)
 """Prompts times samples per prompt, in a step or an optimizer step."""
 SECONDS = Range(ge=0.01, le=30 * 86_400.0)
-"""A timeout: at least 10 ms, or every wait would expire, and at most 30 days."""
+"""A timeout: at least 10 ms, because shorter waits would always expire, and at most 30 days."""
 SECONDS_OR_NONE = Range(ge=0, le=30 * 86_400.0)
 FRACTION = Range(ge=0, le=1)
 COEFFICIENT = Range(ge=0, le=1_000)
@@ -81,7 +81,7 @@ SEED = Range(ge=0, le=2**32 - 1)
 WHOLE = Range(ge=0, le=2**31 - 1)
 """The default range of an engine's integer."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
-"""Like `WHOLE`, but -1 is allowed too and has a special meaning, such as off."""
+"""The same as `WHOLE`, but -1 is also allowed and has a special meaning, such as off."""
 REAL = Range(ge=0, le=1e12)
 
 _MEGATRON: Mapping[str, Range] = {
@@ -135,7 +135,7 @@ def range_of(owner: str, dest: str, kind: str) -> Range:
 
 
 Form = Callable[[str], "str | None"]
-"""A check of a text value: returns what is wrong with the text, to follow "NAME is TEXT, "; None if it is allowed."""
+"""A check of a text value: returns what is wrong, as text after "NAME is TEXT, "; None if it is allowed."""
 
 
 def url_form(text: str) -> str | None:
@@ -145,14 +145,14 @@ def url_form(text: str) -> str | None:
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
     except ValueError:
         good = False
-    return None if good and not re.search(r"\s", text) else "which is not a URL; give http://HOST:PORT"
+    return None if good and not re.search(r"\s", text) else "which is not a URL; use http://HOST:PORT"
 
 
 def host_form(text: str) -> str | None:
     """Accepts an IP address or a host name."""
     if ip_of(text) is not None or (_HOST_NAME.fullmatch(text) and not text.rpartition(".")[2].isdecimal()):
         return None
-    return "which is neither an IP address nor the name of a host; give one, such as 127.0.0.1"
+    return "which is neither an IP address nor the name of a host; use one, such as 127.0.0.1"
 
 
 _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
@@ -215,7 +215,7 @@ class Flag:
     """The word `none` is accepted as None."""
     required: bool = False
     derived: bool = False
-    """slime computes the value if the user gives none; --explain says why."""
+    """slime computes the value if the user sets none; --explain says why."""
     secret: bool = False
     """The value is masked wherever it is written. @FILE reads it from a file."""
     internal: bool = False
@@ -299,11 +299,11 @@ _WANTED: Mapping[str, str] = {
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:
-    """Converts one word of the command line to a value, or to one element of a list. Raises `ConfigError`."""
+    """Converts one argument of the command line to a value, or to one element of a list. Raises `ConfigError`."""
     if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
-        raise ConfigError(f"{where} is {shown(flag, text)}, which holds a character of code 0; remove it")
+        raise ConfigError(f"{where} is {shown(flag, text)}, which contains a character of code 0; remove it")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     if flag.secret and flag.dest.endswith(_KEY):
@@ -340,7 +340,7 @@ def _read_secret(name: str, *, where: str) -> str:
         text = read_small(Path(name).expanduser(), MOST_SECRET_BYTES).decode().strip()
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; give the file of the secret") from None
+        raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; name the file of the secret") from None
     if not text:
         raise ConfigError(f"{where} is @{name}, an empty file; write the secret into it")
     return text
@@ -369,7 +369,7 @@ def coerce(flag: Flag, value: Any, *, where: str) -> Any:
     """Converts a YAML value, with the same checks as on the command line. Raises `ConfigError`."""
     if value is None:
         if not flag.optional:
-            raise ConfigError(f"{where} is null, but must be {_WANTED[flag.kind]}; give a value or leave it out")
+            raise ConfigError(f"{where} is null, but must be {_WANTED[flag.kind]}; set a value or leave it out")
         return None
     if flag.kind == "bool":
         if not isinstance(value, bool):

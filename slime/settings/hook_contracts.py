@@ -35,7 +35,7 @@ class HookContract:
     mode: Literal["sync", "async", "either"] = "sync"
     is_class: bool = False
     methods: tuple[str, ...] = ()
-    """Methods that the class must have."""
+    """Methods that the class must define."""
 
     @property
     def shape(self) -> str:
@@ -48,7 +48,7 @@ class HookContract:
         return f"{how}({parts})"
 
     def refused(self, wrong: str) -> HookError:
-        """Returns the error for a hook that breaks the contract. `wrong` is its path and what is wrong with it."""
+        """Returns the error for a hook that breaks the contract. `wrong`: the hook's path and the problem."""
         return HookError(f"--{self.flag.replace('_', '-')} {wrong}; write {self.shape}")
 
 
@@ -190,13 +190,13 @@ def _check_class(hook: Any, path: str, contract: HookContract) -> None:
         raise contract.refused(f"{path} is a function")
     missing = [m for m in contract.methods if not callable(getattr(hook, m, None))]
     if missing:
-        raise contract.refused(f"{path} lacks {', '.join(missing)}")
+        raise contract.refused(f"{path} does not define {', '.join(missing)}")
 
 
 def _check_signature(hook: Any, path: str, contract: HookContract) -> None:
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # some builtins have no signature; a wrong call fails when it is made
+    except ValueError:  # some builtins have no signature; a wrong call fails later
         return
     accepted = [name for name in contract.optional_keywords if accepts_keyword(hook, name)]
     try:

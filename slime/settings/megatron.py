@@ -1,10 +1,10 @@
-"""Which of Megatron's settings act in this trainer and under which conditions, and which ones slime fixes or defaults.
+"""Megatron's settings: which ones have an effect in this trainer, under which conditions, and which ones slime fixes.
 
 The trainer builds Megatron's configuration objects from all settings, but uses only some of Megatron's modules. slime
-has its own norm, core attention, latent attention, expert routing, log-probs and outer loop, and uses nothing of
+has its own norm, core attention, latent attention, expert routing, log-probs and outer loop, and does not use
 Transformer Engine. So `need_of` applies one rule: a flag acts only if it is in `ACTING`, or if it is in `CONDITIONS`
-and its condition holds. Any other given flag is listed at start. A flag that asks for a different model, optimizer or
-layout is refused instead (`FIXED`, `UNSUPPORTED`).
+and its condition holds. Any other given flag is listed at start. A flag for a different model, optimizer or layout is
+refused instead (`FIXED`, `UNSUPPORTED`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ACTING = frozenset(
 _LISTED_THOUGH_FIXED = ("moe_enable_deepep", "transformer_impl")
 """Fixed settings that do not change what the trainer computes, so other values are listed instead of refused."""
 
-_UNUSED = "a part of Megatron that this trainer does not use"
+_UNUSED = "a feature of Megatron that this trainer does not use"
 
 _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
-    "Transformer Engine, which the trainer runs without": (
+    "Transformer Engine, which the trainer does not use": (
         *("attention_backend", "cpu_offloading_", "cross_entropy_fusion_impl", "tp_comm_", "transformer_impl"),
     ),
-    "fp8 or fp4 training, which this release does not do": ("fp4_", "fp8_"),
+    "fp8 or fp4 training, which this release does not support": ("fp4_", "fp8_"),
     "Megatron's own attention; slime's computes its softmax in float32": ("attention_softmax_in_fp32",),
     "Megatron's own latent attention; slime's reads these from the checkpoint's config.json": (
         *("beta_", "mscale", "original_max_position_embeddings", "rope_type", "rotary_scaling_factor"),
@@ -47,13 +47,13 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "inference by Megatron; SGLang samples": ("flash_decode", "inference_"),
     "random initial weights; slime's come from the checkpoint": ("embedding_init_", "init_method_std", "init_model_"),
     "an optimizer other than Adam": ("muon_", "sgd_"),
-    "DeepEP, which the trainer runs without; tokens reach their experts by all-to-all": (
+    "DeepEP, which the trainer does not use; tokens reach their experts by all-to-all": (
         *("moe_deepep_", "moe_enable_deepep", "moe_flex_", "moe_hybridep_"),
     ),
     "which changes nothing: --optimizer-cpu-offload always pins and overlaps its copies": (
         *("overlap_cpu_optimizer_", "pin_cpu_", "use_torch_optimizer_for_cpu_offload"),
     ),
-    "which changes nothing: slime always multiplies and orders the rows of experts by its own kernels": (
+    "which changes nothing: slime always multiplies and orders the rows of experts with its own kernels": (
         *("moe_grouped_gemm", "moe_permute_fusion", "moe_use_legacy_grouped_gemm"),
     ),
     "which changes nothing: interleaved pipeline stages always overlap their exchanges, others never": (
@@ -61,7 +61,7 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "rows of one length; slime packs samples of any length": ("seq_length",),
 }
-"""A part of Megatron that the trainer does not use -> prefixes of the flags that only this part would read.
+"""A feature of Megatron that the trainer does not use -> prefixes of the flags that only this feature would read.
 
 Other unused flags get the general text `_UNUSED`.
 """
@@ -89,7 +89,7 @@ def _warms_up(s: Any) -> bool:
 
 
 def _recomputes_modules(s: Any) -> bool:
-    """Includes `moe_layer_recompute`, Megatron's older name for selective recompute of experts."""
+    """`moe_layer_recompute` is Megatron's older name for selective recompute of experts."""
     return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
 
 
@@ -113,7 +113,7 @@ _CONDITIONAL: Mapping[Need, str] = {
     ),
     Need(
         lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
-        "an MoE checkpoint; the value flex also needs DeepEP, which the trainer runs without: tokens go by all-to-all",
+        "an MoE checkpoint; the value flex also needs DeepEP, which the trainer does not use: tokens go by all-to-all",
     ): "moe_token_dispatcher_type",
     Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"): (
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
@@ -192,8 +192,8 @@ def need_of(name: str) -> Need | None:
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
     "optimizer": ("adam", "the distributed optimizer supports adam"),
-    "grad_reduce_in_fp32": (True, "sums of many micro-batches lose bits in bf16"),
-    "average_in_collective": (False, "losses already carry the denominators of the whole step"),
+    "grad_reduce_in_fp32": (True, "sums of many micro-batches lose precision in bf16"),
+    "average_in_collective": (False, "losses already contain the denominators of the whole step"),
     "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "attention_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "transformer_impl": ("local", "runs without Transformer Engine, on CPU and GPU alike"),
@@ -201,14 +201,14 @@ FIXED: dict[str, tuple[Any, str]] = {
     "masked_softmax_fusion": (False, "slime has its own packed attention"),
     "apply_rope_fusion": (False, "needs Transformer Engine"),
     "persist_layer_norm": (False, "slime has its own norm"),
-    "bias_activation_fusion": (False, "needs a GPU kernel that Megatron's local layers lack"),
+    "bias_activation_fusion": (False, "needs a GPU kernel that Megatron's local layers do not have"),
     "bias_dropout_fusion": (False, "there is no dropout"),
     "perform_initialization": (False, "weights come from the checkpoint"),
     "use_cpu_initialization": (False, "weights come from the checkpoint"),
     "overlap_param_gather": (False, "the weight sync reads weights between steps"),
     "overlap_param_gather_with_optimizer_step": (False, "the weight sync reads weights between steps"),
     "align_param_gather": (False, "there are no overlapped gathers"),
-    "expert_tensor_parallel_size": (1, "each expert is whole on its ranks"),
+    "expert_tensor_parallel_size": (1, "experts are not split over ranks"),
     "variable_seq_lengths": (False, "set by the trainer for pipeline stages"),
     "num_distributed_optimizer_instances": (1, "checkpoints hold one shard per data-parallel rank"),
     "check_for_nan_in_grad": (False, "the trainer checks every gradient itself, on all ranks at once"),
@@ -218,7 +218,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_param_gather": (False, "weights are not fp8"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
     "keep_fp8_transpose_cache": (False, "weights are not fp8"),
-    "moe_router_fusion": (False, "needs GPU kernels that Megatron's local layers lack"),
+    "moe_router_fusion": (False, "needs GPU kernels that Megatron's local layers do not have"),
     "moe_shared_expert_overlap": (False, "needs Transformer Engine"),
     "moe_enable_deepep": (False, "needs DeepEP"),
     **dict.fromkeys(
@@ -228,26 +228,26 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_aux_loss_coeff": (0.0, "it would make a token's gradient depend on the other tokens of its micro-batch"),
     "moe_router_load_balancing_type": ("none", "there is no load-balancing loss"),
     "moe_router_bias_update_rate": (0.0, "the bias comes from the checkpoint, as in the engines"),
-    "moe_router_force_load_balancing": (False, "it routes at random"),
+    "moe_router_force_load_balancing": (False, "it routes randomly"),
     "moe_enable_routing_replay": (
         False,
         "slime's router replays by --use-routing-replay and --use-rollout-routing-replay",
     ),
     "moe_router_topk_limited_devices": (None, "expert groups come from the checkpoint"),
-    "moe_apply_probs_on_input": (False, "no supported family does"),
+    "moe_apply_probs_on_input": (False, "no supported family does this"),
     "moe_latent_size": (None, "no supported family has it"),
     "moe_pad_expert_input_to_capacity": (False, "experts have no capacity; no token is dropped"),
     "overlap_moe_expert_parallel_comm": (False, "the trainer runs Megatron's plain and interleaved schedules"),
     "hybrid_context_parallel": (False, "the trainer splits every row over all context-parallel ranks"),
-    "defer_embedding_wgrad_compute": (False, "slime computes the log-probs and needs this gradient at once"),
+    "defer_embedding_wgrad_compute": (False, "slime computes the log-probs and needs this gradient immediately"),
     "softmax_type": ("vanilla", "no supported family has attention sinks"),
     "softmax_scale": (None, "attention is scaled as in the checkpoint and in the engines"),
-    "window_size": (None, "no supported family slides a window"),
-    "window_attn_skip_freq": (None, "no supported family slides a window"),
+    "window_size": (None, "no supported family uses a sliding window"),
+    "window_attn_skip_freq": (None, "no supported family uses a sliding window"),
     "no_rope_freq": (None, "every layer of a supported family has its own rotary embedding, or none"),
     "mrope_section": (None, "text has one position per token"),
     "qk_l2_norm": (False, "norms of queries and keys come from the checkpoint"),
-    "qk_clip": (False, "nothing clips queries and keys after a step"),
+    "qk_clip": (False, "the trainer does not clip queries and keys after a step"),
     "apply_query_key_layer_scaling": (False, "attention is scaled as in the checkpoint and in the engines"),
     "apply_residual_connection_post_layernorm": (False, "all supported families are pre-norm"),
     "activation_func_clamp_value": (None, "the activation comes from the checkpoint"),
@@ -273,11 +273,11 @@ FIXED: dict[str, tuple[Any, str]] = {
 """Settings that the trainer fixes; the trainer reads the values here. A flag with a different value is refused."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "main_grads_dtype": ("float32", "sums of many micro-batches lose bits in bf16"),
+    "main_grads_dtype": ("float32", "sums of many micro-batches lose precision in bf16"),
     **dict.fromkeys(("fp8", "fp4"), (None, "this release does not train it")),
     "cpu_offloading": (False, "needs Transformer Engine"),
 }
-"""Like `FIXED`, but for settings that the trainer leaves at Megatron's default."""
+"""The same as `FIXED`, for settings that the trainer leaves at Megatron's default."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "lr": (1e-6, "a usual RL learning rate for a pretrained model"),
@@ -286,7 +286,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
     "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
     "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
-    "mtp_loss_scaling_factor": (0.2, "what RL scripts that omit it expect"),
+    "mtp_loss_scaling_factor": (0.2, "RL scripts that omit the flag expect this value"),
     "gradient_accumulation_fusion": (True, "a GPU adds weight gradients in float32 inside the product; no Apex"),
     **FIXED,
 }

@@ -1,7 +1,7 @@
 """Flags of the public slime that have a different meaning here, and advice for flags of other programs.
 
 `slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
-flag that is in no table should mean the same in both.
+flag that is in no table means the same in both.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ DIFFERENT: Mapping[str, str] = {
     "`--eval-prompt-data` without `--eval-interval`": "listed as without effect",
     "`--eval-prompt-data` under `--loss-type sft_loss`": "the held-out loss",
     "`--custom-config-path` with keys that name no setting": (
-        "your own settings, available as `args.name` if the run has a function of your own; the start lists them"
+        "your own settings, available as `args.name` if the run has one of your functions; the run lists them when it "
+        "starts"
     ),
     "`--megatron-config-path`": (
         "settings of one role; shared settings, such as parallel sizes, are refused if they differ from the run's. The "
@@ -70,7 +71,7 @@ DIFFERENT: Mapping[str, str] = {
     ),
     "`--log-probs-chunk-size`": "the default is 1024",
     "`--rollout-health-check-interval`": "the default is 5 s, not 30; processes are also checked every second",
-    "`--use-fault-tolerance`": "on by default; with `--no-use-fault-tolerance`, the run ends when an engine ends",
+    "`--use-fault-tolerance`": "on by default; with `--no-use-fault-tolerance`, the run fails when an engine exits",
     "`--check-weight-update-equal`": "always on: every weight sync is verified, and the `--no-` form is refused",
     "`--use-tis` with `--fully-async`": (
         "on by default for the policy loss, unless `--use-rollout-logprobs`, `--rejection-level` or a list of "
@@ -104,14 +105,14 @@ DIFFERENT: Mapping[str, str] = {
     "`--sglang-router-ip`, `--sglang-router-port`": "the router must require a key, `--router-api-key`",
     "`--rollout-external-engine-addrs`": (
         "the run contacts engines when it starts, not while it parses flags. Engines need a few flags "
-        "([topologies.md](topologies.md#engines-that-run-already)), and may end, come back, join and leave"
+        "([topologies.md](topologies.md#engines-that-run-already)), and may exit, come back, join and leave"
     ),
 }
 """Flags as written in a script -> what they do here, and why. In the order of docs/migration.md."""
 
 _INSTEAD_OF_REFUSED = {
-    "use --model-family, a family of your own: a model that only the trainer can build reaches no engine, checkpoint "
-    "or export": "custom-model-provider-path",
+    "use --model-family, your own family: a model that only the trainer can build has no engine, checkpoint or "
+    "export": "custom-model-provider-path",
     "leave out --prompt-data, with your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
     "use --load-debug-rollout-data, which replays rollouts without engines": "load-forge-rollout-data",
     "use --offload-train, which leaves the GPU to the engines": "release-train",
@@ -174,7 +175,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --kl-coef for a penalty inside the reward, or --use-kl-loss --kl-loss-coef for a term of the loss": (
         "kl-beta kl-penalty kl-loss-weight init-kl-coef beta"
     ),
-    "use --rollout-max-response-len, in tokens of each answer (--rollout-max-total-response-len: of all its turns)": (
+    "use --rollout-max-response-len, in tokens of each response (--rollout-max-total-response-len: of all its turns)": (
         "max-tokens max-new-tokens max-response-len max-response-length generate-max-len max-completion-length "
         "data.max_response_length"
     ),
@@ -182,7 +183,7 @@ _INSTEAD_OF_FOREIGN = {
         "max-prompt-len max-input-length prompt-max-len max-prompt-length data.max_prompt_length"
     ),
     "use --rollout-max-context-len for prompt and response together": "max-len max-seq-len max-model-len max-length",
-    "use --rm-type NAME for a built-in grader, or --custom-rm-path pkg.mod:fn for a function of your own": (
+    "use --rm-type NAME for a built-in grader, or --custom-rm-path pkg.mod:fn for your own function": (
         "reward reward-fn reward-function reward-path rm-path verifier reward-pretrain reward-funcs reward-model-path"
     ),
     "use --save DIR for checkpoints, --save-hf DIR for an export, --run-dir DIR for metrics and logs": (
@@ -238,7 +239,9 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: config.json has the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
     "drop it: the trainer has its own attention": "use-flash-attn use-mcore-models attn-implementation",
     "drop it: checkpoints have one format": "ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save",
-    "drop it: a checkpoint is loaded completely, or refused with the name of what is missing": ("dist-ckpt-strictness"),
+    "drop it: a checkpoint is loaded completely, or refused, with the name of the missing entry": (
+        "dist-ckpt-strictness"
+    ),
     "use --no-save-optim, which leaves both out": "no-save-rng",
     "use --freeze-params-name-list, with patterns of names": "freeze-all-layers",
     "use --virtual-pipeline-model-parallel-size, the stages of each rank": "num-layers-per-virtual-pipeline-stage",
@@ -247,7 +250,7 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: every step is logged": "log-interval timing-log-level log-throughput logging-steps",
     "use --recompute-granularity selective": "recompute-activations",
     "drop it: an evaluation covers its whole data set": "eval-iters",
-    "use --save DIR --save-interval N with --load DIR: a run that was ended resumes from its newest checkpoint": (
+    "use --save DIR --save-interval N with --load DIR: a run that was stopped resumes from its newest checkpoint": (
         "exit-duration-in-mins"
     ),
     "use --loss-type sft_loss": "sft",

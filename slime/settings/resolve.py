@@ -4,10 +4,11 @@ Invariants
 1. Each setting is computed when it is first read, and only then, so derivations need no order. Its origin is recorded
    at the same time.
 2. Settings that derive from each other in a circle raise an error that names the circle, instead of recursing.
-3. A setting without effect is listed when the run starts (refused with --strict). It is then resolved as if it had not
-   been given, so it has no effect wherever it is read.
+3. A setting without effect is listed when the run starts (refused with --strict). The setting is then resolved as if
+   the user had not set it, so it has no effect wherever it is read.
 4. The checkpoint defines the architecture. A flag that agrees with it, in any notation, is accepted. A flag that
-   contradicts it is refused, unless the flag does nothing in this kind of model: then it is listed as without effect.
+   contradicts it is refused, unless the flag does nothing in this kind of model. Then the flag is listed as without
+   effect.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from slime.settings.schema import architecture_of, contradictions, flags_of_owne
 class Resolver:
     """The settings of one run during resolution.
 
-    `s.name` is a setting of slime or of a registry entry, else Megatron's. `s.megatron["name"]` and
-    `s.sglang["name"]` are settings of the engines. A value is the given one, else the derived one, else the default;
-    a field's `adjust` may then replace it.
+    `s.name` is a setting of slime or of a registry entry, else Megatron's. `s.megatron["name"]` and `s.sglang["name"]`
+    are settings of the engines. A value is the given value, else the derived value, else the default; a field's
+    `adjust` may then replace the value.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Resolver:
     ) -> None:
         """Stores the inputs; computes nothing yet.
 
-        `given`: values by name, or by `owner.name` for engines. `origins`: where each value was given. `megatron`:
+        `given`: values by name, or by `owner.name` for engines. `origins`: where the user set each value. `megatron`:
         Megatron's defaults and their origins by name. `passed`: settings that slime computes for Megatron and SGLang.
         """
         self.components = components
@@ -134,7 +135,7 @@ class Resolver:
             return self._values[name]
         if name in self._underway:
             circle = " -> ".join((*self._underway[self._underway.index(name) :], name))
-            raise ConfigError(f"these settings derive from each other: {circle}; give one of them")
+            raise ConfigError(f"these settings derive from each other: {circle}; set one of them")
         self._underway.append(name)
         try:
             value = compute()
@@ -223,7 +224,7 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
 
 
 def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
-    """Like `own_settings_without_effect`, for Megatron's flags.
+    """Does the same as `own_settings_without_effect` for Megatron's flags.
 
     A flag with Megatron's or slime's default value requests nothing, so it is not reported.
     """
@@ -289,7 +290,7 @@ def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]
         problem = None if settings.was_given(name) else _problem_of(name, settings, components)
         if problem is not None and what_is_missing(name, settings, components) is None:
             reason = settings.origins[name].removeprefix("derived: ")
-            do = f"give --{name.replace('_', '-')}, or change what it is derived from"
+            do = f"set --{name.replace('_', '-')}, or change what it is derived from"
             yield f"{name} is {getattr(settings, name)} (derived from {reason}), {problem}; {do}"
 
 
@@ -302,7 +303,7 @@ def without_effect(args: Args) -> Iterator[str]:
     """Yields an error message about settings without effect if --strict is on."""
     if args.strict and args.idle:
         told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
-        yield f"--strict refuses settings without effect: {told}; drop each, or give what it needs"
+        yield f"--strict refuses settings without effect: {told}; drop them, or set what they need"
 
 
 ARCHITECTURE_NEEDS: Mapping[str, Need] = {
@@ -397,7 +398,7 @@ def resolve(
 ) -> Args:
     """Returns the settings of a run. Raises one `ConfigError` that lists all problems.
 
-    `given` and `origins` are the values and where each was given, by (owner, dest). `custom` holds the user's own
+    `given` and `origins` are the values and where the user set each, by (owner, dest). `custom` holds the user's own
     settings. `synchronous` selects the rules of train.py, otherwise those of train_async.py.
     """
     values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}

@@ -9,7 +9,7 @@ The file has a list under `megatron`, with at most one entry per role:
 
 For its role, an override replaces the command line's value. Values are parsed like flags. Each role is resolved and
 checked like a whole run; the critic's learning rate becomes its `lr`. Both roles share ranks, batches and model, so the
-file may repeat settings of these only with the run's values.
+file may repeat settings of ranks, batches and model only with the run's values.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Role:
 
     given: Given
     idle: Mapping[str, str]
-    """Setting -> its value and why it has no effect."""
+    """Setting -> value and why it has no effect."""
     shared: tuple[_Shared, ...] = ()
 
 
@@ -78,7 +78,7 @@ def resolve_roles(
 ) -> Args:
     """Returns the settings of a run, including the per-role settings of `--megatron-config-path`.
 
-    `given` and `origins` are the values and where each was given; `resolve` is `slime.settings.resolve.resolve`.
+    `given` and `origins` are the values and where the user set each; `resolve` is `slime.settings.resolve.resolve`.
     Raises `ConfigError`.
     """
     path = given.get(("slime", "megatron_config_path"))
@@ -95,7 +95,7 @@ def resolve_roles(
         try:
             return resolve(values, origins=where)
         except ConfigError as error:
-            raise ConfigError(f"with what {path} gives to role {role}: {error}") from None
+            raise ConfigError(f"with the values in {path} for role {role}: {error}") from None
 
     args = of("actor")
     refuse([line.otherwise for role in roles.values() for line in role.shared if not _repeats(line, args, given)])
@@ -138,14 +138,14 @@ def _repeats(line: _Shared, args: Args, given: Given) -> bool:
 
 
 def critic_args(args: Args) -> Args:
-    """Returns the run's settings with the critic's own values in place of the policy's."""
+    """Returns the run's settings with the critic's values instead of the policy's."""
     rate = float(args.critic_lr)
     own = Passthrough("megatron", {**args.megatron, **args.critic, "lr": rate})
     return args.replace(megatron=own).replace(min_lr=min(float(own["min_lr"]), rate))
 
 
 def _with_critic(args: Args, critic: Args, entry: _Role | None) -> tuple[Args, dict[str, str]]:
-    """Returns (the policy's settings with `Args.critic` filled in, the critic's own settings without effect)."""
+    """Returns (the policy's settings with `Args.critic` filled in, the critic's settings without effect)."""
     apart = [n for n in MAY_DIFFER if n != "lr" and critic.megatron.get(n) != args.megatron.get(n)]
     origins = {f"critic.{n}": critic.origins.get(f"megatron.{n}", "default") for n in apart}
     shared = ("critic_lr", "critic_load")
@@ -176,7 +176,7 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
         try:
             role, values = _entry(entry, where)
             if role in roles:
-                raise ConfigError(f"{where} is a second entry of role {role}; give one for each role")
+                raise ConfigError(f"{where} is a second entry of role {role}; write one entry for each role")
             roles[role] = _role(role, values, table, given, where=f"{where}.overrides")
         except ConfigError as error:
             problems.append(str(error))
@@ -188,13 +188,13 @@ def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the role and overrides of an entry. Raises `ConfigError` for a malformed entry."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         role = entry.get("role") if isinstance(entry, dict) else entry
-        raise ConfigError(f"{where} has the role {role!r}; give the role {' or '.join(_ROLES)}, and overrides")
+        raise ConfigError(f"{where} has the role {role!r}; write the role {' or '.join(_ROLES)}, and overrides")
     if unknown := [str(key) for key in entry if key not in _ENTRY]:
         raise ConfigError(f"{where} has the unknown keys {', '.join(unknown)}; known are {', '.join(_ENTRY)}")
     given = [key for key in ("overrides", "args") if key in entry]
     values = entry[given[0]] if given else {}
     if len(given) > 1 or not isinstance(values, dict):
-        raise ConfigError(f"{where} has {' and '.join(given)} {values!r}; give overrides as one mapping of names")
+        raise ConfigError(f"{where} has {' and '.join(given)} {values!r}; write overrides as one mapping of names")
     return str(entry["role"]), values
 
 
@@ -246,4 +246,4 @@ def _setting(
     shared = "ranks, which are split in one way" if any(w in dest for w in _LAYOUT) else "this setting"
     key, typed = setting_of(table, name, value, {}, where=where)
     wrong = f"{where} is {shown(found[0], typed)}, but the run has a different value, and roles share {shared}"
-    return _Shared(key, typed, f"{wrong}; give it as a flag")
+    return _Shared(key, typed, f"{wrong}; set it with a flag")

@@ -1,7 +1,7 @@
 """Rules that involve several groups of settings. The rules of a single group are in its file.
 
-They find combinations that cannot work in one or both loops, lengths beyond the model's context, and free keys that no
-code reads. They take microseconds: the only files they read are config.json and the first row of the data.
+The rules find combinations that cannot work in one or both loops, lengths beyond the model's context, and free keys
+that no code reads. They take microseconds, because they read only config.json and the first row of the data.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ _BOTH: tuple[Rule, ...] = (
     _bounds_are_possible,
     refuse_if(
         lambda s: s.pause_generation_mode == "in_place" and s.sglang["chunked_prefill_size"] != -1,
-        "--sglang-chunked-prefill-size does not work with --pause-generation-mode in_place: several weights could read "
-        "one prompt, and the sample's versions would not show it; drop it or use retract",
+        "--sglang-chunked-prefill-size does not work with --pause-generation-mode in_place: weights of several "
+        "versions could read one prompt, and the sample's versions would not show it; drop it or use retract",
     ),
     refuse_if(
         lambda s: s.fully_async and s.keep_old_actor,
-        "--keep-old-actor keeps one old policy, but with --fully-async several weights sample a batch; use --use-tis "
+        "--keep-old-actor keeps one old policy, but with --fully-async weights of several versions sample a batch; use "
+        "--use-tis "
         "or --use-rollout-logprobs",
     ),
 )
@@ -126,7 +127,7 @@ ASYNC_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: not s.fully_async and s.max_weight_staleness is not None,
         "--max-weight-staleness does not work with train_async.py, which takes a batch before the weights exist that "
-        "it will train; add --fully-async or use train.py",
+        "the batch will train; add --fully-async or use train.py",
     ),
 )
 """Rules of train_async.py."""
@@ -152,7 +153,7 @@ def free_keys_have_a_reader(args: Args) -> str | None:
 
 
 def engine_context(args: Args) -> int | None:
-    """Returns the most tokens of prompt plus response that an engine accepts.
+    """Returns the maximum number of tokens of prompt plus response that an engine accepts.
 
     Returns None if the limit is unknown, or if engines truncate longer requests.
     """
@@ -216,7 +217,7 @@ def _leaves_executions(s: Any) -> bool:
 
 
 def a_step_is_finite(settings: Any) -> str | None:
-    """The number of executions per step is bounded. Checked before other settings are derived from it."""
+    """The number of executions per step is bounded. Checked before other settings are derived from that number."""
     most = int(EXECUTIONS.le or 0)
     if _executions(settings) <= most:
         return None
@@ -259,7 +260,7 @@ def something_is_trained(args: Args) -> str | None:
         return None
     return (
         "--disable-compute-advantages-and-returns does not work with loss_type policy_loss: all advantages would be "
-        "zero and nothing would be trained; drop it, or give --use-kl-loss --kl-loss-coef or --entropy-coef"
+        "zero and nothing would be trained; drop it, or set --use-kl-loss --kl-loss-coef or --entropy-coef"
     )
 
 
@@ -274,7 +275,7 @@ def advantages_can_differ_from_zero(args: Args) -> str | None:
         return None
     return (
         "n_samples_per_prompt 1 does not work with rewards_normalization: a group's mean is the reward itself, so "
-        "every advantage is zero and nothing is trained; raise --n-samples-per-prompt, or give "
+        "every advantage is zero and nothing is trained; raise --n-samples-per-prompt, or set "
         "--disable-rewards-normalization"
     )
 
@@ -284,7 +285,7 @@ def rewards_are_defined(args: Args) -> str | None:
     learns = minimises_policy_loss(args) or args.rollout_function_path == DEFAULT_ROLLOUT
     needs = learns and not args.debug_train_only and args.num_rollout != 0 and args.opd_teacher_url is None
     if args.rm_type == "remote_rm" and not args.rm_url:
-        return "--rm-type remote_rm needs --rm-url; give the address of the grader"
+        return "--rm-type remote_rm needs --rm-url; set it to the address of the grader"
     if args.group_rm and not args.custom_rm_path:
         return "--group-rm needs --custom-rm-path: the built-in graders score one sample at a time"
     if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
@@ -293,7 +294,7 @@ def rewards_are_defined(args: Args) -> str | None:
         return None
     if first_row_names(args.prompt_data or "", "rm_type"):
         return None
-    return "nothing scores samples; give --rm-type or --custom-rm-path"
+    return "nothing scores samples; set --rm-type or --custom-rm-path"
 
 
 def prompts_exist(args: Args) -> str | None:
@@ -301,7 +302,7 @@ def prompts_exist(args: Args) -> str | None:
         return None
     if args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT) or not reads_prompt_data(args):
         return None
-    return "there are no prompts; give --prompt-data a .jsonl or .parquet file, or give --data-source-path"
+    return "there are no prompts; set --prompt-data a .jsonl or .parquet file, or set --data-source-path"
 
 
 def files_exist(args: Args) -> str | None:
@@ -349,8 +350,8 @@ def export_replaces_nothing_else(args: Args) -> str | None:
     for name, path in _in_use(args):
         if exports.fullmatch(os.path.realpath(path)):
             return (
-                f"save_hf {args.save_hf} is or holds {name} {path}: an export replaces its whole folder and would "
-                "delete that; give a separate folder"
+                f"save_hf {args.save_hf} is or contains {name} {path}: an export replaces its whole folder and would "
+                "delete that; use a separate folder"
             )
     return None
 
@@ -403,7 +404,7 @@ RULES: tuple[Rule, ...] = (
         _steps_contradict,
         lambda s: (
             f"global_batch_size {s.global_batch_size} contradicts num_steps_per_rollout {s.num_steps_per_rollout}: a "
-            f"rollout has {_executions(s)} executions; give only one of the two"
+            f"rollout has {_executions(s)} executions; set only one of the two"
         ),
     ),
     sampled_distribution_is_trained,
@@ -411,7 +412,7 @@ RULES: tuple[Rule, ...] = (
     advantages_can_differ_from_zero,
     refuse_if(
         lambda s: minimises_custom_loss(s) != bool(s.custom_loss_function_path),
-        "--loss-type custom_loss and --custom-loss-function-path need each other; give both or neither",
+        "--loss-type custom_loss and --custom-loss-function-path need each other; set both or neither",
     ),
     rewards_are_defined,
     prompts_exist,

@@ -1,6 +1,7 @@
-"""Loads the flags of Megatron, SGLang and the router from JSON files, and asks `slime.models` about a checkpoint.
+"""Loads the flags of Megatron, SGLang and the router from JSON files, and gets facts about a checkpoint from
+`slime.models`.
 
-`slime.cli.schemas` writes the JSON files, so this module imports no engine and a command line is parsed at once. This
+`slime.cli.schemas` writes the JSON files, so this module imports no engine and a command line is parsed quickly. This
 package may not import `slime.models` directly, so this module loads it by its import path.
 """
 
@@ -24,7 +25,7 @@ PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
 
 _DTYPE = "use --bf16, --fp16 or --no-bf16."
 _PORTS = "ports are allocated per run."
-_HOSTS = "an engine spans the hosts that placement gives it."
+_HOSTS = "placement chooses the hosts of an engine."
 _PLACEMENT = "placement decides it."
 _JOIN = "workers join after their first verified weight sync."
 _PAIRS = "use --prefill-num-servers, or worker_type in --sglang-config."
@@ -47,7 +48,7 @@ OWNED: dict[str, dict[str, str]] = {
         "random_seed": "use --rollout-seed.",
         "weight_version": "the weight sync counts versions.",
         "skip_server_warmup": "an engine serves only after its first verified weight sync.",
-        "skip_tokenizer_init": "slime sends and receives token ids already.",
+        "skip_tokenizer_init": "slime already sends and receives token ids.",
         "enable_memory_saver": "use --offload-rollout.",
         "use_ray": "slime places the engines.",
         "disaggregation_mode": _PAIRS,
@@ -60,7 +61,7 @@ OWNED: dict[str, dict[str, str]] = {
         "pd_disaggregation": _PAIRS,
     },
 }
-"""Settings that slime sets itself -> what to use instead. Giving one is an error."""
+"""Settings that slime sets itself -> what to use instead. Setting one is an error."""
 
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "oracle_password", "control_plane_api_keys")
 
@@ -165,7 +166,7 @@ def model_type_of(hf_checkpoint: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
-    """Reads `model_type`. The result is cached until the file's time or size changes."""
+    """Reads `model_type`. Caches the result until the file's time or size changes."""
     model_type = read_hf_config(str(Path(path).parent)).get("model_type")
     return None if model_type is None else str(model_type)
 
@@ -176,8 +177,8 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
             out.append(
-                f"{_spellings(name)} {value} contradicts the checkpoint's config.json, which gives "
-                f"{architecture[name]} to the engines too; drop the flag"
+                f"{_spellings(name)} {value} contradicts the checkpoint's config.json, which says {architecture[name]} "
+                "and which the engines use, too; drop the flag"
             )
     return out
 

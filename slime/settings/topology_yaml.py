@@ -37,7 +37,7 @@ _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _OF_ALL = {
     "api_key": "requests carry one key for all engines; use --sglang-api-key",
     "admin_api_key": "weight syncs carry one key for all engines; use --sglang-admin-api-key",
-    "dtype": "weights travel in the dtype of the run; use --sglang-dtype",
+    "dtype": "weights are sent in the dtype of the run; use --sglang-dtype",
 }
 """ServerArgs that a group cannot override -> why, and what to use instead."""
 
@@ -47,7 +47,7 @@ def topology_of(args: Args) -> Topology:
     if args.debug_train_only:
         return Topology(())
     path = str(args.hf_checkpoint)
-    if args.rollout_external_engine_addrs:  # their sizes are not known until they are asked
+    if args.rollout_external_engine_addrs:  # their sizes are not known until they respond
         return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
         return read_topology(
@@ -82,7 +82,7 @@ def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, tr
 
 @lru_cache(maxsize=16)
 def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """`read_topology` for the content of the file, cached."""
+    """Does the same as `read_topology` for the content of the file, cached."""
     entries = _entries(text, file)
     models = tuple(
         _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
@@ -104,7 +104,9 @@ def first_path(file: str) -> str:
     entries = _entries(read_text(file, _FLAG, "YAML file"), file)
     paths = [entry["model_path"] for entry in entries if isinstance(entry, Mapping) and entry.get("model_path")]
     if not paths:
-        raise ConfigError(f"{file} has no model_path, so nothing says what is served; give one, or --hf-checkpoint DIR")
+        raise ConfigError(
+            f"{file} has no model_path, so the served model is unknown; add one, or set --hf-checkpoint DIR"
+        )
     return str(paths[0])
 
 
@@ -112,7 +114,7 @@ def _entries(text: str, file: str) -> list[Any]:
     """Returns the list of models in a file, as parsed YAML."""
     top = _known(parse_yaml(text, f"{_FLAG} {file}"), {"sglang"}, f"{file}").get("sglang")
     if not isinstance(top, list) or not top:
-        raise ConfigError(f"{file} has no list of models under `sglang`; give entries with name and server_groups")
+        raise ConfigError(f"{file} has no list of models under `sglang`; add entries with name and server_groups")
     return top
 
 
@@ -120,7 +122,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     fields = _known(entry, _MODEL_KEYS, where)
     name = _typed(fields, "name", str, where)
     if not name:
-        raise ConfigError(f"{where} has no name; give one, because requests name the model")
+        raise ConfigError(f"{where} has no name; add one, because requests name the model")
     where = f"{where} ({name})"
     path = _typed(fields, "model_path", str, where) or hf_checkpoint
     same = path.rstrip("/") == hf_checkpoint.rstrip("/")
@@ -132,10 +134,10 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
             "trainer has no weights for it; drop one of the two"
         )
     if "server_groups" in fields and "engine_groups" in fields:
-        raise ConfigError(f"{where} has server_groups and engine_groups, which mean the same; give one")
+        raise ConfigError(f"{where} has server_groups and engine_groups, which mean the same; keep one")
     groups = fields.get("server_groups", fields.get("engine_groups"))
     if not isinstance(groups, list) or not groups:
-        raise ConfigError(f"{where} has no server_groups; give a list of entries with num_gpus")
+        raise ConfigError(f"{where} has no server_groups; add a list of entries with num_gpus")
     width = _positive(fields, "num_gpus_per_engine", where) or width
     made = tuple(_group(group, f"{where}.server_groups[{i}]", width) for i, group in enumerate(groups))
     model = ServedModel(name, path, made, trained=same if update is None else update)
@@ -156,7 +158,7 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
         )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
-        raise ConfigError(f"{where} has no num_gpus; give the number of GPUs of all engines of the group together")
+        raise ConfigError(f"{where} has no num_gpus; set it to the total number of GPUs of all engines of the group")
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
         raise ConfigError(f"{where}: num_gpus {num_gpus} is not a multiple of num_gpus_per_engine {each}; change one")
@@ -168,7 +170,7 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
     from slime.settings.schema import OWNED, flags_of_owner
 
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} is {given!r}, which is not a mapping; give ServerArgs by name")
+        raise ConfigError(f"{where} is {given!r}, which is not a mapping; write ServerArgs by name")
     flags: dict[str, Flag] = {flag.dest: flag for flag in flags_of_owner("sglang")}
     out = {}
     for key, value in given.items():
@@ -246,7 +248,7 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
     if dp_size > 1 and not sglang.get("enable_dp_attention"):
         raise ConfigError(
             f"sglang_dp_size {dp_size} needs --sglang-enable-dp-attention, because each copy of a model is a separate "
-            "engine; drop it, and give more GPUs for more engines"
+            "engine; drop it, and use more GPUs for more engines"
         )
     tp_size, dense = num_gpus // pp_size, sglang.get("moe_dense_tp_size")
     if dense not in (None, 1, tp_size):
@@ -316,7 +318,7 @@ def _stages(given: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in given.split(","))
     except ValueError:
         raise ConfigError(
-            f"{STAGES_ENV} in the environment is {given!r}; give the layers of each pipeline stage, as in 14,14"
+            f"{STAGES_ENV} in the environment is {given!r}; list the layers of each pipeline stage, as in 14,14"
         ) from None
 
 
@@ -333,7 +335,7 @@ def address_file(given: Sequence[str]) -> Path | None:
     if len(given) > 1:
         raise ConfigError(
             f"--rollout-external-engine-addrs {' '.join(given)} names a file and addresses, but a file is the whole "
-            "list; give either one file or addresses"
+            "list; use either one file or addresses"
         )
     return Path(files[0].removeprefix(FILE_MARK))
 
@@ -366,6 +368,6 @@ def _distinct(words: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if url in found:
-            raise ConfigError(f"{where}: the address {word} is given twice; drop one of them")
+            raise ConfigError(f"{where}: the address {word} occurs twice; drop one of them")
         found.append(url)
     return tuple(found)

@@ -101,9 +101,7 @@ class CriticEstimator(AdvantageEstimator):
     """Range of a value's change per update (PPO)."""
 
     def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns Returns (loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), both zero where
-        masked.
-        """
+        """Returns (loss [R], differentiable in `values`; 1.0 where the clip took effect [R]), zero where masked."""
         from slime.algorithms.token_losses import value_loss
 
         return value_loss(values, old_values, returns, mask, value_clip=self.value_clip)

@@ -31,9 +31,7 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 def discounted_returns(
     token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
-    """Returns R_t = r_t + gamma * R_{t+1} over the tokens of one sample [R]. Values at masked positions are not
-    trained.
-    """
+    """Returns R_t = r_t + gamma * R_{t+1} over a sample's tokens [R]. Values at masked positions are not trained."""
     trained = np.asarray(mask) > 0
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
     if observations == "through":

@@ -86,8 +86,7 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(Aggregation):
-    """m / (tokens of its execution * N): the token mean of each execution, averaged over executions (GRPO,
-    arXiv:2402.03300).
+    """m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
 
     Every execution has the same weight. Its mean is over the tokens of all its samples.
     """

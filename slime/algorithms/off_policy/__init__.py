@@ -63,9 +63,7 @@ class Correction(ABC):
     asked_by: ClassVar[str] = ""
     """The name of the setting behind `switch`. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
-    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections applies its entries in
-    the given order.
-    """
+    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections has its own order."""
     needs_rollout_log_probs: ClassVar[bool] = True
     """Whether trained tokens need the engine's log-probs."""
 

@@ -213,9 +213,7 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """Returns exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked values are
-    ignored.
-    """
+    """Returns exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked: ignored."""
     import torch
 
     log_ratio, limited = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)

@@ -46,8 +46,7 @@ class RunSummary:
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
         """The mismatches of fresh responses, if logged. In an asynchronous run, other batches were sampled by older
-        weights.
-        """
+        weights."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property

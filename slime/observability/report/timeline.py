@@ -116,8 +116,7 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
     """Returns the rows of a step. Processes are ordered by their first span, and so are the names within a process.
-    `spans` must be sorted by start.
-    """
+    `spans` must be sorted by start."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):

@@ -66,7 +66,7 @@ class AlgorithmSettings:
 
     advantage_estimator: str = opt("grpo", chosen_from=ESTIMATORS, needs=ADVANTAGES)
     """How rewards become advantages. A group is the samples of one prompt id. gspo, cispo and sapo are grpo with the
-    policy loss of that name; ppo trains a critic. Or the import path of your own."""
+    policy loss of that name; ppo trains a critic. Or the import path of your own estimator."""
     policy_loss: str = derived(
         lambda s: estimator_of(s).default_policy_loss,
         lambda s: f"advantage_estimator {s.advantage_estimator}",
@@ -118,18 +118,18 @@ class AlgorithmSettings:
     )
     """Whiten advantages over all trained tokens of the rollout. Default: on for both reinforce_plus_plus estimators."""
     ref_load: str | None = derived(_reference, "a KL needs a reference: the initial weights", needs=_READS_IT)
-    """Hugging Face folder of the reference model. The trainer also starts from this model, unless --load gives other
+    """Hugging Face folder of the reference model. The trainer also starts from this model, unless --load has other
     weights. Default with a KL: the initial weights."""
 
 
 RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.kl_coef and s.kl_loss_coef,
-        "kl_coef {s.kl_coef} and kl_loss_coef {s.kl_loss_coef} would apply the KL twice; give one of them",
+        "kl_coef {s.kl_coef} and kl_loss_coef {s.kl_loss_coef} would apply the KL twice; set only one of them",
     ),
     refuse_if(
         lambda s: s.calculate_per_token_loss and s.loss_aggregation != "token_mean",
-        "--calculate-per-token-loss contradicts --loss-aggregation {s.loss_aggregation}; give one of them",
+        "--calculate-per-token-loss contradicts --loss-aggregation {s.loss_aggregation}; set only one of them",
     ),
 )
 
@@ -188,7 +188,7 @@ def distillation_has_a_teacher(args: Args) -> str | None:
     if not args.use_opd:
         return None
     if args.opd_type is None:
-        return "--use-opd needs --opd-type; give sglang (log-probs come with the samples) or megatron"
+        return "--use-opd needs --opd-type; set it to sglang (log-probs come with the samples) or megatron"
     if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
         return (
             f"opd_type {args.opd_type} does not fit opd_teacher_load {args.opd_teacher_load}: megatron needs the "
@@ -197,7 +197,7 @@ def distillation_has_a_teacher(args: Args) -> str | None:
     if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
         return (
             f"opd_teacher_url does not work with opd_type {args.opd_type} and rollout_temperature "
-            f"{args.rollout_temperature}: give opd_type sglang and, because servers score tokens at temperature 1, "
+            f"{args.rollout_temperature}: set opd_type sglang and, because servers score tokens at temperature 1, "
             "rollout_temperature 1"
         )
     return None
@@ -257,12 +257,12 @@ class OffPolicySettings:
     """Weights and masks of the loss, based on the ratio w = p(trainer, before the update) / p(engine)."""
 
     use_rollout_logprobs: bool = opt(False, needs=ENGINE_LOG_PROBS)
-    """Use the engine's log-probs as old policy, in place of a forward pass of the trainer."""
+    """Use the engine's log-probs as old log-probs, instead of a forward pass of the trainer."""
     off_policy_corrections: tuple[str, ...] = derived(
         asked_for, "the switches", chosen_from=CORRECTIONS, needs=_CORRECTED
     )
-    """Corrections of the tokens' policy loss, applied in this order: names, or import paths of your own. Default: those
-    of --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm."""
+    """Corrections of the tokens' policy loss, applied in this order: names, or your import paths. Default: those of
+    --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm."""
     use_tis: bool = derived(_uses_tis, _why_tis, default=False, needs=POLICY_TERM)
     """Multiply the policy loss by the importance weight w."""
     rejection_level: Level | None = opt(None, needs=POLICY_TERM)
@@ -359,13 +359,13 @@ def engines_record(args: Args) -> str | None:
     if args.use_rollout_routing_replay and args.sglang.get(RECORD) is False:
         return f"--use-rollout-routing-replay contradicts --no-sglang-{RECORD.replace('_', '-')}; drop one of them"
     lost = {
-        "enable_hierarchical_cache": "keys and values lose their record on the way through host memory",
+        "enable_hierarchical_cache": "keys and values lose their recorded experts on the way through host memory",
         "enable_two_batch_overlap": "both halves of a batch would be recorded in the same place",
     }
     if args.sglang.get(RECORD) and int(args.sglang.get("pp_size") or 1) > 1:
         return (
             f"sglang_pp_size {args.sglang['pp_size']} does not work with the recording of routed experts: each stage "
-            "records only its own layers, and only one stage answers; leave it out"
+            "records only its own layers, and only one stage responds; leave it out"
         )
     for name, why in lost.items():
         if args.sglang.get(RECORD) and args.sglang.get(name):
@@ -381,8 +381,8 @@ def a_layer_runs_again_with_its_row(args: Args) -> str | None:
     selective = m["recompute_granularity"] == "selective" and "moe" in (m["recompute_modules"] or ())
     if selective or m["moe_layer_recompute"]:
         return (
-            f"{flag} does not work with selective recompute of experts, which lacks the row whose choices it needs; "
-            "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+            f"{flag} does not work with selective recompute of experts, which does not know the row whose choices it "
+            "needs; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         )
     if m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none":
         return (

@@ -93,8 +93,7 @@ class ClusterSettings:
     )
     """Where training and inference compute. auto: cuda if this machine has an NVIDIA device, else cpu."""
     run_id: str = internal(lambda s: new_run_id(), "time and a random number")
-    """Id of this start of the run; part of the names of its processes, temporary files and, without --run-dir, its
-    folder."""
+    """Id of this launch; part of the names of its processes, temporary files and, without --run-dir, its folder."""
     run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
     """Folder of this run: resolved settings, metrics, logs, report. Default: runs/<run id>."""
     ray_address: str | None = derived(
@@ -106,7 +105,7 @@ class ClusterSettings:
     the value local, the run starts a cluster on this host."""
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
     """Names of environment variables that all processes of the run get from the driver, in addition to those of NCCL,
-    gloo, SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everybody with access to the cluster."""
+    gloo, SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everyone with access to the cluster."""
     actor_num_nodes: int = opt(1, within=COUNT)
     """Number of training hosts; more than one needs a Ray cluster with several hosts."""
     actor_num_gpus_per_node: int = opt(1, within=COUNT)
@@ -115,7 +114,7 @@ class ClusterSettings:
     """Maximum number of GPUs (on a CPU: slots) that the run uses on one host. Default: all free GPUs."""
     rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
     """Inference GPUs in total. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
-    engine. With --colocate, GPUs beyond the training GPUs belong to engines alone."""
+    engine. With --colocate, GPUs beyond the training GPUs are used only by engines."""
     rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT)
     """GPUs of one SGLang engine: tensor-parallel ranks times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
@@ -123,9 +122,9 @@ class ClusterSettings:
     offload: bool = opt(False, needs=_SHARED)
     """Same as --offload-train --offload-rollout."""
     offload_train: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
-    """Training leaves the GPU while inference runs. Default: on under --colocate on cuda."""
+    """Training releases the GPU while inference runs. Default: on under --colocate on cuda."""
     offload_rollout: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
-    """Inference leaves the GPU while training runs. Default: on under --colocate on cuda."""
+    """Inference releases the GPU while training runs. Default: on under --colocate on cuda."""
     train_env_vars: dict[str, str] = opt({})
     """Extra environment variables of the training processes, as a JSON object."""
     distributed_timeout_minutes: int = opt(10, ge=1, le=43_200)
@@ -142,7 +141,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def ray_address_in_words(args: Args) -> str:
-    """Returns the address with the place where it was given, for messages."""
+    """Returns the address with the place where the user set it, for messages."""
     given = args.was_given("ray_address")
     return f"ray_address {args.ray_address}" if given else f"RAY_ADDRESS={args.ray_address} in the environment"
 
@@ -154,13 +153,13 @@ def ray_address_is_one(args: Args) -> str | None:
     said = ray_address_in_words(args)
     if address.startswith("ray://"):
         return (
-            f"{said} is an address of Ray Client, which would start the driver elsewhere; give the HOST:PORT that `ray "
+            f"{said} is an address of Ray Client, which would start the driver elsewhere; use the HOST:PORT that `ray "
             "start --head` printed (6379 unless you chose another), on a host of the cluster"
         )
     try:
         split_address(address)
     except ValueError:
-        return f"{said} is not HOST:PORT; give the address that `ray start --head` printed, or local"
+        return f"{said} is not HOST:PORT; use the address that `ray start --head` printed, or local"
     return None
 
 
@@ -190,7 +189,7 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.actor_num_nodes > 1 and s.ray_address is None,
         "actor_num_nodes {s.actor_num_nodes} needs a Ray cluster of several hosts, but the run would start Ray only on "
-        "this host; give --ray-address HOST:PORT, or use --actor-num-gpus-per-node",
+        "this host; set --ray-address HOST:PORT, or use --actor-num-gpus-per-node",
     ),
 )
 
@@ -200,16 +199,16 @@ class FleetSettings:
     """How engines are watched, and how the run reacts to failures."""
 
     use_fault_tolerance: bool = True
-    """Restart an engine that ends, hangs or fails a weight sync. The engine gets the current weights, verified, and
-    serves again; until then the run continues with the other engines. --no-use-fault-tolerance: the run ends."""
+    """Restart an engine that exits, hangs or fails a weight sync. It gets the current weights, verified, and serves
+    again; until then the run continues with other engines. --no-use-fault-tolerance: the run fails."""
     rollout_health_check_interval: float = opt(5.0, within=SECONDS)
-    """Seconds between two health checks of an engine's scheduler. Its processes are checked every second."""
+    """Seconds between two health checks of an engine's scheduler. The engine's processes are checked every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
     """Seconds, after one interval, that a scheduler may be silent before its engine counts as hung. Silent means no
     token for any request and, on CPUs, no computing. On a busy machine the limit is longer (docs/fleet.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
-        "on a GPU the first requests compile kernels, and the scheduler does not answer meanwhile",
+        "on a GPU the first requests compile kernels, and the scheduler does not respond meanwhile",
         default=0.0,
         within=SECONDS_OR_NONE,
     )
@@ -220,25 +219,27 @@ class FleetSettings:
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:
-    """A restart runs the same command again, so that command must load what it saved."""
+    """A restart runs the same command again, so the command must load what it saved."""
     if not args.max_restarts:
         return None
     said = f"max_restarts {args.max_restarts}"
     if args.save is None:
-        return f"{said} needs --save, because a restart continues from a checkpoint; give --save FOLDER --load FOLDER"
+        return f"{said} needs --save, because a restart continues from a checkpoint; set --save FOLDER --load FOLDER"
     dropped = args.load is None and "--load is --save" in args.origins.get("load", "")
     if not dropped and (args.load is None or Path(args.load).resolve() != Path(args.save).resolve()):
         given = f"--load {args.load}" if args.load else "no --load"
         return (
-            f"{said} does not work with --save {args.save} and {given}: a restart must load what the previous start "
-            f"saved; give --load {args.save}, which may be empty at first"
+            f"{said} does not work with --save {args.save} and {given}: a restart must load what the previous launch "
+            f"saved; set --load {args.save}, which may be empty at first"
         )
     if args.save_interval is None:
-        return f"{said} needs --save-interval, because by default only the last step is saved; give it in steps"
+        return (
+            f"{said} needs --save-interval, because by default only the last step is saved; set it to a number of steps"
+        )
     others = {"--ckpt-step": args.ckpt_step is not None, "--finetune": args.finetune}
     if again := [flag for flag, given in others.items() if given]:
         flags = " and ".join(again)
-        return f"{said} does not work with {flags}: every start would go back to the same step; drop {flags}"
+        return f"{said} does not work with {flags}: every launch would go back to the same step; drop {flags}"
     return None
 
 

@@ -47,14 +47,14 @@ class DataSettings:
     label_key: str | None = None
     """Column of the reference answer."""
     metadata_key: str = "metadata"
-    """Column of a free object; graders and hooks see it as sample.metadata."""
+    """Column of an object with free content; graders and hooks read it as sample.metadata."""
     tool_key: str = "tools"
     """Column of tool descriptions for the chat template."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
     chat_template: str | None = opt(None, canonical=lambda file: file if file is None else os.path.abspath(file))
-    """A .jinja file with a chat template in place of the tokenizer's, for base models without one. Engines and exports
-    get it too."""
+    """A .jinja file that replaces the tokenizer's chat template, for base models without one. Engines and exports use
+    it, too."""
     apply_chat_template_kwargs: dict[str, Any] = opt({}, needs=_RENDERS)
     """Arguments of the chat template, as a JSON object."""
     data_source: str = derived(
@@ -63,14 +63,14 @@ class DataSettings:
         default="prompt_data",
         chosen_from=SOURCES,
     )
-    """Source of prompts: a registered one, or the import path of your own. Default: user_class with data_source_path,
-    else prompt_data."""
+    """Source of prompts: a registered source, or the import path of your own. Default: user_class with
+    data_source_path, else prompt_data."""
     data_source_path: str | None = opt(
         None,
         canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
         needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class"),
     )
-    """Your class in place of the Data Buffer's prompt source. --help hooks lists the methods of the class."""
+    """Your class instead of the Data Buffer's prompt source. --help hooks lists the methods of the class."""
 
 
 def chat_template_is_there(args: Args) -> str | None:
@@ -79,7 +79,7 @@ def chat_template_is_there(args: Args) -> str | None:
     if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
         return None
     wrong = "does not end in .jinja" if os.path.isfile(file) and os.path.getsize(file) else "is missing or empty"
-    return f"chat_template {file} {wrong}; give a Jinja template whose name ends in .jinja"
+    return f"chat_template {file} {wrong}; name a Jinja template that ends in .jinja"
 
 
 def tokenizer_is_no_code(args: Args) -> str | None:
@@ -117,7 +117,7 @@ def images_are_read(args: Args) -> str | None:
     if keys is None:
         return None
     if set(keys) != {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
-        return f'multimodal_keys is {keys}, but only images are read; give \'{{"image": "COLUMN"}}\''
+        return f'multimodal_keys is {keys}, but only images are read; set \'{{"image": "COLUMN"}}\''
     if problem := images_problem_of(args.hf_checkpoint):
         return f"multimodal_keys does not work with hf_checkpoint {args.hf_checkpoint}: {problem}"
     if not args.apply_chat_template and not fine_tunes(args):

@@ -4,7 +4,7 @@ Flags of SGLang and the router are --sglang-* and --router-*.
 
 Prefix caches. A cached prefix is valid only for the weights that computed it (laws 1 and 2). With
 `--pause-generation-mode abort` each weight sync flushes the cache. With `retract` and `in_place` the cache keys depend
-on the weights (`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 escape both. Stores outside the
+on the weights (`slime.compat.sglang_version_prefixes`). Some caches of SGLang 0.5.16 ignore both. Stores outside the
 engine's memory are keyed only by tokens, are shared by engines and runs, and survive a flush, so an engine whose
 weights change cannot use one. Other caches are flushed but ignore this part of the key: the C++ tree, and streaming
 sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect it.
@@ -48,17 +48,18 @@ class ServingSettings:
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Maximum number of requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. A start that takes
-    five times as long always fails. On a busy machine the limits are longer (docs/fleet.md). Also the limit of every
-    other wait at the start: for slots, hosts, rollout workers and training ranks."""
+    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. A startup that
+    takes five times as long always fails. On a busy machine the limits are longer (docs/fleet.md). Also the limit of
+    every other wait during startup: for slots, hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may make no progress: no new token, and not queueing in an engine that makes
-    progress with other requests. The total time of an answer is not limited."""
+    progress with other requests. The total time of a response is not limited."""
     engine_wait_s: float = opt(900.0, within=SECONDS)
     """Seconds that requests wait while no engine can be reached, for example while the only engine restarts."""
     router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
-    """Address that the router listens on; engines have their own. Requests carry --router-api-key (@FILE reads it from
-    a file) as bearer token. Without that flag the run makes a key, and only loopback addresses are accepted."""
+    """Address of the router; engines have their own. Requests carry --router-api-key (@FILE reads the key from a file)
+    as bearer token. Without that flag the run generates a key, and only loopback addresses are accepted.
+    """
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
     """Port of the router. Default: a free port. A router starts with `slime serve`, with any --router-* flag, and with
     user code, which may read the router's address; the run's own requests go to engines directly."""
@@ -73,12 +74,12 @@ class ServingSettings:
 
 
 def strangers_need_a_key(args: Args) -> str | None:
-    """A router that listens beyond loopback needs a key. Without one, anybody could use the engines and add servers."""
+    """A router that listens beyond loopback needs a key. Without one, anyone could use the engines and add servers."""
     if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
-        f"router_host {args.router_host} needs --router-api-key: everybody who reaches this host could use the "
-        "engines; give a key (--router-api-key @FILE), or leave the router on loopback"
+        f"router_host {args.router_host} needs --router-api-key: everyone who reaches this host could use the engines; "
+        "set a key (--router-api-key @FILE), or leave the router on loopback"
     )
 
 
@@ -86,12 +87,12 @@ def an_existing_router_is_named_whole(args: Args) -> str | None:
     ip, port = args.sglang_router_ip, args.sglang_router_port
     if (ip is None) != (port is None):
         given, missing = ("ip", "port") if port is None else ("port", "ip")
-        return f"--sglang-router-{given} needs --sglang-router-{missing}; give both"
+        return f"--sglang-router-{given} needs --sglang-router-{missing}; set both"
     if ip is None or args.router.get("api_key"):
         return None
     return (
-        "--sglang-router-ip needs --router-api-key: a router without a key lets anybody add servers, which then get "
-        "requests with the engines' key; start the router with --api-key KEY, and give the key here too"
+        "--sglang-router-ip needs --router-api-key: a router without a key lets anyone add servers, which then get "
+        "requests with the engines' key; start the router with --api-key KEY, and set the same key here"
     )
 
 
@@ -100,7 +101,7 @@ def one_key(args: Args) -> str | None:
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
     if len(keys) < 2:
         return None
-    return "--router-api-key differs from --sglang-api-key, but requests carry one key for both; give one of them"
+    return "--router-api-key differs from --sglang-api-key, but requests carry one key for both; set only one of them"
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
@@ -130,7 +131,7 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
     "elastic_ep_backend": (None, "none"),
-    "moe_a2a_backend": (None, "none"),  # with deepep, each rank holds the shared experts whole
+    "moe_a2a_backend": (None, "none"),  # with deepep, each rank has the full shared experts
     "moe_dp_size": (None, 1),
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),
@@ -149,7 +150,7 @@ class _Engines:
     """ServerArgs by field name: the run's, with the group's overrides."""
 
     def told(self, problem: str) -> str:
-        """Returns the problem with its place in the file before it."""
+        """Returns the problem, preceded by its place in the file."""
         return f"{self.group.place}: {problem}" if self.group.place else problem
 
 
@@ -206,7 +207,7 @@ def _heads(args: Args, model: ServedModel) -> tuple[int, int]:
     """Returns the numbers of attention heads and KV heads; 0 if the checkpoint does not define them."""
     if model.path == args.hf_checkpoint:
         return int(args.megatron["num_attention_heads"]), int(args.megatron["num_query_groups"] or 0)
-    if not (Path(model.path) / "config.json").is_file():  # `models_are_folders` reports it
+    if not (Path(model.path) / "config.json").is_file():  # `models_are_folders` reports the problem
         return 0, 0
     config = read_hf_config(model.path)
     return int(config.get("num_attention_heads") or 0), int(config.get("num_key_value_heads") or 0)
@@ -298,7 +299,7 @@ def prefill_engines_are_some_of_all(args: Args) -> str | None:
         return None
     return (
         f"{flag} leaves no engine to sample, because the run has {engines} engine{'s' * (engines != 1)}; lower it, or "
-        "give a larger --rollout-num-gpus"
+        "raise --rollout-num-gpus"
     )
 
 
@@ -323,7 +324,7 @@ def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
     if args.offload_rollout and shares_gpus(args, model):
         yield (
             "--offload-rollout (which --colocate means on a GPU)",
-            "their memory stays registered with the network and cannot be lent; give them GPUs of their own",
+            "their memory stays registered with the network and cannot be lent; use separate GPUs for them",
         )
     if args.sglang_router_ip is not None and topology_of(args).main == model:
         yield "--sglang-router-ip", "a router that already runs sends a request to one engine; leave it out"
@@ -354,12 +355,12 @@ STORES: Mapping[str, str] = {
     "hicache_storage_backend": "the store of the hierarchical cache",
     "enable_lmcache": "what LMCache stores",
     "enable_flexkv": "what FlexKV stores",
-    "radix_cache_backend": "what a cache of a plugin holds",
+    "radix_cache_backend": "the cache of a plugin",
 }
 """SGLang setting -> the cache that it switches on, which survives a flush."""
 UNDIVIDED: Mapping[str, str] = {
     "enable_hierarchical_cache": "the cache in the host's memory",
-    "enable_streaming_session": "what a streaming session has read",
+    "enable_streaming_session": "the cache of a streaming session",
 }
 """SGLang setting -> the cache that it switches on, which a flush empties but whose keys ignore the weights."""
 CPP_TREE_ENV = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
@@ -418,8 +419,8 @@ class TopologySettings:
     """Models and groups of engines (docs/topologies.md)."""
 
     sglang_config: str | None = opt(None, needs=_ENGINES)
-    """YAML file of models (the policy and frozen ones) and the groups of engines that serve each. Hooks find a model by
-    name: `current().models["judge"]`."""
+    """YAML file of models (the policy and frozen models) and of the groups of engines that serve each model. Hooks find
+    a model by name: `current().models["judge"]`."""
     prefill_num_servers: int | None = opt(None, needs=_ENGINES, within=COUNT)
     """Number of engines that only read prompts and pass keys and values to the others, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
@@ -449,7 +450,7 @@ def models_are_folders(args: Args) -> str | None:
     if absent is None:
         return None
     return (
-        f"{args.sglang_config}: the model_path {absent.path} of model {absent.name} has no config.json; give a Hugging "
+        f"{args.sglang_config}: the model_path {absent.path} of model {absent.name} has no config.json; name a Hugging "
         "Face folder"
     )
 
@@ -479,7 +480,7 @@ def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
     if args.update_weight_transport == "tensor" and not args.debug_rollout_only:
         yield (
             "--update-weight-transport tensor",
-            "a server that somebody else started may not be able to open shared memory of the trainer's host; use "
+            "an external server may not be able to open shared memory of the trainer's host; use "
             "distributed, or disk with a folder that the engines see",
         )
 
@@ -518,7 +519,7 @@ PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ALGORITHM: ((None, "EAGLE", "NEXTN"), "a draft is a layer of multi-token prediction; use NEXTN"),
     "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; leave it out"),
     "speculative_draft_model_quantization": ((None, "unquant"), "a draft is verified unquantised; leave it out"),
-    "speculative_token_map": ((None,), "the draft would hold only a part of the output layer; leave it out"),
+    "speculative_token_map": ((None,), "the draft would have only a part of the output layer; leave it out"),
     **dict.fromkeys(
         ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
         ((None, 1.0), "tokens would no longer be sampled from the policy; leave it out"),
@@ -534,7 +535,7 @@ class SpeculationSettings:
     """Training of the multi-token-prediction layer. Flags --sglang-speculative-... make engines use it as a draft."""
 
     enable_mtp_training: bool = False
-    """Also train the checkpoint's layer of multi-token prediction. The policy's gradients do not change, because hidden
+    """Also train the checkpoint's multi-token-prediction layer. The policy's gradients do not change, because hidden
     states, embedding and output layer are constants for this layer. The layer's loss is scaled by
     --mtp-loss-scaling-factor. Without the flag the layer keeps the checkpoint's weights."""
 

@@ -1,7 +1,7 @@
 """Settings of evaluation on held-out data: when, on which data, with which sampling, and by answers or by loss.
 
 In a fine-tuning run, a held-out dataset without a grader is evaluated by the trainer, as the mean loss of its trained
-tokens. All other datasets are evaluated by sampling: engines answer and graders score the answers.
+tokens. All other datasets are evaluated by sampling: engines generate responses and graders score them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _pairs(data: Any) -> Any:
 def _samples(s: Any) -> bool:
     try:
         return samples_evaluations(s)
-    except ConfigError:  # a rule reports it
+    except ConfigError:  # a rule reports the problem
         return True
 
 
@@ -91,7 +91,7 @@ class EvalSettings:
     eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES)
     """Data sets as pairs, NAME DATA [NAME DATA ...], where DATA is as in --prompt-data. DATA alone is called aime."""
     eval_config: str | None = opt(None, needs=_EVALUATES)
-    """YAML file of datasets with settings of their own, in place of --eval-prompt-data."""
+    """YAML file of datasets with separate settings, instead of --eval-prompt-data."""
     eval_input_key: str = _same_as("input_key", needs=_EVALUATES)
     """Column of the prompt. Default: input_key."""
     eval_label_key: str | None = _same_as("label_key", needs=_EVALUATES)
@@ -109,9 +109,9 @@ class EvalSettings:
     eval_top_k: int = _same_as("rollout_top_k", within=Range(ge=-1, le=100_000_000))
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", within=TOKENS)
-    """Maximum tokens of one answer. Default: rollout_max_response_len."""
+    """Maximum tokens of one response. Default: rollout_max_response_len."""
     eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
-    """Maximum tokens sampled in one execution, over all its answers. Default: rollout_max_total_response_len."""
+    """Maximum tokens sampled in one execution, over all its responses. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
         lambda s: s.eval_max_context_len - 1 if s.given("eval_max_context_len") else s.rollout_max_prompt_len,
         lambda s: "eval_max_context_len - 1" if s.given("eval_max_context_len") else "same as rollout_max_prompt_len",
@@ -127,22 +127,23 @@ class EvalSettings:
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES, within=TOKENS_OR_NONE)
     """Minimum tokens of a response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
-    """Fraction of each dataset's samples, rounded up, that may fail for good (engine, tool, your function) before the
-    run ends. A sample fails after three tries, or after one try that made no progress. Failed samples are counted and
-    enter no score; a dataset in which all samples fail has no score."""
+    """Fraction of each dataset's samples, rounded up, that may fail permanently (engine, tool, your function) before
+    the run fails. A sample fails after three tries, or one without progress. Failed samples are counted and affect no
+    score; a dataset in which all samples fail has no score.
+    """
 
 
 def evaluation_has_data(args: Args) -> str | None:
     data = args.eval_prompt_data
     if data is not None and len(data) % 2:
-        return f"eval_prompt_data is {' '.join(data)}; give pairs: NAME FILE [NAME FILE ...]"
+        return f"eval_prompt_data is {' '.join(data)}; write pairs: NAME FILE [NAME FILE ...]"
     if data is not None and args.eval_config is not None:
-        return "--eval-prompt-data and --eval-config both name the datasets; give one of them"
+        return "--eval-prompt-data and --eval-config both name the datasets; set only one of them"
     named = data is not None or args.eval_config is not None
     if args.eval_interval is not None and not named and args.eval_function_path is None:
-        return f"eval_interval {args.eval_interval} needs --eval-prompt-data; give NAME FILE pairs"
+        return f"eval_interval {args.eval_interval} needs --eval-prompt-data; set NAME FILE pairs"
     if args.num_rollout == 0 and not named and args.eval_function_path is None and not args.debug_rollout_only:
-        return "num_rollout 0, which only evaluates, needs --eval-prompt-data; give NAME FILE pairs"
+        return "num_rollout 0, which only evaluates, needs --eval-prompt-data; set NAME FILE pairs"
     return None
 
 

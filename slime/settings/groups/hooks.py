@@ -17,7 +17,7 @@ DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 """The rollout function of supervised fine-tuning: rows become samples, without engines."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
-"""The public slime's rollout function for `--fully-async`. Here a schedule with a lasting worker replaces it."""
+"""The public slime's rollout function for `--fully-async`. Here a schedule with a permanent worker replaces it."""
 _PUBLIC_PATHS = {
     "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
     "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
@@ -68,7 +68,7 @@ def teacher_of_reward(s: Any) -> str | None:
 def _no_reward(path: Any, s: Any) -> Adjusted | None:
     if path not in (_DISTILS, _AFTER_DISTILS):
         return None
-    return Adjusted(None, "a sample hook asks the teacher at --rm-url, see --opd-teacher-url")
+    return Adjusted(None, "a sample hook queries the teacher at --rm-url, see --opd-teacher-url")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class HookSettings:
     custom_rm_path: str | None = opt(None, adjust=_no_reward)
     """Grader: [async] fn(args, sample, **kw); with --group-rm the grader gets and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
-    """Says whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
+    """Decides whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
     buffer_filter_path: str | None = None
     """Chooses buffered groups: fn(args, rollout_id, buffer, num_samples) -> groups."""
     rollout_sample_filter_path: str | None = opt(None, needs=_SAMPLES)
@@ -101,7 +101,7 @@ class HookSettings:
     rollout_all_samples_process_path: str | None = opt(None, needs=_SAMPLES)
     """Gets everything generated in a step, also dropped groups: fn(args, all_groups, data_source)."""
     custom_reward_post_process_path: str | None = opt(None, adjust=_no_reward)
-    """Rewards to train on, in place of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
+    """Rewards to train on, instead of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
     custom_advantage_function_path: str | None = opt(None, needs=ADVANTAGES)
@@ -112,9 +112,8 @@ class HookSettings:
     custom_loss_function_path: str | None = None
     """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
     custom_loss_logits: bool = opt(False, needs=_OWN_LOSS)
-    """The custom loss gets the logits [1, T, V] of a micro-batch's row, including prompts, in place of log-probs.
-    Logits and their gradient are 2 x T x V numbers of the model's dtype per rank, so keep --max-tokens-per-gpu small.
-    """
+    """The custom loss gets the logits [1, T, V] of a micro-batch's row, including prompts, instead of log-probs. Logits
+    and their gradient are 2 x T x V numbers of the model's dtype per rank, so keep --max-tokens-per-gpu small."""
     custom_tis_function_path: str | None = opt(None, needs=(POLICY_TERM, _WEIGHTS))
     """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
     total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""

@@ -30,7 +30,7 @@ _SPEC_TYPES: Mapping[str, tuple[str, ...]] = {
 
 _OWN_FUNCTION = Need(
     lambda s: s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC),
-    "a --rollout-function-path of your own, which reads it",
+    "your own --rollout-function-path, which reads it",
 )
 
 
@@ -48,8 +48,7 @@ class LaunchScriptSettings:
     """Flags that only public launch scripts use; see docs/migration.md."""
 
     spec: tuple[str, ...] | None = None
-    """Layer spec: module and function. Must be that of the checkpoint's family; for layers of your own use
-    --model-family."""
+    """Layer spec: module and function. Must be that of the checkpoint's family; for your own: --model-family."""
     model_name: str | None = None
     """Name of the weight converter. Must be that of the checkpoint's model_type."""
     train_backend: str = opt("megatron", choices=("megatron",))
@@ -79,9 +78,9 @@ class LaunchScriptSettings:
     data_pad_size_multiplier: int | None = opt(None, needs=_ROWS, within=TOKENS)
     """Padding of packed rows."""
     enable_experimental: bool = opt(
-        False, needs=_never("Megatron-LM's launcher; experimental parts are enabled where needed")
+        False, needs=_never("Megatron-LM's launcher; experimental features are enabled where needed")
     )
-    """Experimental parts of Megatron."""
+    """Experimental features of Megatron."""
     allgather_cp: bool = opt(
         False, needs=_never("which changes nothing: context-parallel ranks always gather keys and values")
     )
@@ -134,7 +133,7 @@ def spec_is_the_checkpoint_s(args: Args) -> str | None:
         return f"--spec {words} is a model of images and text, but layers come from the checkpoint; drop the flag"
     return (
         f"--spec {words} does not fit the checkpoint, whose model_type is {model_type}: layers come from its family. "
-        "Drop the flag, or give a family of your own with --model-family"
+        "Drop the flag, or name your own family with --model-family"
     )
 
 

@@ -28,13 +28,13 @@ class LoggingSettings:
     """Logged samples, TensorBoard and Weights & Biases. The console and the run folder always get the metrics."""
 
     log_samples: int = opt(3, within=COUNT_OR_NONE)
-    """Number of samples per step, and per dataset of an evaluation, in samples.jsonl: the best, the worst, others at
-    random. 0: none."""
+    """Number of samples per step, and per dataset of an evaluation, in samples.jsonl: the best, the worst, random
+    others. 0: none."""
     log_samples_max_chars: int = opt(4000, needs=_SAMPLES, ge=10, le=100_000_000)
     """Maximum characters of a prompt or response in samples.jsonl; the middle of a longer text is left out."""
     log_samples_interval: int | None = opt(None, needs=_SAMPLES, within=STEPS_OR_NONE)
-    """Number of steps after which the console shows the best and worst sample again; 0: never. Default: after 1, 2, 4,
-    8 and so on steps."""
+    """Number of steps between those in which the console shows the best and the worst sample; 0: never. Default: after
+    1, 2, 4, 8 and so on steps."""
 
     log_passrate: bool = False
     """Log pass@k of each step's prompts, for powers of two up to n_samples_per_prompt. A reward of 1 passes."""
@@ -84,7 +84,7 @@ def _trains_only(s: Any) -> bool | None:
         return True
     try:
         needs_no_engine = fine_tunes(s) and s.rollout_function_path == SFT_ROLLOUT and not samples_evaluations(s)
-    except ConfigError:  # a rule reports it
+    except ConfigError:  # a rule reports the problem
         return None
     return True if needs_no_engine else None
 
@@ -140,15 +140,15 @@ class DebugSettings:
     """Replay rollouts that --save-debug-rollout-data wrote to this path, without generating. Implies
     --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = opt(None, gt=0, le=1)
-    """Replay only this fraction of each rollout's groups, half from its head and half from its tail."""
+    """Replay only this fraction of each rollout's groups, half from the beginning and half from the end."""
 
 
 def halves_are_compatible(args: Args) -> str | None:
     if args.debug_rollout_only and args.debug_train_only:
-        return "--debug-rollout-only and --debug-train-only together leave nothing to run; give one of them"
+        return "--debug-rollout-only and --debug-train-only together leave nothing to run; set only one of them"
     part = args.load_debug_rollout_data_subsample
     if part is not None and not (0 < part <= 1 and args.load_debug_rollout_data):
-        return f"load_debug_rollout_data_subsample {part} needs --load-debug-rollout-data; give both or neither"
+        return f"load_debug_rollout_data_subsample {part} needs --load-debug-rollout-data; set both or neither"
     return None
 
 
@@ -158,7 +158,7 @@ def losses_have_a_trainer(args: Args) -> str | None:
         return None
     return (
         f"--debug-rollout-only does not work with held-out conversations ({', '.join(names)}), whose loss the trainer "
-        "measures; drop one of the two, or give --rm-type to score sampled answers"
+        "measures; drop one of the two, or set --rm-type to score sampled answers"
     )
 
 
@@ -171,8 +171,8 @@ def records_are_no_pickles(args: Args) -> str | None:
     if not found:
         return None
     return (
-        f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; give what "
-        "--save-debug-rollout-data of this slime wrote, or convert the pickle: "
+        f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; name a file that this "
+        "slime's --save-debug-rollout-data wrote, or convert the pickle: "
         f"slime convert {found[0]} {found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
     )
 
@@ -187,11 +187,11 @@ RULES: tuple[Rule, ...] = (records_are_no_pickles, halves_are_compatible, losses
 # --- Profiles: traces of steps, and the history of GPU memory
 
 ROLLOUT = "rollout"
-"""The profile target for engines; all other targets are parts of the trainer."""
+"""The profile target for engines; all other targets are in the trainer."""
 
 
 def _runs(target: str, s: Any) -> bool:
-    """Returns whether the run has the part that the target profiles."""
+    """Returns whether the run has what the target profiles."""
     return not (s.debug_train_only if target == ROLLOUT else s.debug_rollout_only)
 
 
@@ -228,14 +228,14 @@ class ProfilingSettings:
     profile_target: tuple[str, ...] = opt(
         ("train_overall",), choices=("train_overall", "train_actor", "train_log_probs", ROLLOUT), needs=_PROFILES
     )
-    """Parts to trace: a whole training step, in which the next two parts are marked; the policy's update; the passes
+    """What to trace: a whole training step, in which the next two targets are marked; the policy's update; the passes
     before the update; or the engines while they generate."""
     profile_engine_passes: int = opt(10, needs=(_PROFILES, _ENGINES), within=COUNT)
     """Number of forward passes in each engine's trace."""
     pytorch_profiler_collect_shapes: bool = opt(False, needs=_PROFILES)
     """Record the shapes of operations' inputs."""
     pytorch_profiler_collect_callstack: bool = opt(False, needs=_PROFILES)
-    """Record the Python stack of every operation, which costs time and space."""
+    """Record the Python stack of every operation, which costs time and disk space."""
     record_memory_history: bool = opt(False, needs=_TRAINS)
     """Record the code that allocates GPU memory in the training ranks (cuda only). The history is written when memory
     runs out, or after --memory-snapshot-num-steps."""
@@ -261,7 +261,7 @@ def ranks_exist(args: Args) -> str | None:
     wrong = [rank for rank in args.profile_ranks if not 0 <= rank < world]
     if not args.use_pytorch_profiler or not wrong:
         return None
-    return f"--profile-ranks names rank {wrong[0]}, but there are {world} training ranks; give 0 to {world - 1}"
+    return f"--profile-ranks names rank {wrong[0]}, but there are {world} training ranks; use 0 to {world - 1}"
 
 
 def every_target_runs(args: Args) -> str | None:
@@ -277,7 +277,7 @@ PROFILING_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.use_pytorch_profiler and s.profile_step_start >= s.profile_step_end,
         "--profile-step-end {s.profile_step_end} is not after --profile-step-start {s.profile_step_start}, so no step "
-        "would be traced; give a later end",
+        "would be traced; set a later end",
     ),
     ranks_exist,
     every_target_runs,
@@ -298,8 +298,8 @@ PROFILING_RULES: tuple[Rule, ...] = (
     ),
     refuse_if(
         lambda s: "/" in s.memory_snapshot_path,
-        "--memory-snapshot-path {s.memory_snapshot_path} has a folder, but must be only the end of a file name; give "
-        "the folder as --memory-snapshot-dir",
+        "--memory-snapshot-path {s.memory_snapshot_path} has a folder, but must be only the end of a file name; set "
+        "the folder with --memory-snapshot-dir",
     ),
 )
 

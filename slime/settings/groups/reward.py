@@ -23,7 +23,7 @@ GRADERS = "slime.rewards.graders:GRADERS"
 
 
 def _may_ask_a_service(s: Any) -> bool:
-    """Whether a grader (named by a setting, dataset or row) or a user function may send requests to `--rm-url`."""
+    """Returns whether a grader (of a setting, dataset or row) or a user function may send requests to `--rm-url`."""
     if teacher_of_reward(s) is not None:
         return True
     return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
@@ -46,7 +46,7 @@ def _may_be_graded_by(s: Any, fits: Callable[[Any], bool]) -> bool:
         return any(fits(grader_of(name)) for name in named) or any(
             first_row_names(file, s.metadata_key) for file in files
         )
-    except ConfigError:  # a rule reports it
+    except ConfigError:  # a rule reports the problem
         return True
 
 
@@ -85,12 +85,12 @@ class RewardSettings:
     """Let graders run model-written programs on a machine that cannot confine them. Without user namespaces the
     programs reach the network and other processes, without Landlock all files. Default: such a machine is refused."""
     reward_key: str | None = None
-    """Entry of a dict reward to train on."""
+    """Key of a dict reward to train on."""
     group_rm: bool = False
     """Grade all samples of a prompt in one call."""
     reward_timeout_s: float = opt(30.0, within=SECONDS)
-    """Time limit of one grading, in seconds from its start: processor time for a built-in grader that only computes,
-    else wall-clock time. After that the sample is unscored, not zero."""
+    """Time limit of one grading, in seconds from its beginning: processor time for a built-in grader that only
+    computes, else wall-clock time. After that the sample is unscored, not zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
     """Reward of an answer on which a built-in grader that only computes runs out of processor time, memory or stack, or
     raises: the reward of a wrong answer, or none. Failures of services and machines never become a reward."""
@@ -120,9 +120,9 @@ def grader_is_known(args: Args) -> str | None:
 def rewards_are_used_as_asked(args: Args) -> str | None:
     keys = ", ".join(grader_of(args.rm_type).score_keys) if args.rm_type and grader_is_known(args) is None else ""
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
-        return f"--rm-type {args.rm_type} returns several numbers and needs --reward-key; give one of {keys}"
+        return f"--rm-type {args.rm_type} returns several numbers and needs --reward-key; choose one of {keys}"
     if args.rm_batch_size > 1 and not args.rm_url:
-        return f"--rm-batch-size {args.rm_batch_size} needs --rm-url; give the address that gets the batches"
+        return f"--rm-batch-size {args.rm_batch_size} needs --rm-url; set it to the address that gets the batches"
     return None
 
 
@@ -139,7 +139,7 @@ def _may_run_agents(s: Any) -> bool:
         return True
     try:
         return any(d.custom_generate_function_path for d in eval_datasets(s))
-    except ConfigError:  # a rule reports it
+    except ConfigError:  # a rule reports the problem
         return True
 
 
@@ -152,12 +152,12 @@ class AgentSettings:
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
     """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as
-    text. Default: the format whose marks are in the chat template. If there are none, agents with tools are refused."""
+    text. Default: the format whose marks are in the chat template. Without marks, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
-    """Let agents choose temperature, top-p and top-k. Answers sampled with values that differ from the run's are then
-    context and not trained, because log-probs use the run's values. Default: the run's values replace an agent's."""
+    """Let agents choose temperature, top-p and top-k. Responses that are sampled with different values are then context
+    and not trained, because log-probs use the run's values. Default: the run's values replace an agent's."""
     agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
-    """Maximum number of answers in one execution. Further requests are refused, and the execution is truncated."""
+    """Maximum number of responses in one execution. Further requests are refused, and the execution is truncated."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
     """Maximum duration of an execution, in seconds. Then running requests end, further requests are refused, and the
     execution is truncated."""
@@ -184,6 +184,6 @@ AGENT_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.agent_port and s.rollout_num_workers > 1,
         "agent_port {s.agent_port} does not work with rollout_num_workers {s.rollout_num_workers}: each worker needs a "
-        "separate port; leave agent_port out, or give --rollout-num-workers 1",
+        "separate port; leave agent_port out, or set --rollout-num-workers 1",
     ),
 )

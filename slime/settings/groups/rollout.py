@@ -42,7 +42,7 @@ REQUESTS_OF_A_PROCESS = 1024
 
 def _half_of_context(s: Any) -> int | None:
     """Returns half of the model's context if that is too short for the default response limit, else None."""
-    if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule reports it
+    if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule reports the problem
         return None
     context = context_length_of(read_hf_config(s.hf_checkpoint))
     return context // 2 if context is not None and 2 <= context <= RESPONSE_LEN else None
@@ -170,14 +170,14 @@ class RolloutSettings:
     rollout_max_response_len: int = derived(
         _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
     )
-    """Maximum tokens of one answer of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
+    """Maximum tokens of one response of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
     model's context if the context is at most 1024."""
     rollout_max_total_response_len: int | None = opt(None, needs=_RESPONSES, within=TOKENS)
-    """Maximum tokens sampled in one execution, over all its answers: turns with tools, an agent's conversations. Text
-    of tools and templates does not count. Answers sampled in parallel may each use what is left when they begin.
+    """Maximum tokens sampled in one execution, over all its responses: turns with tools, an agent's conversations. Text
+    of tools and templates does not count. Responses sampled in parallel may each use what is left when they begin.
     Default: no limit."""
     rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
-    """Maximum tokens of a conversation: the prompt and everything after it, including tool results. An answer ends at
+    """Maximum tokens of a conversation: the prompt and everything after it, including tool results. A response ends at
     this length. In fine-tuning, a longer conversation is left out and counted. Default: the model's context, where
     engines stop; none in fine-tuning."""
     rollout_max_prompt_len: int | None = derived(
@@ -232,33 +232,33 @@ class RolloutSettings:
     being trained. Groups with older tokens start over. Finished groups beyond a batch are kept for the next step.
     Default: 2 with --fully-async; without it a step trains what it sampled, and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
-    """How a weight sync treats running requests (fully_async). abort: requests end and are sent again with their
+    """How a weight sync treats running requests (fully_async). abort: requests are ended and sent again with their
     tokens. retract: requests continue under the new weights after reading all tokens again. in_place: requests continue
     with the keys and values of the old weights. The weight sync before a checkpoint always ends requests, so that the
-    checkpoint holds their tokens."""
+    checkpoint has their tokens."""
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
     """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The message
-    says where the function stands. Progress is an engine's answer, a command in a sandbox, or a call of alive() of
+    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call of alive() of
     slime.rollout.guard. While an engine or sandbox works for the execution, the limits of the engine or sandbox apply.
     The total time of an execution is not limited. Filters, converters and log functions have the same limit per call. A
-    rollout function may have executions without progress for the same time; then the run ends. A function that blocks
-    the event loop for this time is interrupted, or its process ends; without workers (--rollout-num-workers) that is
-    the run's own process. 0: no limit."""
+    rollout function may have no execution with progress for the same time; then the run fails. A function that blocks
+    the event loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers) that
+    is the run's own process. 0: no limit."""
     rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
-    """Processes besides the rollout's own that work on samples, on the driver's host. Each sends its own requests to
-    the engines and has a tokenizer, its share of the graders, and its own copy of your generate function, filters and
-    sample hooks with their module state. 0: the rollout's own process does everything. Default: one per 1024 samples at
-    a time, at most a quarter of the usable cores, and at most one with --agent-port."""
+    """Processes besides the rollout's own that work on samples, on the driver's host. Each process sends requests to
+    the engines and has a tokenizer, a share of the graders, and separate module state of your generate function,
+    filters and sample hooks. 0: the rollout's own process does everything. Default: one per 1024 samples at a time, at
+    most a quarter of the usable cores, and at most one with --agent-port."""
     rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
     """Limit of one whole generation phase, in seconds."""
 
 
 PASSED: tuple[Passed, ...] = (
-    Passed(  # otherwise several weights could read one prompt, which the sample's versions would not show
+    Passed(  # otherwise weights of several versions could read one prompt, which the sample's versions would not show
         "sglang",
         "chunked_prefill_size",
         lambda s: -1 if s.fully_async and s.pause_generation_mode == "in_place" else None,
-        "--pause-generation-mode in_place reads a prompt in one go",
+        "--pause-generation-mode in_place reads a prompt in one pass",
     ),
 )
 
@@ -282,7 +282,7 @@ def one_length_of_the_run(args: Args) -> str | None:
         return None
     return (
         f"num_rollout {args.num_rollout} contradicts num_epoch {args.num_epoch}, which means {_why_rows(args)} = "
-        f"{epochs} steps; give one of the two"
+        f"{epochs} steps; set only one of the two"
     )
 
 
@@ -301,12 +301,12 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.rollout_temperature < LEAST_TEMPERATURE,
         "rollout_temperature {s.rollout_temperature} is too low: all samples of a prompt would be equal, and the "
-        f"trainer divides logits by it; give at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
+        f"trainer divides logits by it; set at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
     ),
     refuse_if(
         lambda s: not (LEAST_TOP_P <= s.rollout_top_p <= 1 and (s.rollout_top_k >= 1 or s.rollout_top_k == -1)),
         "rollout_top_p {s.rollout_top_p} with rollout_top_k {s.rollout_top_k} is out of range; "
-        f"give {LEAST_TOP_P} <= top_p <= 1, and top_k >= 1 or -1 for all",
+        f"set {LEAST_TOP_P} <= top_p <= 1, and top_k >= 1 or -1 for all",
     ),
     engines_divide_by_the_temperature,
     refuse_if(

@@ -49,14 +49,14 @@ LEAST_ROOM = 2048
 
 
 def _fills_by_tokens(s: Any) -> bool | None:
-    """True, unless --micro-batch-size is given or a pipeline needs many micro-batches to fill its stages."""
+    """Returns True, unless --micro-batch-size is set or a pipeline needs many micro-batches to fill its stages."""
     if s.was_given("micro_batch_size") or (s.megatron["pipeline_model_parallel_size"] or 1) > 1:
         return None
     return True
 
 
 def longest_sample(s: Any) -> int:
-    """Returns the most tokens that one sample can have, according to the length limits."""
+    """Returns the maximum number of tokens of one sample, according to the length limits."""
     sampled = s.rollout_max_total_response_len or s.rollout_max_response_len
     return int(s.rollout_max_context_len or (s.rollout_max_prompt_len or 0) + sampled)
 
@@ -209,7 +209,8 @@ def world_divides(args: Args) -> str | None:
     return (
         f"tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, context_parallel_size {cp} and "
         f"expert_model_parallel_size {ep} do not divide the {world} training GPUs: the product of the first three "
-        "sizes must divide them, and so must the product of the second and the last; change --actor-num-gpus-per-node "
+        "sizes must divide them, and so must the product of the second and the last size; change "
+        "--actor-num-gpus-per-node "
         "or a size"
     )
 
@@ -230,7 +231,7 @@ def only_supported_parallelism(args: Args) -> str | None:
     pp, vp = m["pipeline_model_parallel_size"] or 1, m["virtual_pipeline_model_parallel_size"] or 1
     if vp > 1 and pp == 1:
         return (
-            f"virtual_pipeline_model_parallel_size {vp} needs pipeline stages to interleave; give "
+            f"virtual_pipeline_model_parallel_size {vp} needs pipeline stages to interleave; set "
             "--pipeline-model-parallel-size, or drop it"
         )
     uneven = (
@@ -243,7 +244,7 @@ def only_supported_parallelism(args: Args) -> str | None:
     if m["num_layers"] % (pp * vp) and not any(m[n] for n in uneven):
         return (
             f"pipeline_model_parallel_size {pp} and virtual_pipeline_model_parallel_size {vp} do not divide the "
-            f"{m['num_layers']} layers; choose divisors, or give --decoder-first-pipeline-num-layers and "
+            f"{m['num_layers']} layers; choose divisors, or set --decoder-first-pipeline-num-layers and "
             "--decoder-last-pipeline-num-layers"
         )
     ep, experts = m["expert_model_parallel_size"] or 1, m["num_moe_experts"] or 0
@@ -275,7 +276,7 @@ def one_warm_up(args: Args) -> str | None:
     fraction, iters = args.megatron["lr_warmup_fraction"], args.megatron["lr_warmup_iters"]
     if fraction is None or not args.was_given("megatron.lr_warmup_iters"):
         return None
-    return f"lr_warmup_fraction {fraction} and lr_warmup_iters {iters} both set the warm-up; give one of them"
+    return f"lr_warmup_fraction {fraction} and lr_warmup_iters {iters} both set the warm-up; set only one of them"
 
 
 def warm_up_ends(args: Args) -> str | None:
@@ -339,7 +340,7 @@ RULES: tuple[Rule, ...] = (
     only_supported_parallelism,
     fused_kernels_can_run,
     prefixes_can_be_shared,
-    refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "--fp16 contradicts --bf16; give one of them"),
+    refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "--fp16 contradicts --bf16; set only one of them"),
     one_warm_up,
     warm_up_ends,
     refuse_if(
@@ -362,7 +363,7 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.use_dynamic_batch_size and not s.max_tokens_per_gpu,
         "--max-tokens-per-gpu is none, but micro-batches that are filled by tokens need this limit; leave the flag "
-        "out, or give a number",
+        "out, or set a number",
     ),
     fixed_settings_are_left_alone,
 )
@@ -383,7 +384,7 @@ def _fresh_start(load: Any, s: Any) -> Adjusted | None:
     same = load and s.save and Path(load).resolve() == Path(s.save).resolve()
     if not same or has_checkpoint(load):
         return None
-    return Adjusted(None, "--load is --save and holds no checkpoint yet; the run starts without it")
+    return Adjusted(None, "--load is --save and has no checkpoint yet; the run starts without it")
 
 
 def _start(s: Any) -> str:
@@ -403,7 +404,7 @@ _RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoin
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Checkpoints. Each holds all state to resume: weights, optimizer, RNG, data cursor, buffer, version."""
+    """Checkpoints. Each has all state to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start)
     """Checkpoint folder to resume from. If the folder is also --save and still empty, the run starts without a
@@ -449,12 +450,12 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
         if args.ckpt_step is None or any((place / "manifest.json").is_file() for place in places):
             return None
         there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
-        return f"load {args.load} has no checkpoint of ckpt_step {args.ckpt_step}; give one of {', '.join(there)}"
+        return f"load {args.load} has no checkpoint of ckpt_step {args.ckpt_step}; choose one of {', '.join(there)}"
     if has_megatron_checkpoint(args.load):
         return f"load {args.load} is a Megatron checkpoint of pickles; {what_to_give(args.load)}"
     return (
-        f"load {args.load} holds no checkpoint (no manifest.json, no step_*) and no model in Hugging Face format (no "
-        "config.json); give the --save folder of the run to continue"
+        f"load {args.load} has no checkpoint (no manifest.json, no step_*) and no model in Hugging Face format (no "
+        "config.json); name the --save folder of the run to continue"
     )
 
 
@@ -512,7 +513,8 @@ def one_way_to_say_what_is_trained(args: Args) -> str | None:
     if len(given) < 2:
         return None
     return (
-        f"{' and '.join(given)} both say what is trained; give one of them (--lora-target-modules chooses the layers "
+        f"{' and '.join(given)} both say what is trained; set only one of them (--lora-target-modules chooses the "
+        "layers "
         "with adapters)"
     )
 

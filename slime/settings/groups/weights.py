@@ -22,7 +22,7 @@ AGENTS = Need(
     ),
     "--update-weight-transport disk and --update-weight-local-checkpoint-dir",
 )
-"""The condition under which agents beside the engines copy weights to local disks."""
+"""The condition under which agents on the engines' hosts copy weights to local disks."""
 
 
 def _separate(s: Any) -> bool:
@@ -52,12 +52,12 @@ def _why(s: Any) -> str:
     if s.update_weight_mode == "delta":
         return "deltas are files in a shared folder"
     if _of_both_kinds(s):
-        return "some engines share GPUs with the trainer, others have their own"
+        return "some engines share GPUs with the trainer, others do not"
     if not _separate(s):
         return "trainer and engines share memory"
     if s.rollout_external_engine_addrs:
-        return "somebody else started the engines"
-    return "trainer and engines have GPUs of their own" if s.device == "cuda" else "an engine may be on another host"
+        return "the run did not start the engines"
+    return "trainer and engines have separate GPUs" if s.device == "cuda" else "an engine may be on a different host"
 
 
 def _hands_memory_over(s: Any) -> bool:
@@ -65,7 +65,7 @@ def _hands_memory_over(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    """Replaces an alias of a transport by its name. Import paths are kept; `auto` counts as not given."""
+    """Replaces an alias of a transport with its name. Import paths are kept; `auto` counts as not given."""
     if value == "auto":
         return UNSET
     known = load_object(TRANSPORTS)
@@ -80,12 +80,12 @@ class WeightSyncSettings:
     """tensor: shared memory, on cuda only under --colocate. distributed (alias nccl): a process group, gloo or NCCL.
     disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the others. Or the
     import path of your own transport. auto (default): mixed on cuda if some engines of the policy share GPUs with the
-    trainer and some do not; distributed if none do, or if an engine may be on another host; else tensor."""
+    trainer and some do not; distributed if none do, or if an engine may be on a different host; else tensor."""
     update_weight_mode: str = opt("full", choices=("full", "delta"))
     """full: every weight sync sends all weights. delta: only changes since the last sync, as files of the disk
-    transport, bit-exact; the first sync of a start, and one in --update-weight-full-interval, is full."""
+    transport, bit-exact; the first sync of a launch, and one in --update-weight-full-interval, is full."""
     update_weight_folder_only: bool = opt(False, needs=AGENTS)
-    """Agents also pause and resume the engines and report their digests, through the shared folder: for engines whose
+    """Agents also pause and resume the engines and report their digests through the shared folder, for engines whose
     control routes the trainer cannot reach."""
     check_weight_update_equal: bool = True
     """Every weight sync is verified, with or without this flag."""
@@ -155,7 +155,7 @@ def engines_take_quantised_weights(args: Args) -> str | None:
     if args.debug_train_only or found is None:
         return None
     method, family = found.get("quant_method"), config.get("model_type")
-    plain = "run `slime convert IN OUT --to bf16`, and give OUT"
+    plain = "run `slime convert IN OUT --to bf16`, and use OUT"
     if args.device == "cpu":
         return (
             f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), and on a CPU SGLang has no such kernels; "
@@ -164,7 +164,7 @@ def engines_take_quantised_weights(args: Args) -> str | None:
     if args.sglang["dtype"] != "bfloat16":
         return (
             f"sglang_dtype {args.sglang['dtype']} does not work with hf_checkpoint {args.hf_checkpoint}, which is "
-            f"quantised ({method}), so engines compute in bfloat16; give --sglang-dtype bfloat16"
+            f"quantised ({method}), so engines compute in bfloat16; set --sglang-dtype bfloat16"
         )
     if (method, family) in NOT_LOADED:
         return (

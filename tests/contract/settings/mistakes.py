@@ -38,7 +38,7 @@ MISTAKES = (
     Mistake("a JSON array", "--prompt-data {json}", ("one JSON object on each line", ".jsonl")),
     Mistake("rows that are no objects", "--prompt-data {strings}", ("each row as one JSON object",)),
     Mistake("an empty file", "--prompt-data {empty}", ("no rows", "correct the file")),
-    Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "give a .jsonl or .parquet file")),
+    Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "name a .jsonl or .parquet file")),
     Mistake("messages that nothing renders", "--prompt-data {messages}", ("add --apply-chat-template",)),
     Mistake(
         "a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",), quick=True
@@ -91,7 +91,7 @@ MISTAKES = (
     Mistake(
         "a response beyond the context", "--rollout-max-response-len 4096", ("1024 tokens", "lower --rollout-max-")
     ),
-    Mistake("two lengths of the run", "--num-epoch 3", ("num_rollout 1", "give one of the two")),
+    Mistake("two lengths of the run", "--num-epoch 3", ("num_rollout 1", "set only one of the two")),
     Mistake("a used run folder", "--run-dir {used}", ("choose a new --run-dir", "--load"), quick=True),
     Mistake("TRL's learning rate", "--learning-rate 1e-5", ("use --lr",)),
     Mistake(

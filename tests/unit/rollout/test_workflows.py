@@ -189,5 +189,5 @@ def test_a_part_of_a_rollout_is_its_head_and_its_tail(tmp_path: Path) -> None:
     assert kept(0.5) == [0, 1, 5, 6] and kept(0.01) == [0] and kept(0.4) == [0, 1, 6]
     args = rollout_args(tmp_path, "--load-debug-rollout-data", "x", "--load-debug-rollout-data-subsample", "0.5")
     assert args.use_dynamic_global_batch_size and args.debug_train_only
-    with pytest.raises(ConfigError, match="give both or neither"):
+    with pytest.raises(ConfigError, match="set both or neither"):
         rollout_args(tmp_path, "--load-debug-rollout-data-subsample", "0.5")

@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, content: Any, told: str
 
 def test_two_sources_of_datasets_are_refused(tmp_path: Path) -> None:
     data = str(write_prompts(tmp_path / "held.jsonl", 2))
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="set only one of them"):
         parsed(tmp_path, {"eval": {"datasets": {"a": {"path": data}}}}, "--eval-prompt-data", "a", data)
 
 

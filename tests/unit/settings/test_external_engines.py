@@ -98,6 +98,6 @@ def test_a_router_that_runs_already_is_named_whole(base: list[str]) -> None:
     for given, said in ((where[:2], "needs --sglang-router-port"), (where[2:], "needs --sglang-router-ip")):
         with pytest.raises(ConfigError, match=said):
             parse_args([*base, *given])
-    with pytest.raises(ConfigError, match="lets anybody add servers"):
+    with pytest.raises(ConfigError, match="lets anyone add servers"):
         parse_args([*base, *where])
     assert "router_port" in parse_args([*base, *where, "--router-api-key", "k", "--router-port", "1"]).idle

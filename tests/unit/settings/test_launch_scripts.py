@@ -101,7 +101,7 @@ AGREES = [
 ]
 CONTRADICTS = [
     ("--spec slime_plugins.models.glm4 get_glm_spec", "model_type is qwen3: layers come from its family"),
-    ("--spec own.layers spec", "give a family of your own with --model-family"),
+    ("--spec own.layers spec", "name your own family with --model-family"),
     ("--model-name glm4", "its model_type qwen3 says how weights are converted"),
     ("--use-gated-attention", "the model of this checkpoint has no --use-gated-attention"),
     ("--post-self-attn-layernorm --post-mlp-layernorm", "no --post-self-attn-layernorm and no --post-mlp-layernorm"),
@@ -144,7 +144,7 @@ def test_every_flag_of_launch_scripts_agrees_or_is_checked_or_is_listed(base: li
 
 def test_settings_of_a_rollout_plugin_reach_its_function(base: list[str]) -> None:
     words = ["--rollout-buffer-url", "http://a:1", "--rollout-task-type", "code"]
-    assert "a --rollout-function-path of your own" in listed(parse_args([*base, *words]))
+    assert "your own --rollout-function-path" in listed(parse_args([*base, *words]))
     args = parse_args([*base, *words, "--rollout-function-path", "own.generate", "--strict"])
     assert (args.rollout_buffer_url, args.rollout_task_type) == ("http://a:1", "code")
 
@@ -188,7 +188,7 @@ def test_the_trainer_starts_from_a_folder_in_hugging_face_format(base: list[str]
     assert (args.initial_weights, args.load) == (str(other), None)
     assert args.ref_load == (str(other) if flag == "--ref-load" else None)
     (other / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 3}))
-    assert "give models of one architecture" in refused([*base, flag, str(other)])
+    assert "use models of one architecture" in refused([*base, flag, str(other)])
 
 
 def test_load_goes_before_the_reference_which_then_needs_a_kl(base: list[str], tmp_path: Path) -> None:

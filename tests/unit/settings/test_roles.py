@@ -61,7 +61,7 @@ def test_the_critic_s_start_and_rate_are_those_of_the_flags(ppo: list[str]) -> N
     args = parsed(ppo, critic={"load": start, "lr": 5e-6})
     assert (args.critic_load, args.critic_lr) == (start, 5e-6)
     twice = refused([*with_roles(ppo, critic={"lr": 5e-6}), "--critic-lr", "1e-6"])
-    assert "give it in one place" in twice
+    assert "set it in only one place" in twice
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -130,7 +130,7 @@ FILES = [
     ("megatron: [{role: ref}]", "has the role 'ref'; give the role actor or critic"),
     ("megatron: [{role: critic, lr: 1}]", "has the unknown keys lr; known are name, role, overrides, args"),
     ("megatron: [{role: critic}, {role: critic}]", "a second entry of role critic"),
-    ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "give overrides as one mapping"),
+    ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "write overrides as one mapping"),
 ]
 
 

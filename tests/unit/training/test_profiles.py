@@ -98,7 +98,7 @@ REFUSED = [
     ("--record-memory-history --memory-recorder memray", "attach memray"),
     (
         "--record-memory-history --device cuda --memory-snapshot-path a/b.pickle",
-        "give the folder as --memory-snapshot-dir",
+        "set the folder with --memory-snapshot-dir",
     ),
     (
         "--use-pytorch-profiler --profile-step-start 1 --debug-rollout-only --profile-target rollout train_actor",
