@@ -1,9 +1,9 @@
 """Changes that stock SGLang and megatron-core need, one file each. Nothing happens on import.
 
 Most changes are hooks (`HOOKS` of `sglang_token_versions` and others), which `sglang_patches` registers in SGLang's
-plugin registry. `slime.serving.launch` checks on every machine that they are in place. The rest are patches, mostly for
-machines without a GPU. Each patch is a function that checks its own effect and reports its symptom, the upstream
-version and when it can be removed.
+plugin registry. `slime.serving.launch` checks on every machine that the hooks are in place. The other changes are
+patches, mostly for machines without a GPU. Each patch is a function that checks whether it took effect and reports the
+symptom, the upstream version and when the patch can be removed.
 """
 
 from __future__ import annotations

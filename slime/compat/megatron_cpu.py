@@ -1,8 +1,9 @@
 """Makes stock megatron-core run on a CPU (`activate("cpu")`), without changing `torch` itself.
 
 Megatron hardcodes the device (`device="cuda"`, `torch.cuda.current_device()`, type names such as
-`torch.cuda.FloatTensor`). In each of its modules `torch` is a global. On a CPU the patch replaces that global with a
-facade of `torch` that gives CPU answers. `torch` itself, SGLang and transformers in the same process are unaffected.
+`torch.cuda.FloatTensor`). In each of Megatron's modules `torch` is a global. On a CPU the patch replaces that global
+with a facade of `torch` that returns CPU values. `torch` itself, SGLang and transformers in the same process are
+unaffected.
 
 Invariants
 1. `activate("cuda")` changes nothing.
@@ -41,7 +42,7 @@ _FACTORIES = (
 
 
 def activate(device: str) -> list[PatchReport]:
-    """On "cpu" applies all patches and returns their reports; on "cuda" does nothing. Idempotent.
+    """Applies all patches and returns their reports if the device is "cpu". Does nothing on "cuda". Idempotent.
 
     Raises `EngineError` if a patch had no effect, for example with another upstream version.
     """
@@ -68,7 +69,7 @@ class _Inert:
 
 
 class _CpuCuda(types.ModuleType):
-    """A facade of `torch.cuda` that gives CPU answers."""
+    """A facade of `torch.cuda` that returns CPU values."""
 
     Stream = Event = _Inert
 

@@ -1,7 +1,7 @@
 """Computes the gradient norm and clips with one synchronisation, on a GPU without Transformer Engine and Apex.
 
 Without these packages, Megatron's fallback kernels compute the norm of each gradient, read it on the host and scale
-each gradient separately: some 300 synchronisations per optimizer step. Megatron still decides which gradients count,
+each gradient separately: about 300 synchronisations per optimizer step. Megatron still decides which gradients count,
 over which ranks they are summed and when they are clipped.
 
 Invariants
@@ -37,7 +37,7 @@ def activate(device: Any) -> list[PatchReport]:
     return [
         megatron_report(
             "gradient norm",
-            "the host waits for the device once for each gradient, whose norm it reads",
+            "the host waits for the device once per gradient, to read the norm",
             "local_multi_tensor_l2_norm uses torch._foreach_norm and stays on the device",
         )
     ]

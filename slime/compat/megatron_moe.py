@@ -1,4 +1,4 @@
-"""Makes the experts of stock megatron-core work without Transformer Engine, on a CPU and on a GPU (`activate()`).
+"""Makes MoE layers of stock megatron-core work without Transformer Engine, on a CPU and on a GPU (`activate()`).
 
 Invariants
 1. Every patch checks that it took effect and raises `EngineError` if it did not.
@@ -26,7 +26,7 @@ def _patch_moe_name() -> PatchReport:
     require_effect(hasattr(moe_utils, "te_general_gemm"), "te_general_gemm")
     return megatron_report(
         "te_general_gemm",
-        "NameError: te_general_gemm is not defined, in the router of a mixture of experts",
+        "NameError: te_general_gemm is not defined, in the router of an MoE layer",
         "moe_utils defines the name in its except branch",
     )
 
@@ -46,6 +46,6 @@ def _patch_split_sizes() -> PatchReport:
     require_effect(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
     return megatron_report(
         "split sizes",
-        "TypeError: all_to_all_single got split sizes that are not lists, from the all-to-all dispatcher of experts",
+        "TypeError: all_to_all_single got split sizes that are not lists, from the all-to-all dispatcher of MoE layers",
         "the dispatcher passes lists of int",
     )

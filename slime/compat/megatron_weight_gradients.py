@@ -7,8 +7,8 @@ so that the hook of the data-parallel wrapper adds nothing.
 
 Invariants
 1. `activate` on a CPU changes nothing: there the hook adds a gradient that is rounded to the model's dtype.
-2. The report says whether the patch took effect; if not, the log says why. The caller enables the fusion only if it
-   did.
+2. The report says whether the patch took effect; if not, the log says why. The caller enables the fusion only if the
+   patch took effect.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _report(*, took_effect: bool) -> PatchReport:
         "'gradient_accumulation_fusion set to True but the custom CUDA extension is not found'; without the fusion, "
         "each weight gradient is written in half precision, read again and added",
         f"megatron-core {MEGATRON_VERSION}",
-        "its linear layers add in float32 with torch.addmm if Apex is missing",
+        "linear layers add in float32 with torch.addmm if Apex is missing",
         applied=took_effect,
         took_effect=took_effect,
     )

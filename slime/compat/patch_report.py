@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from slime.core.errors import EngineError
 
 MEGATRON_VERSION = "0.16.1"
-"""The megatron-core version that was seen to need every patch."""
+"""The megatron-core version for which every patch was verified to be necessary."""
 SGLANG = "sglang 0.5.16"
-"""The SGLang version that was seen to need every patch."""
+"""The SGLang version for which every patch was verified to be necessary."""
 
 
 @dataclass(frozen=True, slots=True)

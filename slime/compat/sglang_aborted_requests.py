@@ -1,10 +1,11 @@
-"""Makes an engine answer HTTP 503 when the run aborts another client's request, instead of a truncated answer.
+"""Makes an engine respond with HTTP 503, not with truncated text, when the run aborts another client's request.
 
-A weight sync with `--pause-generation-mode abort` ends all requests of an engine. SGLang 0.5.16 then answers 200 with
-the tokens so far, and marks the abort only in a field that few clients read, so an HTTP client would mistake a
-truncated answer for a complete one. The run's own client (ids that begin with `OWN_REQUESTS`) continues after these
-tokens. The hook asks other clients to try again; the new request waits until the engine has its new weights. A client
-that aborts its own request by id still gets SGLang's answer. Remove it when SGLang's pause can choose how requests end.
+A weight sync with `--pause-generation-mode abort` ends all requests of an engine. SGLang 0.5.16 then responds with
+status 200 and the tokens so far, and marks the abort only in a field that few clients read. So an HTTP client would
+mistake a truncated response for a complete response. The run's own client (ids that begin with `OWN_REQUESTS`)
+continues after these tokens. The hook tells other clients to try again; the new request waits until the engine has the
+new weights. A client that aborts its own request by id still gets SGLang's response. Remove the hook when SGLang's
+pause can choose how requests end.
 
 Invariant: if `pause_generation` or an abort of all requests ends another client's request, the client gets an error:
 HTTP 503, or an error event in a stream.

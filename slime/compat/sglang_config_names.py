@@ -2,8 +2,8 @@
 
 SGLang reads a model's config with transformers' `AutoConfig`. Released checkpoints of such a model contain a config
 class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, for example
-DeepSeek-V3's for Kimi-K2, but none for MiMo, which has the config keys of Qwen2. Remove it when transformers or SGLang
-registers a class for MiMo.
+DeepSeek-V3's for Kimi-K2, but none for MiMo, which has the config keys of Qwen2. Remove this module when transformers
+or SGLang registers a class for MiMo.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Loads broadcast weights also into an engine's draft model (`--speculative-algorithm`).
 
 SGLang 0.5.16 loads an update from shared memory or disk into model and draft, but an update from a process group
-(`/update_weights_from_distributed`) only into the model. The draft would keep its first weights, and the weight sync
+(`/update_weights_from_distributed`) only into the model. The draft would keep its initial weights, and the weight sync
 would fail, because it also compares the draft's digests. During such an update the hook loads the tensors into the
-draft, too. Remove it when SGLang does this itself.
+draft, too. Remove the hook when SGLang does this itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes an engine with DP attention report an empty cache only when the caches of all DP groups are empty.
 
-SGLang 0.5.16 asks all groups to flush and returns only the first group's answer. A group in which a request is still
-ending would keep its cache and use it under the next weights. With the hook the front end returns a refusal if any
-group refuses. Remove it when SGLang merges the answers.
+SGLang 0.5.16 tells all groups to flush but returns only the first group's response. A group that is still finishing a
+request would keep its cache and use it with the next weights. With the hook the front end refuses if any group refuses.
+Remove the hook when SGLang merges the responses.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Makes a colocated engine wait at its start until the trainer lends the GPU's memory.
+"""Makes a colocated engine wait during startup until the trainer lends the GPU's memory.
 
-SGLang 0.5.16 sizes its cache by the free memory, which each rank measures when it begins and again after it loaded its
+SGLang 0.5.16 sizes its cache by the free memory, which each rank measures at the beginning and again after loading its
 weights. A trainer that is being built on the same GPU would distort the measurements. So each rank imports everything
 and then, before the first measurement, waits for a file that appears when the trainer lends its memory.
 
@@ -9,7 +9,7 @@ would be too small, but the engine would still work.
 
 Invariants
 1. Without `GATE_ENV` in the environment nothing is registered.
-2. A waiting rank ends with the process that started it (`slime.core.processes`), so the wait needs no limit.
+2. A waiting rank exits with the process that started it (`slime.core.processes`), so the wait needs no limit.
 """
 
 from __future__ import annotations

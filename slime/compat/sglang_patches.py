@@ -1,4 +1,4 @@
-"""The list of changes to stock SGLang: which of them a server needs, by its arguments.
+"""Applies the changes to stock SGLang that a server with given arguments needs.
 
 Each change is a module of this package. `slime.serving.launch` calls `patch_sglang` in the server and in each of its
 children, and then checks that every hook is in place.
@@ -40,7 +40,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     """Applies the patches and registers the hooks that a server with these arguments needs.
 
-    Call it before SGLang is imported. `token_versions`: whether answers give the weight version of each token.
+    Call it before SGLang is imported. `token_versions`: whether responses contain the weight version of each token.
     """
     on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
     if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):

@@ -1,17 +1,17 @@
-"""Makes an engine apply and answer weight updates and digest requests in all pipeline stages (`--sglang-pp-size`).
+"""Makes all pipeline stages of an engine handle weight updates and digest requests (`--sglang-pp-size`).
 
 In SGLang 0.5.16 the first stage handles and answers a control request, and only then sends it to the next stage. So
-`/weights_checker` reports only the first stage; an update counts as done before later stages have read memory that the
-sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet. SGLang also
-numbers payloads and ranks in the sender's group as if the engine had one stage.
+`/weights_checker` reports only the first stage; an update counts as finished before later stages have read memory that
+the sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet. SGLang
+also numbers payloads and ranks in the sender's group as if the engine had one stage.
 
 With these hooks each stage forwards a control request about weights or memory before it handles the request. Later
-stages send their answers to the first one, over SGLang's CPU group of all ranks, and the first one answers for all. It
-waits without a limit: the caller has one, and the server ends if a stage ends. Remove it when SGLang answers for all
-stages.
+stages send their results to the first stage, over SGLang's CPU group of all ranks, and the first stage responds for
+all. It waits without a limit, because the caller has a limit, and the server exits if a stage exits. Remove the hooks
+when SGLang responds for all stages.
 
 Invariants
-1. The first stage answers after all others, so its answer holds for all.
+1. The first stage responds after all others, so its response holds for all.
 2. Each request reaches a stage once. All stages get requests in the same order.
 3. No other messages go to the first stage: SGLang sends only to the next stage, except with separate prefill and decode
    engines, which slime refuses to combine with stages.
@@ -42,7 +42,7 @@ _SENT = "_slime_sent_ahead"
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Before a stage handles requests, forwards them to the next stage if both stages must handle one together."""
+    """Forwards requests to the next stage before a stage handles them, if both stages must handle one together."""
     if scheduler.ps.pp_rank + 1 >= scheduler.ps.pp_size:
         return
     if any(type(request).__name__ in JOINT for request in requests):
@@ -60,11 +60,11 @@ def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args:
 
 
 def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Handles a request. The first stage returns the merged answers of all stages."""
+    """Handles a request. The first stage returns the merged results of all stages."""
     answer = handle(manager, request)
     scheduler = manager.scheduler
     ps = scheduler.ps
-    if ps.attn_tp_rank or ps.attn_cp_rank:  # SGLang lets only ranks 0 answer for a stage
+    if ps.attn_tp_rank or ps.attn_cp_rank:  # in SGLang only rank 0 of a stage responds
         return answer
     from sglang.srt.utils import point_to_point_pyobj
 
@@ -81,7 +81,7 @@ def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def merged(answers: Sequence[Any]) -> Any:
-    """Returns the first answer, with the failures and the digests of all."""
+    """Returns the first result, with the failures and the digests of all."""
     whole = answers[0]
     failures = [answer for answer in answers if getattr(answer, "success", True) is False]
     if failures:

@@ -14,9 +14,9 @@ The hooks run in every scheduler, on weight updates and on the request for diges
 
 Invariants
 1. Between the first tensor of an update and the digests the engine cannot serve: it is paused (`slime.weights.sync`).
-2. A failed update leaves parameters that the next one can fill.
+2. After a failed update, the next update can still fill the parameters.
 
-Remove it when SGLang reports raw digests and reorders weights again itself.
+Remove the hooks when SGLang reports raw digests and reorders new weights itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _before_update(manager: Any, *_: Any, **__: Any) -> None:
 
 
 def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> None:
-    """Loads weights from a folder, at the start and for an update."""
+    """Loads weights from a folder, during startup and for an update."""
     if not any(True for _ in _layers(model)):
         load(model, weights, device)
     elif not hasattr(model, _LOADING):

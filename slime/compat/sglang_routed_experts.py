@@ -8,14 +8,14 @@ when the router forwards both fields.
 
 SGLang stores the experts of a token with its keys and values, and reads them when the request ends. A request that is
 retracted (`--pause-generation-mode retract`, or when memory runs out) loses them. Later a prefill recomputes its tokens
-with new weights or different rounding, while the log-probs of the sampled tokens stay. So another hook saves the
-recorded experts before a retraction, and a third one returns them with the answer. Remove it when SGLang does this
-itself.
+with new weights or different rounding, while the log-probs of the sampled tokens stay. So a second hook saves the
+recorded experts before a retraction, and a third hook returns them with the response. Remove these hooks when SGLang
+does this itself.
 
 Invariants
 1. Requests without the mark and requests with several prompts are unchanged.
-2. If the first hook has no effect, the experts are missing and the client refuses the answer. The launcher checks that
-   the other hooks are in place.
+2. If the first hook has no effect, the experts are missing and the client refuses the response. The launcher checks
+   that the other hooks are in place.
 3. Each row holds the experts of the pass that sampled the next token. Rows of a prompt are from its first prefill.
 """
 

@@ -2,10 +2,10 @@
 
 - The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. The
   hook makes it listen only on the address where the ranks meet: loopback for an engine on one host.
-- Two routes that change something require only the request key, and the only websocket requires no key. `close_routes`
-  makes the routes require the admin key, as similar routes do, and removes the websocket.
+- Two routes that change something require only the request key, and the only websocket requires no key. With
+  `close_routes` the routes require the admin key, like similar routes, and the websocket is removed.
 
-Remove it when SGLang does this itself.
+Remove the hooks when SGLang does this itself.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def _know_scheme() -> None:
 
 
 def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """A rendezvous handler for torch: yields the store, this rank and the number of ranks."""
+    """Yields the store, this rank and the number of ranks, as a rendezvous handler for torch."""
     from slime.weights.rendezvous import join_store, listen_on, open_store
 
     where = urlsplit(url)
     said = {name: int(values[0]) for name, values in parse_qs(where.query).items()}
     rank, size, host, port = said["rank"], said["world_size"], where.hostname, where.port
-    assert host is not None and port is not None, f"ranks meet at {url}, which lacks a host or a port"
+    assert host is not None and port is not None, f"ranks meet at {url}, which has no host or no port"
     if rank == 0:
         yield open_store(listen_on(host, port), world_size=size, timeout=timeout), rank, size
     else:
         yield join_store(host, port, world_size=size, timeout=timeout), rank, size
-    raise EngineError(f"torch asked for a second rendezvous at {url}, which supports only one")
+    raise EngineError(f"torch requested a second rendezvous at {url}, which supports only one")
 
 
 def close_routes() -> None:

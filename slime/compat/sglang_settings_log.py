@@ -1,8 +1,8 @@
 """Keeps an engine's record of changed settings from growing with every bucket of weights.
 
-SGLang 0.5.16 records each change of its settings after the start and never reads the record. The weight version is a
+SGLang 0.5.16 records each change of its settings after startup and never reads the record. The weight version is a
 setting, so without the hook the server grows by 0.3 kB per bucket. The hook keeps only the newest record of each kind.
-Remove it when SGLang does this itself.
+Remove the hook when SGLang does this itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _RECORD = "_runtime_mutations"
 
 
 def _keep_newest(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
-    """For each source and set of fields, keeps only the last change."""
+    """Keeps only the last change for each source and set of fields."""
     record = getattr(settings, _RECORD, None)
     if record:
         record[:] = {(source, tuple(fields)): (source, fields) for source, fields in record}.values()

@@ -1,15 +1,15 @@
-"""Labels each token of an answer with its weight version, for `--pause-generation-mode retract` and `in_place`.
+"""Labels each token of a response with its weight version, for `--pause-generation-mode retract` and `in_place`.
 
 A request that continues across weight syncs has tokens of several versions, but SGLang 0.5.16 returns only the version
-that its front end has when it sends the answer. Forward passes and weight updates run on one thread of the scheduler.
-Hooks there note the version and label each pass. (Forward hooks of the model would not do, because CUDA graphs do not
-run them.) The labels travel in SGLang's `customized_info`, one entry per output token. Remove it when SGLang reports
-which weights sampled each token.
+that its front end has when it responds. Forward passes and weight updates run on one thread of the scheduler. Hooks in
+that thread record the version and label each pass. (Forward hooks of the model would not do, because CUDA graphs do not
+run them.) The labels travel in SGLang's `customized_info`, one entry per output token. Remove the hooks when SGLang
+reports which weights sampled each token.
 
 Invariants
 1. A label is the version of the last update before its forward pass was launched.
 2. An update waits for launched passes, because with overlapped scheduling one may still be reading the weights.
-3. If a hook has no effect, labels are missing or stay 0, and the client refuses the answer.
+3. If a hook has no effect, labels are missing or stay 0, and the client refuses the response.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _served = {"version": 0}
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """After a forward pass was launched, adds the version for each request of the batch."""
+    """Adds the version for each request of the batch after a forward pass was launched."""
     output = getattr(result, "logits_output", None)
     if output is not None:
         versions = [_served["version"]] * len(batch.reqs)

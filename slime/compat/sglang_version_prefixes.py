@@ -6,18 +6,18 @@ the scheduler looks up a request's prefix, on the thread that also changes weigh
 the request's key. So a request that waited through a weight sync, or was retracted by it, finds only prefixes of the
 new weights.
 
-The key counts the updates of this scheduler process. A version number would not do: an engine may outlive its run, the
+The key counts the updates of this scheduler process. A version number is not enough: an engine may outlive its run, the
 next run counts from 1 again, and a resumed run reuses numbers. All ranks of an engine get the same updates, so their
 counts agree.
 
-Remove it when SGLang records which weights computed a prefix. The launcher checks that each hook is in place; this
-module checks the type of the cache when it is created.
+Remove the hooks when SGLang records which weights computed a prefix. The launcher checks that each hook is in place;
+this module checks the type of the cache when it is created.
 
 Invariants
 1. No two sets of weights share a key. The count increases before an update, even if the update fails.
 2. A prefix is read from the cache only if requests that began under the serving weights wrote all of it. With
    `in_place`, a request that continues, or is prefilled in chunks, adds to the part of the cache in which it began.
-3. A request's own key (LoRA, a namespace) stays, as the beginning of the new key.
+3. A request's own key (LoRA, a namespace) stays as the beginning of the new key.
 4. If SGLang orders the waiting queue by cached prefixes, it counts the prefixes that each request will find.
 """
 
@@ -32,7 +32,7 @@ from slime.core.errors import EngineError
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
 """SGLang's caches that use `extra_key` in every look-up and insertion and are not backed by a second cache."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
-"""Caches of `--disable-radix-cache`, which keep nothing beyond a request."""
+"""Caches of `--disable-radix-cache`, which keep nothing after a request."""
 _updates = {"asked": 0}
 """Number of weight updates that this process has begun."""
 _MARK = "|weights "

@@ -88,7 +88,7 @@ class TrainSample:
                 f"sample {sample.index} has no prompt token before the response, so its first log-prob is undefined"
             )
         if sample.group_index is None or sample.index is None:
-            raise DataError(f"a sample has group_index {sample.group_index} and index {sample.index}; it needs both")
+            raise DataError(f"a sample has group_index {sample.group_index} and index {sample.index}; set both")
         mask = _as(sample.column("loss_mask"), np.float32)
         mask = np.ones(num_response, np.float32) if mask is None else mask
         if sample.remove_sample:

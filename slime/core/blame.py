@@ -1,4 +1,4 @@
-"""Finds the cause of an error: the user's line in a long traceback, or how a process ended. Each is one sentence."""
+"""Describes the cause of an error in one sentence: the user's line in a long traceback, or how a process ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`Column`: a list of numbers stored as a compact array.
 
-A Python list takes 32 bytes per float and 36 per token id. An array takes 2 to 8 bytes per number, and runs of equal
-numbers take almost nothing. With `UnpackedList` a record's field may contain a list or a column. Reading the field
-permanently converts a column to a list. Code that can use arrays reads the array instead (`packed`).
+A Python list takes 32 bytes per float and 36 bytes per token id. An array takes 2 to 8 bytes per number, and runs of
+equal numbers take almost no memory. With `UnpackedList` a record's field may contain a list or a column. Reading the
+field permanently converts a column to a list. Code that can use arrays reads the array instead (`packed`).
 
 Invariants
 1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. A list stays a list if it

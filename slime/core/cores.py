@@ -1,4 +1,4 @@
-"""The number of cores that this process may use, and the thread settings of processes that compute on CPUs.
+"""The number of cores that this process may use, and thread settings of processes that compute on CPUs.
 
 A container's CPU quota limits time: threads run on all cores of the host until the quota is used up, then stop until
 the next period. If there are more threads than cores in the quota, the threads only stop earlier.

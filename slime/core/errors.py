@@ -11,7 +11,7 @@ START_FLAG, SAVE_FLAG = "--engine-start-timeout-s", "--save-timeout-s"
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived. The process unwinds as after Ctrl-C and exits with code 143."""
+    """SIGTERM arrived. The process cleans up as after Ctrl-C and exits with code 143."""
 
 
 class SlimeError(Exception):
@@ -36,7 +36,7 @@ class HookExited(SlimeError, RuntimeError):
 
 
 class LoopStalled(SlimeError, RuntimeError):
-    """A function blocked an event loop for so long that its process had to end. Names the function."""
+    """A function blocked an event loop for so long that the process had to exit. The message names the function."""
 
 
 class EngineError(SlimeError, RuntimeError):

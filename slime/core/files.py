@@ -123,7 +123,7 @@ def download_hint(name: str, *, dataset: bool = False) -> str:
     if not _NAME.fullmatch(name) or name.endswith(_FILES) or Path(name).parent.exists():
         return ""
     what, folder = f"{name} --repo-type dataset" if dataset else name, name.partition("/")[2]
-    return f"a name on the hub is downloaded first: hf download {what} --local-dir {folder}, then give {folder}"
+    return f"a name on the hub is downloaded first: hf download {what} --local-dir {folder}, then use {folder}"
 
 
 @dataclass(frozen=True, slots=True)

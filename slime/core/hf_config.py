@@ -22,7 +22,7 @@ def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
     """Returns config.json, flattened by `text_config`. Raises `ConfigError` if the file is missing or damaged."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
-        what_to_do = download_hint(hf_checkpoint) or "give a local folder in HF format"
+        what_to_do = download_hint(hf_checkpoint) or "name a local folder in Hugging Face format"
         raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: {path} does not exist; {what_to_do}")
     config = text_config(read_json(path, "--hf-checkpoint", "checkpoint, fetched again"))
     if "wrapper_type" in config and num_experts_of(config):

@@ -144,7 +144,7 @@ def server_url(text: str) -> str:
         host, port, parts = None, None, urlsplit("")
     more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if not host or not port or more or parts.scheme != "http":
-        raise ConfigError(f"{text!r} is not the address of a server; give HOST:PORT, over plain HTTP")
+        raise ConfigError(f"{text!r} is not the address of a server; use HOST:PORT, for plain HTTP")
     return http_url(host, port)
 
 

@@ -103,7 +103,7 @@ class RoutedExperts:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
             raise DataError(
                 f"routed experts from token {self.start} on have shape {self.ids.shape} and dtype {self.ids.dtype}; "
-                "give [rows, layers, topk] of uint8 or int16"
+                "it must be [rows, layers, topk] of uint8 or int16"
             )
 
     @property
@@ -209,13 +209,13 @@ def join(
         return known
     if more.end >= max(num_tokens, 1):
         raise DataError(
-            f"there are routed experts for {more.end} of {num_tokens} tokens, but no engine has read the last one yet"
+            f"there are routed experts for {more.end} of {num_tokens} tokens, but no engine has read the last token yet"
         )
     done = 0 if known is None else len(known.ids)
     if known is not None and (known.ids.shape[1:], known.ids.dtype) != (more.ids.shape[1:], more.ids.dtype):
         raise DataError(
             f"routed experts of shape {more.ids.shape} and {more.ids.dtype} follow {known.ids.shape} and "
-            f"{known.ids.dtype}; all of a sample must come from one model"
+            f"{known.ids.dtype}; all experts of a sample must come from one model"
         )
     if more.end <= done:
         return known

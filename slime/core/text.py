@@ -1,7 +1,7 @@
 """Text for people: makes control characters visible, shortens long text, lists names. Also defines the engines' keys.
 
-Text from models, tools and datasets may also be in exceptions. Any text that may contain such text goes through
-`visible` before it reaches a terminal.
+Exceptions may also contain text from models, tools and datasets. All such text goes through `visible` before it reaches
+a terminal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ HIDDEN = "<hidden>"
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """API keys of the engines. There are two, so that users who may generate cannot replace weights."""
+    """API keys of the engines. There are two keys, so that users with access to generation cannot replace weights."""
 
     use: str | None = field(default=None, repr=False)
     """The key for requests by the run's own code, the router and users. None: requests need no key."""

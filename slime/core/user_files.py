@@ -75,15 +75,15 @@ def read_text(path: str | Path, flag: str, what: str = "file") -> str:
         if file.is_dir():
             raise ConfigError(f"{said} is a folder; name a {what} in it")
         if not file.exists():
-            raise ConfigError(f"{said} does not exist; give a {what}")
+            raise ConfigError(f"{said} does not exist; name a {what}")
         return read_small(file).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{said} is not text (byte {error.start} is not UTF-8); give a {what}") from error
+        raise ConfigError(f"{said} is not text (byte {error.start} is not UTF-8); name a {what}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{said} cannot be read ({reason}); give a {what}") from error
+        raise ConfigError(f"{said} cannot be read ({reason}); name a {what}") from error
 
 
 def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str,
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or give a different file") from error
+        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or name a different file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{flag} {path} is not a JSON object; give a {what}")
+        raise ConfigError(f"{flag} {path} is not a JSON object; name a {what}")
     return content
 
 

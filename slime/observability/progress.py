@@ -32,7 +32,7 @@ NOTE_CHARS = 300
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total=None`: unknown length (startup, a wait), so no ETA. `limit_s`: a deadline, which is only shown. `tty`: draw a
+    `total=None`: unknown length (startup, a wait), so no ETA. `limit_s`: a deadline, only for display. `tty`: draw a
     bar (None: only if stderr is a terminal). `console`: rich's, for the bar (None: stderr).
     """
 

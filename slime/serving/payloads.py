@@ -43,7 +43,7 @@ def serialize_bucket(
     runs: Sequence[tuple[str, int]] | None = None,
     only: Container[str] | None = None,
 ) -> tuple[list[str], object]:
-    """Returns one payload per receiver, and the owner of the memory. Keep the owner until every receiver has answered.
+    """Returns one payload per receiver, and the owner of the memory. Keep the owner until every receiver has responded.
 
     `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared without a copy,
     others are copied there. Receivers count references, so each receiver needs its own payload. `runs`: (name, number
@@ -64,7 +64,7 @@ def serialize_bucket(
 
 
 def shareable(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns [num_bytes] uint8 that other processes on the host can map: on a CPU shared memory, on a GPU any."""
+    """Returns memory [num_bytes] uint8 that other processes on the host can map: shared memory on a CPU."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # because sharing an ordinary storage copies it

@@ -48,9 +48,9 @@ def is_importable(name: str) -> bool:
 
 
 def activate(device: str) -> list[PatchReport]:
-    """On "cpu", makes stock SGLang importable and usable in this process; on "cuda", does nothing.
+    """Makes stock SGLang importable and usable in this process if the device is "cpu". Does nothing on "cuda".
 
-    Returns one report per patch, also for patches that were not needed. Raises `EngineError` if a patch had no effect.
+    Returns one report per patch, including patches that were not needed. Raises `EngineError` if a patch had no effect.
     """
     if device != "cpu":
         return []
@@ -70,8 +70,8 @@ def activate(device: str) -> list[PatchReport]:
 def _stand_in(name: str) -> PatchReport:
     needed = not is_importable(name)
     if needed and not any(isinstance(f, StandInFinder) and f.covers(name) for f in sys.meta_path):
-        # Normally the stand-in goes last, behind the ordinary finders. But these would find a package that exists and
-        # cannot be imported, so then the stand-in goes first.
+        # Normally the stand-in goes last, behind the ordinary finders. But they would find a package that exists but
+        # cannot be imported, so in that case the stand-in goes first.
         broken = importlib.util.find_spec(name) is not None
         finder = StandInFinder(name)
         sys.meta_path.insert(0, finder) if broken else sys.meta_path.append(finder)
@@ -91,7 +91,7 @@ def _cpu_engine_flag() -> PatchReport:
     common = sys.modules.get("sglang.srt.utils.common")
     return PatchReport(
         name="env:SGLANG_USE_CPU_ENGINE",
-        symptom="SGLang looks for an accelerator and finds no platform, in spite of --device cpu",
+        symptom="SGLang looks for an accelerator and finds no platform, despite --device cpu",
         upstream=SGLANG,
         removal="--device cpu alone selects the CPU platform",
         applied=True,

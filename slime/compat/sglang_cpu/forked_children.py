@@ -1,16 +1,16 @@
 """Forks the children of a server on a CPU, so that all its processes share one import of SGLang.
 
-SGLang starts its schedulers and its detokenizer as fresh interpreters, because CUDA does not survive a fork. Each one
-imports torch, transformers and SGLang again, which takes eight seconds of a core, three times. On a CPU these hooks
-make SGLang fork the server's process instead, at the moment when it starts its children: by then everything is
-imported, and nothing else has happened. Seen with SGLang 0.5.16. Remove it when SGLang imports once. The launcher
-refuses to serve if the hooks had no effect.
+SGLang starts its schedulers and its detokenizer as fresh interpreters, because CUDA does not survive a fork. Each child
+imports torch, transformers and SGLang again, which takes eight seconds of a core for each of three children. On a CPU
+these hooks make SGLang fork the server's process instead, at the moment when SGLang starts its children: by then
+everything is imported, and nothing else has happened. Seen with SGLang 0.5.16. Remove the hooks when SGLang imports
+only once. The launcher refuses to serve if the hooks had no effect.
 
 Invariants
 1. A process forks only while it has one thread, because a lock that another thread holds would stay locked in the fork.
-   With more threads, SGLang spawns its children as usual. Once the children are started, the server and its children
-   spawn again, too.
-2. A fork ends with the process that it was forked from.
+   With more threads, SGLang spawns its children as usual. After the children have started, new children of the server
+   and of its children are also spawned.
+2. A fork exits together with the process from which it was forked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def num_threads() -> int:
 
 def _fork_from_here(*_: Any, **__: Any) -> None:
     if num_threads() > 1:
-        logger.warning("children of this server import everything again, because it has %d threads", num_threads())
+        logger.warning(
+            "children of this server import everything again, because the server has %d threads", num_threads()
+        )
         return
     original: list[int] = []  # set before the fork, because the original may end before the fork runs
 

@@ -1,6 +1,5 @@
-"""Patches that make parts of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, models that
-see images, routed experts. Each report names the symptom and says when the patch can be removed.
-"""
+"""Patches that make parts of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, vision
+models, routed experts. Each report names the symptom and says when the patch can be removed."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def masks_on_a_cpu() -> PatchReport:
         GRAMMARS,
         _use_cpu_kernel,
         name="grammar masks of xgrammar",
-        symptom="RuntimeError: Unsupported device: cpu, at a request with json_schema or regex; the server ends",
+        symptom="RuntimeError: Unsupported device: cpu, at a request with json_schema or regex; the server exits",
         removal="apply_vocab_mask in xgrammar_backend.py supports the CPU",
     )
 
@@ -108,7 +107,7 @@ KERNELS = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Kernels that SGLang looks up when it imports models that see images."""
+"""Kernels that SGLang looks up when it imports vision models."""
 
 
 def _missing(name: str) -> Any:
@@ -128,7 +127,7 @@ def names_of_kernels() -> PatchReport:
     for name in absent:
         setattr(torch.ops.sgl_kernel, name, _missing(name))
     return PatchReport(
-        name="kernels of models that see images",
+        name="kernels of vision models",
         symptom="ValueError: No processor registered for architecture: ['Qwen3VLForConditionalGeneration']",
         upstream=SGLANG,
         removal="sglang/srt/models/qwen3_5.py looks for fused_sigmoid_mul_cpu where it calls it",
@@ -168,7 +167,7 @@ def experts_on_the_host() -> PatchReport:
 
     Each forward pass writes the experts into one buffer on the device, and SGLang copies it to the host before the next
     pass. With overlapped scheduling the next pass runs before the copy is read. On a CPU, SGLang's "copy" is the buffer
-    itself, so each token would get the experts of the next one.
+    itself, so each token would get the experts of the next token.
     """
     return _patched(
         "sglang.srt.state_capturer.base",

@@ -58,8 +58,7 @@ class ServingSettings:
     """Seconds that requests wait while no engine can be reached, for example while the only engine restarts."""
     router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
     """Address of the router; engines have their own. Requests carry --router-api-key (@FILE reads the key from a file)
-    as bearer token. Without that flag the run generates a key, and only loopback addresses are accepted.
-    """
+    as bearer token. Without that flag the run generates a key, and only loopback addresses are accepted."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
     """Port of the router. Default: a free port. A router starts with `slime serve`, with any --router-* flag, and with
     user code, which may read the router's address; the run's own requests go to engines directly."""

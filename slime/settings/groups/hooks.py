@@ -1,4 +1,4 @@
-"""Settings that name user code by import path. Its signatures are checked before the run starts."""
+"""Settings that name user code by import path. Signatures of user code are checked before the run starts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_ray_ending_a_process_for_memory_is_one_sentence() -> None:
         OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10:\n..."), "step 3"
     )
     assert isinstance(told, ActorDied)
-    assert str(told).startswith("Ray ended a process during step 3, because memory ran out: Task was killed")
+    assert str(told).startswith("Ray killed a process during step 3, because memory ran out: Task was killed")
     assert "\n" not in str(told)
 
 

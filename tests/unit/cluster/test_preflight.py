@@ -69,7 +69,8 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
 ) -> None:
     """Ray would try for minutes, and print lines of C++. Its real head is in tests/contract/cluster."""
     monkeypatch.setattr(module, "CONNECT_LIMIT_S", 0.2)
-    for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "different server listens there"), (b"", "no answer")):
+    other = "a different server listens there"
+    for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", other), (b"", "no answer")):
         address = OtherServer(answer).address
         said = told(words("--ray-address", address))
         assert f"no Ray cluster can be reached at ray_address {address} ({reason})" in said
@@ -147,7 +148,7 @@ def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_pa
 def test_folders_that_cannot_be_written_are_all_told_and_nothing_is_left(words: Words, tmp_path: Path) -> None:
     flags = ["--save", "/proc/nope", "--save-debug-rollout-data", "/dev/null/{rollout_id}.jsonl.zst"]
     said = told(words(*flags, "--save-hf", str(tmp_path / "new" / "hf_{rollout_id}")))
-    assert "--save /proc/nope cannot be created: /proc is not writable; choose another folder" in said
+    assert "--save /proc/nope cannot be created: /proc is not writable; choose a different folder" in said
     path = "--save-debug-rollout-data /dev/null/{rollout_id}.jsonl.zst"
     assert f"{path} cannot be created: /dev/null is a file" in said
     assert "--save-hf" not in said and sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl"]

@@ -128,7 +128,7 @@ def test_a_row_that_other_weights_have_read_is_left_out(versions: list[int], rea
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (of_tokens([1, 2, 3, 4]), "has read the last one"),
+        (of_tokens([1, 2, 3, 4]), "has read the last token"),
         (RoutedExperts(np.zeros((2, 4, 2), np.uint8)), "one model"),
         (RoutedExperts(np.zeros((2, 3, 2), np.int16)), "one model"),
     ],

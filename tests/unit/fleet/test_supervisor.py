@@ -204,7 +204,7 @@ def test_a_sick_engine_is_left_out_however_long_its_starts_take(
 
 def test_a_sick_engine_that_is_the_only_one_ends_the_run() -> None:
     with pytest.raises(
-        EngineError, match=r"engine 0 failed 10 times .* no other engine of model default is left.*failed"
+        EngineError, match=r"engine 0 failed 10 times .* no other engine of model default is left.*ended"
     ):
         starts_of_a_sick_one(Fleet(1), start_s=60.0)
 

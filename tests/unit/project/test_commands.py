@@ -143,7 +143,7 @@ def test_another_start_of_a_resumed_run(tmp_path: Path) -> None:
     started([*flags, OVERRIDE, "--num-rollout", "5"])
     assert parse_args(again(tmp_path / "run").words).num_rollout == 3
     assert parse_args(again(tmp_path / "run", start=1).words).num_rollout == 5
-    with pytest.raises(DataError, match="starts 0 to 1"):
+    with pytest.raises(DataError, match="launches 0 to 1"):
         again(tmp_path / "run", start=2)
 
 
@@ -159,7 +159,7 @@ def test_a_start_that_resumed_loads_what_it_loaded(tmp_path: Path) -> None:
     started([*flags, OVERRIDE, "--num-rollout", "9"])
     with pytest.raises(
         DataError,
-        match=r"does not record the checkpoint that --start 1 loaded; give it: --load \S+/run/save --ckpt-step N",
+        match=r"does not record the checkpoint that --start 1 loaded; add --load \S+/run/save --ckpt-step N",
     ):
         again(run, start=1)
     named = parse_args(again(run, "--ckpt-step", "4", start=1).words)
@@ -197,7 +197,7 @@ def test_secrets_are_told_of_and_not_kept(tmp_path: Path) -> None:
     written = "".join(path.read_text() for path in records)
     assert len(records) == 3 and "hush-hush" not in written and '"abc"' not in written
     found = again(run)
-    assert "--wandb-key was a secret and is not recorded; give it again if needed" in found.told
+    assert "--wandb-key was a secret and is not recorded; set it again if needed" in found.told
     assert "--wandb-key" not in found.words
 
 

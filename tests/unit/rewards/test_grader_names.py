@@ -39,7 +39,7 @@ def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--rm-type dapo", "give one of score, acc"),
+        ("--rm-type dapo", "choose one of score, acc"),
         ("--rm-type boxed_ifbench", "needs --reward-key"),
         ("--rm-type remote_rm --rm-batch-size 4", "--rm-url"),
         ("--rm-type remote_rm --rm-url http://x --rm-batch-size 0", "at least 1"),

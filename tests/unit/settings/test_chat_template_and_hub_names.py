@@ -73,7 +73,7 @@ def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
 def test_a_name_on_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path: Path) -> None:
     base = complete(tmp_path)
     message = refused(swapped(base, "--hf-checkpoint", "Qwen/Qwen3-0.6B"))
-    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give Qwen3-0.6B" in message
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then use Qwen3-0.6B" in message
     message = refused(swapped(base, "--prompt-data", "openai/gsm8k"))
     assert "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k" in message
     assert "hf download a/b --local-dir b" in refused(

@@ -234,7 +234,7 @@ def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path
     assert parse_args(load).load == str(folder)
     assert parse_args([*base, "--load", str(folder / "step_000004")]).load is not None
     assert parse_args([*load, "--ckpt-step", "4"]).ckpt_step == 4
-    assert "give one of step_000004" in refused([*load, "--ckpt-step", "5"])
+    assert "choose one of step_000004" in refused([*load, "--ckpt-step", "5"])
     assert "--finetune" in refused([*load, "--start-rollout-id", "1"])
     assert parse_args([*load, "--start-rollout-id", "1", "--finetune"]).start_rollout_id == 1
 

@@ -29,7 +29,7 @@ REFUSALS = [
     ("--rollout-top-k 0", "-1 for all"),
     ("--actor-num-nodes 2", "set --ray-address"),
     ("--max-restarts 1", "needs --save"),
-    ("--max-restarts 1 --save a", "give --load a"),
+    ("--max-restarts 1 --save a", "set --load a"),
     ("--max-restarts 1 --save a --load a", "needs --save-interval"),
     ("--max-restarts 1 --save a --load a --save-interval 1 --finetune", "back to the same step"),
     ("--router-host 0.0.0.0", "needs --router-api-key"),

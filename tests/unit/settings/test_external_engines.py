@@ -29,7 +29,7 @@ def test_an_address_has_one_spelling(text: str, url: str) -> None:
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "https://host:1", "host:1/path", "u@host:1", ""])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="give HOST:PORT"):
+    with pytest.raises(ConfigError, match="use HOST:PORT"):
         server_url(text)
 
 
@@ -76,7 +76,7 @@ def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: p
         (["--colocate"], "lend no memory"),
         (["--update-weight-transport", "tensor"], "use distributed, or disk"),
         (["--rollout-external-engine-addrs", "a:1", "http://a:1"], "twice"),
-        (["--rollout-external-engine-addrs", "a"], "give HOST:PORT"),
+        (["--rollout-external-engine-addrs", "a"], "use HOST:PORT"),
     ],
 )
 def test_what_cannot_work_with_them_is_refused(base: list[str], more: list[str], said: str) -> None:

@@ -152,7 +152,7 @@ def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -
         "server_groups": [group(1, num_gpus_per_engine=1)],
     }
     file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [group()]}, judge]}))
-    with pytest.raises(ConfigError, match=r"nothing of model judge has no config.json; give a Hugging Face folder"):
+    with pytest.raises(ConfigError, match=r"nothing of model judge has no config.json; name a Hugging Face folder"):
         parse_args([*base, "--sglang-config", str(file)])
 
 
