@@ -60,7 +60,7 @@ def ends_whole(path: Path) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that `name` may be a typo of; None if none is close (`mamba` is far from `llama`)."""
+    """Returns the known name that `name` may be a typo of; None if no name is close (`mamba` is far from `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
 

@@ -107,7 +107,7 @@ class ExternalEngines:
     def troubles(self) -> Mapping[int, str]:
         listed = self._list.now()
         found = {index: problem for index, look in self._looks.items() if (problem := look.trouble())}
-        gone = {i: f"its address left {self._list.file}" for i in self._looks if self._urls[i] not in listed}
+        gone = {i: f"its address was removed from {self._list.file}" for i in self._looks if self._urls[i] not in listed}
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
@@ -172,7 +172,7 @@ class ExternalEngines:
             knock.close()
 
     def _take(self, url: str) -> Engine:
-        """Adds the server at `url`, which fits, as an engine."""
+        """Adds the server at `url` as an engine. The server must fit."""
         facts = self._knock(url).facts
         assert facts is not None, f"{url} has not been found to fit"
         if not facts.asks_for_key and not is_loopback(host_of(url)):

@@ -178,7 +178,7 @@ def _step(row: Mapping[str, float]) -> int:
 
 
 def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
-    """Returns all findings in the rows of `metrics.jsonl`, by the step in which they began."""
+    """Returns all findings in the rows of `metrics.jsonl`, in order of their first step."""
     watch = HealthWatch(learns_from_rewards=learns_from_rewards)
     found: dict[tuple[str, int], Finding] = {}
     for row in rows:

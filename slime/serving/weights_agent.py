@@ -74,7 +74,7 @@ class WeightsAgent:
             self._box.close()
 
     def answer_one(self) -> bool:
-        """Answers the newest call if it is unanswered. Returns whether it answered one."""
+        """Answers the newest call, unless it has been answered. Returns whether a call was answered."""
         pending = self._box.pending()
         if pending is None:
             return False

@@ -99,7 +99,7 @@ class Declared:
     """Additional spellings that switch the setting off."""
     choices: tuple[str, ...] | None = None
     secret: bool = False
-    """Masked wherever it is written."""
+    """Whether the value is masked wherever it is written."""
     append: bool = False
     """The value is a tuple; each occurrence of the flag adds one entry."""
     within: Range | None = None

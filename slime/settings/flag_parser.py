@@ -2,8 +2,8 @@
 
 Invariants
 1. A flag must be written in full: prefixes are not accepted. An unknown flag is an error with a suggestion.
-2. A setting that is set twice, even in two spellings, must have the same value both times. Flags after the word
-   `--override` replace those before it, so a script can end in `--override "$@"`.
+2. A setting that is set twice, even in two spellings, must have the same value both times. Flags after `--override`
+   replace earlier flags, so a script can end with `--override "$@"`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.core.text import nearest, shorten
 from slime.settings.flags import Flag, convert, refuse
 
 OVERRIDE = "--override"
-"""The word after which flags replace earlier ones."""
+"""The argument after which flags replace earlier flags."""
 
 
 class FlagTable:
@@ -74,7 +74,7 @@ class FlagTable:
     def _parse_part(
         self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
     ) -> dict[tuple[str, str], Any]:
-        """Returns the values in the words between two `OVERRIDE`s; appends mistakes to `problems`."""
+        """Returns the values of the arguments between two `OVERRIDE`s. Appends mistakes to `problems`."""
         out: dict[tuple[str, str], Any] = {}
         spelled: dict[tuple[str, str], str] = {}
         position = 0
@@ -111,7 +111,7 @@ class FlagTable:
         return out
 
     def _values(self, argv: Sequence[str], position: int) -> list[str]:
-        """Returns the words from `position` up to the next flag."""
+        """Returns the arguments from `position` up to the next flag."""
         end = position
         while end < len(argv) and not (argv[end].startswith("--") and len(argv[end]) > 2):
             end += 1
@@ -158,7 +158,7 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 def _keep(
     out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
 ) -> None:
-    """Stores the value of one occurrence. `said` is the occurrence as the user wrote it.
+    """Stores the value of one occurrence. `said` is the user's text.
 
     Raises `ConfigError` if an earlier occurrence has a different value.
     """
@@ -175,7 +175,7 @@ def _keep(
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""Words after a flag that other programs accept to switch it on and off."""
+"""Values with which other programs switch a flag on and off."""
 
 
 def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
@@ -188,7 +188,7 @@ def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
 
 
 def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterator[str]:
-    """Yields messages about words that belong to no flag. Other programs write settings as `group.name=value`."""
+    """Yields messages about arguments that belong to no flag. Other programs write settings as `group.name=value`."""
     answered = {
         w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
     }

@@ -217,7 +217,7 @@ class Flag:
     derived: bool = False
     """slime computes the value if the user sets none; --explain says why."""
     secret: bool = False
-    """The value is masked wherever it is written. @FILE reads it from a file."""
+    """Whether the value is masked wherever it is written. @FILE reads the value from a file."""
     internal: bool = False
     """The run sets the value; there is no flag."""
     configs: tuple[str, ...] = ()

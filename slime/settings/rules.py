@@ -361,9 +361,9 @@ _ANY = "\ue000"
 
 
 def _export_folders(template: str) -> re.Pattern[str]:
-    """Returns a pattern that matches the folders that exports replace, and all paths below them.
+    """Returns a pattern for the folders that exports replace, and for all paths below them.
 
-    Raises `ValueError` if `template` has other braces than `{rollout_id}`.
+    Raises `ValueError` if `template` has braces other than `{rollout_id}`.
     """
     for _, name, width, conversion in string.Formatter().parse(template):
         if name is not None and (

@@ -31,7 +31,7 @@ from slime.observability.report.record import (
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-"""The same colours as in page.css, which has different ones for a dark page."""
+"""The same colours as in page.css, which has different colours for a dark page."""
 OTHER_COLOR = "#b6bcc6"
 PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
 """Part of a step -> index of its colour."""

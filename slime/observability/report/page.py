@@ -329,7 +329,7 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Makes the report of a run folder. The run may be running, finished or crashed.
+    """Creates the report of a run folder. The run may be running, finished or crashed.
 
     `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
     logged.

@@ -23,7 +23,7 @@ MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
 EDGE = 0.003
 """A span of a neighbouring step is shown if it covers at least this share of the step."""
 MAX_TRACE_BYTES = 200 << 20
-"""A larger trace is left to `slime trace`."""
+"""Maximum size of a trace. For larger traces, use `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
