@@ -51,7 +51,6 @@ class RolloutView:
     """[R] KL to the reference; None without --kl-coef."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns a copy that a function may change."""
         samples = self.batch.samples
         return {
             "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),

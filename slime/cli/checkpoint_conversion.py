@@ -138,7 +138,7 @@ def described(folder: Path) -> str:
         lines.append(f"  {file.name}: {told}, {_size(file.stat().st_size)}")
         num_tensors, num_bytes = num_tensors + sum(kinds.values()), num_bytes + file.stat().st_size
     others = [p.name for p in sorted(folder.iterdir()) if p.suffix != ".safetensors" and not p.name.startswith(".")]
-    head = f"wrote {folder}: {num_tensors} tensors, {_size(num_bytes)} in {len(lines)} files of weights"
+    head = f"wrote {folder}: {num_tensors} tensors, {_size(num_bytes)} in {len(lines)} weight files"
     return "\n".join([head, *lines, f"  {', '.join(others)}"])
 
 

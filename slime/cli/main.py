@@ -116,7 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in COMMANDS if words[:1] == [c.name]), None)
     if command is None:

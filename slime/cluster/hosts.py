@@ -188,7 +188,8 @@ def plan_here(args: Args) -> PlacementPlan:
 def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
     """Yields the plan on a Ray cluster that the driver has joined, and its guarded hosts.
 
-    `guardian` is this host's. Raises `ConfigError` if the hosts have too few slots or do not share the folders.
+    `guardian`: the guardian of this host. Raises `ConfigError` if the hosts have too few slots or do not share the
+    folders.
     """
     import ray
 

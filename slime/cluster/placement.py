@@ -107,7 +107,6 @@ class _Place:
 
     @property
     def width(self) -> int:
-        """Number of slots on each host."""
         return self.demand.num_slots // len(self.on)
 
 

@@ -126,8 +126,6 @@ MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Facts about a restart."""
-
     number: int
     """Counted from 1."""
     most: int

@@ -106,7 +106,6 @@ class Silence:
         return self._idle_s > limit_s or self._silent_s > WORKING * limit_s
 
     def _traces(self) -> tuple[float, int]:
-        """Returns the processor time used and the bytes written."""
         try:
             written = self._file.stat().st_size if self._file is not None else 0
         except OSError:

@@ -50,8 +50,6 @@ def bootstrap_of(url: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """Identical engines."""
-
     num_gpus: int
     """Total number of GPUs of all engines in the group."""
     num_gpus_per_engine: int

@@ -107,7 +107,7 @@ class ExternalEngines:
     def troubles(self) -> Mapping[int, str]:
         listed = self._list.now()
         found = {index: problem for index, look in self._looks.items() if (problem := look.trouble())}
-        gone = {i: f"its address was removed from {self._list.file}" for i in self._looks if self._urls[i] not in listed}
+        gone = {i: f"its address is no longer in {self._list.file}" for i in self._looks if self._urls[i] not in listed}
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:

@@ -119,7 +119,6 @@ def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-    """Returns the same metrics under `prefix/`."""
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 

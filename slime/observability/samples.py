@@ -143,7 +143,6 @@ def where(sample: ShownSample) -> str:
 
 
 def number(value: float | None) -> str:
-    """Returns a reward as short text."""
     return "none" if value is None else f"{value:.4g}"
 
 

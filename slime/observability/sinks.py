@@ -50,8 +50,6 @@ EVAL_FACTS = ("eval/step", "eval/weight_version")
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One logged step."""
-
     kind: str
     """One of `KINDS`."""
     step: int

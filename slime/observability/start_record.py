@@ -62,8 +62,6 @@ _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """The state of a git checkout."""
-
     root: str
     commit: str
     diff: str

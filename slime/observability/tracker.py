@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Views:
-    """Settings of the views."""
-
     num_rollout: int | None
     """Number of steps, for the console."""
     log_samples_interval: int | None = None

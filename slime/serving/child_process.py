@@ -93,7 +93,6 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def all_processes() -> dict[int, ProcessStat]:
-    """Returns all visible processes by pid."""
     stats = (read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
     return {s.id.pid: s for s in stats if s is not None}
 

@@ -163,8 +163,6 @@ def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLeas
 
 
 class LeasedServer:
-    """A server process on leased ports."""
-
     what: ClassVar[str]
 
     def __init__(self, *, host: str, log_path: str | Path) -> None:

@@ -56,8 +56,6 @@ class KeyRefused(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class RouterWorker:
-    """A server in the router's list."""
-
     id: str
     url: str
     healthy: bool

@@ -43,7 +43,6 @@ class Chooser:
     chosen_by: ChosenBy | None = None
 
     def names(self, settings: Any) -> tuple[str, ...]:
-        """Returns the names of the chosen entries."""
         return named(getattr(settings, self.setting) if self.chosen_by is None else self.chosen_by.name(settings))
 
     @property

@@ -134,7 +134,6 @@ _LENGTHS = ("max_position_embeddings",)
 
 
 def has_hf_model(folder: str) -> bool:
-    """Returns whether a folder is in Hugging Face format."""
     return (Path(folder) / "config.json").is_file()
 
 

@@ -200,7 +200,7 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [a for a in typing.get_args(hint) if a is not type(None)]
-        assert len(members) == 1, f"a field's type is one type or None, not {hint}"
+        assert len(members) == 1, f"a field must have one type, or one type or None, not {hint}"
         hint, optional = members[0], True
     origin = typing.get_origin(hint)
     if origin is Literal:

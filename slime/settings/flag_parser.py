@@ -125,7 +125,6 @@ class FlagTable:
 
     @staticmethod
     def _value(flag: Flag, name: str, words: Sequence[str], *, on: bool, inline: bool) -> Any:
-        """Returns the value of one occurrence of a flag."""
         if flag.kind == "bool":
             if inline:
                 raise ConfigError(_about_switch(flag, name, words[0], on=on))
@@ -144,7 +143,6 @@ class FlagTable:
 
 
 def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Splits the arguments at each `OVERRIDE`."""
     part: list[str] = []
     for word in argv:
         if word == OVERRIDE:

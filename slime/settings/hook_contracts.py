@@ -139,7 +139,6 @@ def is_async(hook: Any) -> bool:
 
 
 def _configured(args: Args) -> list[tuple[str, str]]:
-    """Returns (path, kind) of every configured hook."""
     wanted = []
     for kind, contract in CONTRACTS.items():
         given = getattr(args, contract.flag)

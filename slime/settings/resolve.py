@@ -77,7 +77,6 @@ class Resolver:
         return name in self._given
 
     def given(self, name: str) -> Any:
-        """Returns the value that the user gave, or None."""
         return self._given.get(name)
 
     def fix(self, owner: str, name: str, value: Any, origin: str) -> None:

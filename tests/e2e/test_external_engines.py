@@ -142,7 +142,7 @@ def test_an_engine_leaves_and_another_joins_while_training_runs(
             run.wait_until("requests at what came in its place", lambda: "POST /generate" in served(again))
             assert verified_before_it_served(again), again.said[-3000:]
             listed.write_text(f"{again.url}\n")
-            left = "engine 0 was lost: its address left"
+            left = "engine 0 was lost: its address is no longer in"
             run.wait_until("word that the first one left", lambda: left in run.output)
             after = steps()
             run.wait_until("a step without it", lambda: steps() >= after + 2)

@@ -163,7 +163,6 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
 
 
 def written(value: float, drawn: Drawn) -> str:
-    """Returns a value of the panel as text."""
     return percent(value) if drawn.scale in ("share", "percent") else short(value)
 
 
@@ -215,7 +214,6 @@ def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
 
 
 def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
-    """Draws one panel: title, legend, curves."""
     title = drawn.panel.title
     data, entries = {}, []
     for i, one in enumerate(drawn.series):
@@ -231,7 +229,6 @@ def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
 
 
 def parts_figure(times: StepTimes, frame: Frame) -> Markup:
-    """Draws stacked bars of the parts of a step."""
     data, entries = {}, []
     for i, (part, seconds) in enumerate(times.parts.items()):
         color = f"p {CLASSES[part_color(part)]}"

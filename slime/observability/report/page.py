@@ -202,7 +202,6 @@ STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "page.j
 
 
 def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title: str) -> str:
-    """Returns the whole document."""
     sections = {
         "Curves": _curves(record, panels),
         "Timeline": _timeline(record),
@@ -248,7 +247,6 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
 
 
 def _tiles(summary: RunSummary) -> Markup:
-    """Returns the most important numbers."""
     changes = summary.kind is not RunKind.EVALUATION
     tiles = [
         (name, f"{short(before)} → {short(after)}" if changes else short(after), f"{after - before:+.3g}" * changes)

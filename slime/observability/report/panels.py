@@ -19,8 +19,6 @@ Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric of a panel."""
-
     key: str
     label: str = ""
     """`*` becomes the dataset. Empty if the panel's title is enough."""
@@ -64,8 +62,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A panel with its data."""
-
     panel: Panel
     series: Sequence[Series]
     scale: Scale

@@ -146,7 +146,7 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
 
 
 def step_of(row: Row) -> int | None:
-    """Returns the step of a row, on whichever axis it has."""
+    """Returns the step of a row, from any of the axes."""
     return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
 
 

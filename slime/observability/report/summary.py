@@ -51,7 +51,6 @@ class RunSummary:
 
     @property
     def worst_mismatch(self) -> float | None:
-        """The largest of `mismatches`."""
         return max(self.mismatches.values(), default=None)
 
 
@@ -96,7 +95,6 @@ def _largest(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def summary_text(summary: RunSummary, title: str = "") -> str:
-    """Returns the summary as markdown."""
     lines = [f"# {title}", ""] if title else []
     pairs = before_and_after(summary)
     if summary.kind is RunKind.EVALUATION:
@@ -127,7 +125,6 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
 
 
 def facts(summary: RunSummary) -> dict[str, str]:
-    """Returns further facts by name."""
     out = {"kind": summary.kind.value}
     if summary.kind is not RunKind.EVALUATION:
         out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
@@ -151,7 +148,6 @@ def finding_text(finding: Finding) -> str:
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:
-    """Returns the content of `report.md`."""
     text = summary_text(summary, title)
     table = samples_markdown(record.path / FILE_NAME, max_samples, fine_tuning=record.kind is RunKind.SFT)
     return f"{text}\n{table}" if table else text
