@@ -55,6 +55,6 @@ def _require_no_namesake(folder: Path) -> None:
     found = next((path for path in modules if path.stem in sys.stdlib_module_names), None)
     if found is not None:
         raise ConfigError(
-            f"every process of the run would import {found} in place of Python's own {found.stem}; rename the file, or "
+            f"every process of the run would import {found} instead of Python's own {found.stem}; rename the file, or "
             "start the run in a different folder"
         )

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"there is no recipe {options.name}; known are {', '.join(names())}")
     parse_words(options.words)
     script = RECIPES / options.name / "run.sh"
-    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find another one
+    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find a different slime
     path = os.pathsep.join(filter(None, (this_slime, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PY": sys.executable, "PYTHONPATH": path}
     os.execvpe("bash", ["bash", str(script), *options.words], environment)

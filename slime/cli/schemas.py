@@ -1,7 +1,7 @@
 """`slime schemas`: writes or checks slime/settings/schemas/*.json, the flags of the installed engines.
 
-    slime schemas --write     after changing a pinned version slime schemas             prints what differs; exit code 1
-    if anything differs
+    slime schemas --write     after changing a pinned version
+    slime schemas             prints what differs; exit code 1 if anything differs
 
 The command line is parsed from these files, so parsing imports no engine. Megatron's flags are every field of its
 config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the

@@ -19,11 +19,11 @@ gone. Each kind of failure is detected as follows:
     the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
     this host's raylet  its workers, also the actor       the same
     Ray's head          the raylets, after their limit    the same
-    the actor           the guardian, by its pipe         the same; the driver notices and starts another actor, which
+    the actor           the guardian, by its pipe         the same; the driver notices and starts a new actor, which
                                                           waits until that guardian has finished (`GuardedHosts`)
     the guardian        the actor, by the other pipe      a new guardian starts in a tenth of a second; if the actor is
                                                           killed meanwhile, the driver's next check starts both
-    the guardian, for   the driver: `wait` returns        another actor with another guardian
+    the guardian, for   the driver: `wait` returns        a new actor with a new guardian
     the fourth time
 
 Invariants

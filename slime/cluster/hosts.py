@@ -10,7 +10,7 @@ handles each Ray node at the address of a host according to its state, without w
 
     guarded                                engines may start there; the handle says when the guardian ends
     lost its actor or its guardian         another actor after `AFTER_LOSS_S`; the host counts as present meanwhile
-    new, because the host was away         an actor at once; the host counts as present once it is guarded
+    new, because the host was away         an actor immediately; the host counts as present once it is guarded
     refused, because it does not see a     asked again every `ASK_AGAIN_S`; the host counts as away
     folder or no guardian starts there
 

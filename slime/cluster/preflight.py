@@ -90,7 +90,7 @@ FILES = ("save_debug_rollout_data", "save_debug_train_data")
 
 
 def _of_folders(args: Args) -> Iterator[str]:
-    """Reports folders that cannot be written, and a --save folder of another run."""
+    """Reports folders that cannot be written, and a --save folder of a different run."""
     for name in WRITTEN:
         if getattr(args, name, None) is None:  # switched off, or a setting of a component that the run does not have
             continue
@@ -108,14 +108,14 @@ def _of_folders(args: Args) -> Iterator[str]:
 
 
 def _holds_another_run(args: Args) -> bool:
-    """Returns whether --save has checkpoints of another run, which this run would replace and remove."""
+    """Returns whether --save has checkpoints of a different run, which this run would replace and remove."""
     save = Path(args.save or "").resolve()
     continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
     return not continued and has_checkpoint(str(save))
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:
-    """Reports a run folder that cannot be written or has metrics of another run. Empty metrics are accepted."""
+    """Reports a run folder that cannot be written or has metrics of a different run. Empty metrics are accepted."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
         yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose a different --run-dir"
         return

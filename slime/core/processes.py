@@ -77,7 +77,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent: int | None) -> None:
-    """Makes the kernel (Linux) send SIGKILL when the parent thread ends; exits at once if the parent is already gone.
+    """Makes the kernel (Linux) send SIGKILL when the parent thread ends; exits immediately if the parent is already
+    gone.
 
     `expected_parent`: pid of the parent; None if unknown. Raises `OSError` if the kernel refuses.
     """

@@ -1,12 +1,18 @@
 """The run folder: all files of one run.
 
-    <run dir>/ run.json        each launch: run id, time, command, where, host, versions, code, files (see
-    `start_record`) args.json       all resolved settings of the latest launch starts/N/       of the N-th launch:
-    args.json, and uncommitted changes of the code as CHECKOUT.diff metrics.jsonl   one line per logged step
-    samples.jsonl   a few samples of each step and evaluation, as text logs/           one file per process traces/ a
-    Chrome trace of the driver, and of the rollout side, for each launch tensorboard/ profiles/       traces of chosen
-    training steps and engines memory/         histories of GPU memory non_finite/     samples whose loss was not finite
-    report.html report.png report.md
+    <run dir>/
+      run.json        each launch: run id, time, command, where, host, versions, code, files (see `start_record`)
+      args.json       all resolved settings of the latest launch
+      starts/N/       of the N-th launch: args.json, and uncommitted changes of the code as CHECKOUT.diff
+      metrics.jsonl   one line per logged step
+      samples.jsonl   a few samples of each step and evaluation, as text
+      logs/           one file per process
+      traces/         a Chrome trace of the driver, and of the rollout side, for each launch
+      tensorboard/
+      profiles/       traces of chosen training steps and engines
+      memory/         histories of GPU memory
+      non_finite/     samples whose loss was not finite
+      report.html report.png report.md
 
 Invariants
 1. The folder appears together with its first files, or not at all: it is written under a different name, then renamed.

@@ -302,7 +302,7 @@ def prompts_exist(args: Args) -> str | None:
         return None
     if args.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT) or not reads_prompt_data(args):
         return None
-    return "there are no prompts; set --prompt-data a .jsonl or .parquet file, or set --data-source-path"
+    return "there are no prompts; set --prompt-data to a .jsonl or .parquet file, or set --data-source-path"
 
 
 def files_exist(args: Args) -> str | None:

@@ -177,8 +177,8 @@ def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) ->
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
             out.append(
-                f"{_spellings(name)} {value} contradicts the checkpoint's config.json, which says {architecture[name]} "
-                "and which the engines use, too; drop the flag"
+                f"{_spellings(name)} {value} contradicts the checkpoint's config.json, which has {architecture[name]} "
+                "and is also used by the engines; drop the flag"
             )
     return out
 

@@ -78,7 +78,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
     """Returns y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
 
     Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
-    at once. Only the carry from each chunk to the previous chunk is serial.
+    together. Only the carry from each chunk to the previous chunk is serial.
     """
     assert chunk > 0, chunk
     num = -(-len(x) // chunk)

@@ -57,7 +57,7 @@ def test_a_paused_server_goes_on_when_it_is_asked(engine_server: SGLangServer) -
 
 
 def test_nobody_is_not_a_server(tmp_path: Path) -> None:
-    with pytest.raises(NotAnswering, match="does not answer"):
+    with pytest.raises(NotAnswering, match="does not respond"):
         facts_of_server("http://127.0.0.1:9", NO_KEYS, LIMIT_S, LIMIT_S, experts=False)
 
 

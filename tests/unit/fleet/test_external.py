@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_with_all_of_it(args: Callable[..., Args], 
 
 def test_an_address_where_nobody_answers_is_named(args: Callable[..., Args]) -> None:
     port = ExternalEngines(args("127.0.0.1:9"), KEYS)
-    with pytest.raises(EngineError, match=r"http://127.0.0.1:9: it does not answer"):
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9: it does not respond"):
         port.find(0.5)
     port.close()
 
@@ -153,7 +153,7 @@ def test_a_server_that_was_started_again_behind_our_back_is_lost(args: Callable[
         assert fleet.state(0) is State.READY and fleet.gone == []
     server.model["weight_version"] = "default"
     fleet.until(lambda: fleet.gone == [0])
-    assert "was sent version 5, but serves weights 'default'" in fleet.members[0].reason
+    assert "the run sent version 5, but it serves weights 'default'" in fleet.members[0].reason
     fleet.until(lambda: fleet.state(0) is State.SYNCING)
     fleet.port.close()
 

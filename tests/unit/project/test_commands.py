@@ -299,7 +299,7 @@ def test_a_module_with_a_name_of_pythons_own_is_refused(
     del os.environ["PYTHONPATH"]
     (here / "random.py").write_text("")
     assert main([command, "--hf-checkpoint", "m"]) == 2
-    assert f"would import {here / 'random.py'} in place of" in capsys.readouterr().err
+    assert f"would import {here / 'random.py'} instead of" in capsys.readouterr().err
 
 
 def test_serving_needs_no_data(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_what_slime_can_call_is_accepted(file: str, name: str, kind: str) -> Non
         ("sync_generate", "generate", "not async"),
         ("rollout", "rollout", "evaluation"),
         ("async_reward", "dynamic_filter", "is async"),
-        ("Half", "data_source", "lacks add_samples, save, load, __len__"),
+        ("Half", "data_source", "does not define add_samples, save, load, __len__"),
         ("reward", "data_source", "a function"),
         ("number", "custom_rm", "is a int"),
         ("rewrad", "custom_rm", "it has"),
