@@ -64,7 +64,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
         ("--no-batch-p2p-comm", "which needs pipeline stages"),
         ("--bucket-size 1000", "which needs --overlap-grad-reduce"),
         ("--cpu-offloading-num-layers 1", "which needs Transformer Engine"),
-        ("--dsa-indexer-topk 2", "dsa_indexer_topk 2, which needs a part of Megatron that this trainer does not use"),
+        ("--dsa-indexer-topk 2", "dsa_indexer_topk 2, which needs a feature of Megatron that this trainer does not use"),
     ],
 )
 def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
@@ -120,8 +120,8 @@ def test_flags_of_experts_act_on_experts(base: list[str]) -> None:
     (Path(base[1]) / "config.json").write_text(json.dumps({**QWEN3, **experts, "model_type": "qwen3_moe"}))
     words = "--moe-router-topk 3 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type allgather --strict"
     assert parse_args([*base, *words.split()]).megatron["moe_token_dispatcher_type"] == "allgather"
-    assert "which gives 3" in refused([*base, "--moe-router-topk", "2"])
-    assert "which gives None" in refused([*base, "--moe-router-dtype", "fp64"])
+    assert "which has 3" in refused([*base, "--moe-router-topk", "2"])
+    assert "which has None" in refused([*base, "--moe-router-dtype", "fp64"])
     args = parse_args([*base, "--moe-router-dtype", "fp32"])
     assert (args.megatron["moe_router_dtype"], args.origins["megatron.moe_router_dtype"]) == ("fp32", "command line")
     deepep = [*base, "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]

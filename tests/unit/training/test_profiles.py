@@ -92,7 +92,7 @@ def test_engines_are_traced_while_they_generate_the_asked_steps(tmp_path: Path) 
 
 REFUSED = [
     ("--use-pytorch-profiler --profile-step-start 2 --profile-step-end 2", "so no step would be traced"),
-    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "give 0 to 0"),
+    ("--use-pytorch-profiler --profile-step-start 1 --profile-ranks 1", "use 0 to 0"),
     ("--use-pytorch-profiler --profile-target everything", "train_overall, train_actor, train_log_probs, rollout"),
     ("--record-memory-history --device cpu", "keeps no history; drop it, or run on CUDA"),
     ("--record-memory-history --memory-recorder memray", "attach memray"),
