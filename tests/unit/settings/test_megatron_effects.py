@@ -64,7 +64,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
         ("--no-batch-p2p-comm", "which needs pipeline stages"),
         ("--bucket-size 1000", "which needs --overlap-grad-reduce"),
         ("--cpu-offloading-num-layers 1", "which needs Transformer Engine"),
-        ("--dsa-indexer-topk 2", "dsa_indexer_topk 2, which needs a feature of Megatron that this trainer does not use"),
+        ("--dsa-indexer-topk 2", "dsa_indexer_topk 2, which needs a feature of Megatron"),
     ],
 )
 def test_a_flag_of_megatron_that_acts_on_nothing_is_listed(base: list[str], flags: str, said: str) -> None:
