@@ -144,7 +144,7 @@ class StepWeights:
     weights: Mapping[int, npt.NDArray[np.float32]]
     """Position of a scored sample -> weight [R] of each response token in the loss."""
     token_share: float
-    """1 / trained tokens of the step. Diagnostics are means over tokens, whatever the aggregation."""
+    """1 / trained tokens of the step. Diagnostics are means over tokens for every aggregation."""
     unit: float
     """1 / executions of the step (or 1 / trained tokens, by the aggregation): the factor for the sum of a user's
     reducer.

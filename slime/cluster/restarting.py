@@ -174,8 +174,7 @@ class _Keeper:
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
                 "--max-restarts cannot fork launches from this process, because it has threads or has imported Ray; "
-                "call "
-                "the loop from a plain script, or leave the flag out"
+                "call the loop from a plain script, or leave the flag out"
             )
         if args.use_wandb and args.wandb_run_id is None:
             args = args.replace(wandb_run_id=args.run_id)  # all launches are one W&B run

@@ -31,7 +31,7 @@ _INTEGERS = (np.uint8, np.uint16, np.int32, np.int64)
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
     values: Numbers
-    """[n] all numbers, or [k] one per run of equal numbers."""
+    """[n] all numbers, or [k] one number per run of equal numbers."""
     counts: npt.NDArray[np.int32] | None = None
     """[k] run lengths; None if `values` has all numbers."""
 

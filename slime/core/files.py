@@ -156,8 +156,7 @@ class ImageFolder:
         except OSError as error:
             raise DataError(
                 f"{self.folder} has no image {digest}, which a sample needs ({error}); every host must see the folder "
-                "of the run, "
-                "and the run must use the dataset that the sample came from"
+                "of the run, and the run must use the dataset that the sample came from"
             ) from error
 
     def _file(self, digest: str) -> Path:

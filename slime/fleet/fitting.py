@@ -221,8 +221,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     if wanted.labels and not facts.probe.labels:
         yield (
             "its responses do not contain the weight version of each token, which --pause-generation-mode retract and "
-            "in_place "
-            f"need; start it with {LAUNCHER} --token-versions"
+            f"in_place need; start it with {LAUNCHER} --token-versions"
         )
     if wanted.experts and not facts.probe.experts:
         yield (

@@ -107,8 +107,7 @@ def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, 
     raise HookError(
         f"your function called generate_rollout_fully_async for step {rollout_id}, but its worker outlives a step; set "
         "--fully-async without this function, or derive a schedule from "
-        "slime.rollout.schedules.fully_async.FullyAsync and name "
-        "it with --rollout-schedule"
+        "slime.rollout.schedules.fully_async.FullyAsync and name it with --rollout-schedule"
     )
 
 

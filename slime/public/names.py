@@ -143,7 +143,7 @@ def keep_old_paths() -> None:
 
 
 class SingletonMeta(type):
-    """Metaclass of singletons. The first call makes the instance; the arguments of later calls are ignored."""
+    """Metaclass of singletons. The first call creates the instance; the arguments of later calls are ignored."""
 
     _made: dict[type, Any] = {}  # noqa: RUF012 - shared by all classes
     _lock = threading.Lock()

@@ -78,7 +78,7 @@ class RouterWorkers:
         raise NotImplementedError
 
     def workers(self) -> list[RouterWorker]:
-        """Returns the servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not answer."""
+        """Returns the servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not respond."""
         status, text = request("GET", f"{self.url}/workers", api_key=self.api_key)
         if status in (401, 403):
             raise KeyRefused(f"the router at {self.url} refuses the run's key with status {status}: {text[:500]}")
@@ -92,7 +92,7 @@ class RouterWorkers:
     def ask_to_add(self, url: str, timeout_s: float, kind: Worker) -> None:
         """Asks the router to add a server, which the router does once the server answers.
 
-        Raises `EngineError` if the router refuses or does not answer.
+        Raises `EngineError` if the router refuses or does not respond.
         """
         body: dict[str, Any] = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
         if kind is not Worker.REGULAR:
@@ -104,7 +104,7 @@ class RouterWorkers:
             raise EngineError(f"the router did not add server {url} (status {status}): {text[:500]}")
 
     def ask_to_remove(self, worker: RouterWorker, timeout_s: float) -> None:
-        """Asks the router to remove a server. Raises `EngineError` if it refuses or does not answer."""
+        """Asks the router to remove a server. Raises `EngineError` if it refuses or does not respond."""
         address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
         status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300 and status != 404:

@@ -127,13 +127,13 @@ class ServerFacts:
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """Requests the settings from a server's scheduler. Raises `EngineError` if the scheduler does not answer."""
+    """Requests the settings from a server's scheduler. Raises `EngineError` if the scheduler does not respond."""
     info = _object("GET", url, "server_info", None, api_key, timeout_s)
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
 
 def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
-    """Returns the version of the weights that a server serves. Raises `EngineError` if the server does not answer.
+    """Returns the version of the weights that a server serves. Raises `EngineError` if the server does not respond.
 
     The front end responds, even if the scheduler hangs.
     """

@@ -95,8 +95,7 @@ _BOTH: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.fully_async and s.keep_old_actor,
         "--keep-old-actor keeps one old policy, but with --fully-async weights of several versions sample a batch; use "
-        "--use-tis "
-        "or --use-rollout-logprobs",
+        "--use-tis or --use-rollout-logprobs",
     ),
 )
 SYNC_RULES: tuple[Rule, ...] = (

@@ -305,7 +305,7 @@ def _attributes(style: str) -> str:
 
 
 def _rounded(value: re.Match[str]) -> str:
-    """Returns the attribute with one decimal, which is finer than any screen."""
+    """Returns the attribute with one decimal. More decimals would not be visible."""
     return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 

@@ -210,8 +210,7 @@ def world_divides(args: Args) -> str | None:
         f"tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, context_parallel_size {cp} and "
         f"expert_model_parallel_size {ep} do not divide the {world} training GPUs: the product of the first three "
         "sizes must divide them, and so must the product of the second and the last size; change "
-        "--actor-num-gpus-per-node "
-        "or a size"
+        "--actor-num-gpus-per-node or a size"
     )
 
 
@@ -514,8 +513,7 @@ def one_way_to_say_what_is_trained(args: Args) -> str | None:
         return None
     return (
         f"{' and '.join(given)} both say what is trained; set only one of them (--lora-target-modules chooses the "
-        "layers "
-        "with adapters)"
+        "layers with adapters)"
     )
 
 
