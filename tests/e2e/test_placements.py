@@ -18,7 +18,7 @@ from tests.support.placements import PLACEMENTS, documented_pairs
 pytestmark = pytest.mark.slow
 STEPS = 3
 SMALL = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", str(STEPS), "--lr", "2e-2"]
-HERE = ("decoupled", "colocated", "colocated, with engines beside")
+HERE = ("decoupled", "colocated", "colocated, with additional engines")
 PAIRS = sorted(pair for pair, devices in documented_pairs().items() if pair[0] in HERE and "cpu" in devices)
 
 

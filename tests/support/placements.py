@@ -8,7 +8,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "weight_sync.md"
 PLACEMENTS: dict[str, list[str]] = {
     "decoupled": [],
     "colocated": ["--colocate"],
-    "colocated, with engines beside": ["--colocate", "--rollout-num-gpus", "2"],
+    "colocated, with additional engines": ["--colocate", "--rollout-num-gpus", "2"],
     "several hosts, decoupled": ["--ray-address", "10.0.0.1:6379"],
     "engines that run already": ["--rollout-external-engine-addrs", "10.0.0.2:30000"],
 }
