@@ -1,4 +1,4 @@
-"""Many agents at one adapter: overhead per turn, time until a hang-up ends a request, and memory afterwards.
+"""Many agents at one adapter: overhead per turn, time to end the request of a disconnected client, and memory.
 
     python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
 
@@ -39,7 +39,7 @@ ANSWER = "Let me see what the file says about that, and then decide what to chan
 
 
 class Instant:
-    """An engine that answers at once."""
+    """An engine that responds immediately."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = tuple(ids)
@@ -52,7 +52,7 @@ class Instant:
 
 
 class Endless:
-    """An engine that samples until its request is ended."""
+    """An engine that samples until its request is aborted."""
 
     def __init__(self) -> None:
         self.asked, self.ended_at = asyncio.Event(), 0.0
@@ -71,7 +71,7 @@ class Endless:
 
 
 async def hung_up(adapter: AgentAdapter, engine: Endless, url: str) -> float:
-    """Seconds from a client that hangs up to the end of its request in the engine."""
+    """Returns the seconds from a client's disconnect to the end of its request in the engine."""
     key = adapter.open_session()
     async with aiohttp.ClientSession() as http:
         body = {"model": "m", "messages": [{"role": "user", "content": "Count."}]}
@@ -90,7 +90,7 @@ async def hung_up(adapter: AgentAdapter, engine: Endless, url: str) -> float:
 
 
 async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> list[float]:
-    """One agent; seconds of each of its turns."""
+    """Runs one agent; returns the seconds of each of its turns."""
     history: list[dict[str, Any]] = [
         {"role": "system", "content": "You mend programs."},
         {"role": "user", "content": "x" * 200},
@@ -113,12 +113,12 @@ async def talk(http: aiohttp.ClientSession, url: str, key: str, turns: int) -> l
 
 
 def resident_mb() -> float:
-    """Resident memory of this process."""
+    """Returns the resident memory of this process in MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def left() -> tuple[float, int]:
-    """(resident MB, Python objects)."""
+    """Returns (resident MB, number of Python objects)."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return resident_mb(), len(gc.get_objects())

@@ -33,11 +33,11 @@ from slime.rollout.generate import generate
 
 ROOT = Path(__file__).parents[1]
 SHORTEST, LONGEST, SHAPE = 30, 600, 1.1
-"""Of the lengths: tokens, tokens, exponent of the tail."""
+"""The shortest and the longest length in tokens, and the exponent of the tail of the Pareto distribution."""
 PROMPTS, SAMPLES, WARM_UP = 8, 4, 4
 EVAL_PROMPTS, EVAL_SAMPLES, EVAL_TOKENS = 64, 4, 32
 T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
-"""Student's t of a two-sided interval of 95 %, by degrees of freedom."""
+"""Student's t for a two-sided 95 % interval, by degrees of freedom."""
 
 FULLY_ASYNC = ["--fully-async", "--max-weight-staleness", "4"]
 MODES: dict[str, tuple[str, list[str]]] = {
@@ -51,12 +51,12 @@ MODES: dict[str, tuple[str, list[str]]] = {
 
 
 def length_of(index: int, seed: int) -> int:
-    """Length in tokens of the sample with this id."""
+    """Returns the length in tokens of the sample with this id."""
     return min(LONGEST, int(SHORTEST * random.Random(f"{seed} {index}").paretovariate(SHAPE)))
 
 
 async def generate_heavy_tailed(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """As many tokens as the sample's id asks for; an evaluation, whose ids are negative, as many as it asks for."""
+    """Samples as many tokens as the sample's id determines, or in an evaluation (negative ids) the given maximum."""
     index, before = sample.index or 0, sample.response_length
     most = sampling_params["max_new_tokens"] if index < 0 else length_of(index, args.rollout_seed)
     sample = await generate(args, sample, {**sampling_params, "max_new_tokens": most, "ignore_eos": True})
@@ -72,7 +72,7 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 
 def command_of(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> list[str]:
-    """The command line of one run."""
+    """Returns the command line of one run."""
     script, flags = MODES[mode]
     command = [
         sys.executable,
@@ -131,7 +131,7 @@ def command_of(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> l
 
 
 def read(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """A run's metrics, one dict per step with the time at which it was trained, and its requests."""
+    """Reads a run's metrics, one dict per step with the time at which the step was trained, and its requests."""
     steps: dict[int, dict[str, float]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -145,8 +145,8 @@ def read(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
 
 
 def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], seed: int) -> dict[str, float]:
-    """The results of one run. Rates cover the time from the training of the last warm-up step to that of the last step,
-    so neither start nor evaluation counts; lengths and the mean reward cover all steps.
+    """Returns the results of one run. Rates cover the time from the end of the warm-up to the end of the last step,
+    so neither startup nor evaluation counts; lengths and the mean reward cover all steps.
     """
     begin, end = steps[WARM_UP - 1]["trained_at"], steps[-1]["trained_at"]
     timed, seconds = steps[WARM_UP:], end - begin
@@ -172,7 +172,7 @@ def measure(steps: list[dict[str, float]], requests: list[dict[str, float]], see
 
 
 def run(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> dict[str, float]:
-    """Makes one run and returns its results."""
+    """Starts one run and returns its results."""
     with (folder / f"{mode}-{seed}.log").open("w") as log:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = command_of(mode, folder, seed, num_steps, lr)
@@ -181,7 +181,7 @@ def run(mode: str, folder: Path, seed: int, num_steps: int, lr: str) -> dict[str
 
 
 def difference(of: list[float], to: list[float]) -> str:
-    """Mean difference of pairs with its 95 % interval."""
+    """Returns the mean difference of pairs with its 95 % interval."""
     gaps = [a - b for a, b in zip(of, to, strict=True)]
     if len(gaps) < 2:
         return f"{gaps[0]:+.3f}"
@@ -190,18 +190,18 @@ def difference(of: list[float], to: list[float]) -> str:
 
 
 Figures = dict[str, list[dict[str, float]]]
-"""By mode: the figures of each seed."""
+"""Mode -> the figures of each seed."""
 
 
 def ratio(figures: Figures, mode: str, key: str) -> str:
-    """Ratio to the first mode: mean, minimum and maximum over the seeds."""
+    """Returns the ratio to the first mode: mean, minimum and maximum over the seeds."""
     first = next(iter(figures.values()))
     each = [a[key] / b[key] for a, b in zip(figures[mode], first, strict=True)]
     return f"{statistics.fmean(each):.2f}x ({min(each):.2f}-{max(each):.2f})"
 
 
 def speeds(figures: Figures) -> str:
-    """Means over the seeds, a row per mode; ratios with their minimum and maximum."""
+    """Returns a table of means over the seeds with a row per mode, and ratios with their minimum and maximum."""
     rows = [
         "| mode | samples/s | | trained tokens/s | | sampled tokens/s | mean length trained, issued | "
         "age of a token: mean, oldest | train s | weight sync s |",
@@ -220,7 +220,7 @@ def speeds(figures: Figures) -> str:
 
 
 def rewards(figures: Figures) -> str:
-    """Per seed, mean with standard deviation, and the paired difference to the first mode with its 95 % interval."""
+    """Returns a table of the reward: mean, standard deviation, paired difference to the first mode, 95 % interval."""
     rows = ["| mode | final reward by seed | mean ± sd | to the first | mean while training | to the first |"]
     rows.append("|---|---|---|---|---|---|")
     first = next(iter(figures.values()))

@@ -1,10 +1,10 @@
-"""Cost of the Data Buffer with a large batch of long answers: memory, checkpoint size, and times to write and read.
+"""Cost of the Data Buffer with a large batch of long responses: memory, checkpoint size, and times to write and read.
 
     python -m benchmarks.buffer --output benchmarks/results/buffer.json
 
-Answers have random ids, float32 log-probs as engines send them, and texts of words with an English-like distribution,
-four characters per token. Bytes are per response token. Memory is the increase of the process after unused pages were
-returned to the system. Loading is measured for the state alone (`load`) and with all groups read (`read`), which
+Responses have random ids, float32 log-probs as engines send them, and texts of words with an English-like distribution,
+four characters per token. Bytes are per response token. Memory is the increase of the process after it has returned
+unused pages to the system. Loading is measured for the state alone (`load`), and with all groups (`read`), which
 training needs.
 """
 
@@ -102,14 +102,14 @@ def _answer(group: Group, length: int, rng: np.random.Generator, words: list[str
 
 
 def _words(rng: random.Random) -> list[str]:
-    """A long text in which few words are frequent and many are rare."""
+    """Returns a long text in which few words are frequent and many are rare."""
     known = ["".join(rng.choices("etaoinshrdlucmfwyp", k=rng.randint(2, 9))) for _ in range(20_000)]
     weights = [1.0 / rank for rank in range(1, len(known) + 1)]
     return rng.choices(known, weights, k=200_000)
 
 
 def _resident() -> int:
-    """Resident bytes of this process after unused pages were returned."""
+    """Returns the resident bytes of this process after it has returned unused pages to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)

@@ -1,9 +1,10 @@
-"""Time of the code grader by number of tests, for a right answer, through its pool and with the limits of a run.
+"""Time of the code grader by number of tests, for a correct answer, through the grader pool and with a run's limits.
 
     python -m benchmarks.code_tests [--json FILE]
 
-A program that adds two numbers runs on 1 to 1,000 tests, once for each number, in a warm grader process. Prints
-seconds, seconds per test, and the score or why there is none. `benchmarks/results/code_tests.json` has two such runs.
+A program that adds two numbers runs on 1 to 1,000 tests, once for each number of tests, in a warm grader process.
+Prints seconds, seconds per test, and the score or why there is none. `benchmarks/results/code_tests.json` has two such
+runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 
 async def measure(num_tests: list[int], timeout_s: float) -> list[dict[str, Any]]:
-    """One row for each number of tests."""
+    """Returns one row for each number of tests."""
     pool = GraderPool(num_workers=1, timeout_s=timeout_s, rm_type="code", memory_limit_bytes=2 << 30)
     rows: list[dict[str, Any]] = []
     try:

@@ -6,10 +6,10 @@
     python -m benchmarks.delta --versions runs/delta-versions --json benchmarks/results/delta.json
 
 The first command trains SmolLM2-135M like the demo, with a weight sync after each step, and keeps the versions. The
-second one reads them, and reconstructs the tensors before and after each delta. The bound is the sum over tensors of
-two entropies, assuming independence: of the positions of changed elements (n times the binary entropy of the tensor's
-density), and of their changes (the number of changed elements times the entropy of the distribution of their XOR in
-that tensor, whose table is not counted). A code that knows more, such as the rows with changes, may be smaller.
+second command reads the versions, and reconstructs the tensors before and after each delta. The bound is the sum over
+tensors of two entropies, assuming independence: of the positions of changed elements (n times the binary entropy of the
+tensor's density), and of their changes (the number of changed elements times the entropy of the distribution of their
+XOR in that tensor, whose table is not counted). A code that knows more, such as the rows with changes, may be smaller.
 `bytes` are all files of a version, including the manifest. `encode_s` covers all patches in one encoding.
 """
 
@@ -31,7 +31,7 @@ from slime.weights.delta.folder import Base, Manifest, folder_of, places, versio
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
 
 Tensors = dict[str, tuple[np.ndarray, int]]
-"""Name -> its bytes, bytes per element."""
+"""Name -> (bytes of the tensor, bytes per element)."""
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(folder: Path, versions: list[int]) -> list[dict[str, Any]]:
-    """Results of each delta."""
+    """Returns the results of each delta."""
     steps: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         local = LocalCheckpoint(Path(scratch), folder)
@@ -66,7 +66,7 @@ def measure(folder: Path, versions: list[int]) -> list[dict[str, Any]]:
 
 
 def tensors_in(model: Path) -> Tensors:
-    """All tensors, copied."""
+    """Returns copies of all tensors."""
     found: Tensors = {}
     for file in model.glob("*.safetensors"):
         data = np.fromfile(file, np.uint8)
@@ -76,7 +76,7 @@ def tensors_in(model: Path) -> Tensors:
 
 
 def figures(folder: Path, manifest: Manifest, before: Tensors, after: Tensors) -> dict[str, Any]:
-    """Results of one delta."""
+    """Returns the results of one delta."""
     total = changed = 0
     where = what = 0.0
     for name, (new, width) in after.items():
@@ -104,14 +104,14 @@ def figures(folder: Path, manifest: Manifest, before: Tensors, after: Tensors) -
 
 
 def encoded(name: str, before: Tensors, after: Tensors) -> dict[str, float]:
-    """Bytes and seconds of all patches in an encoding."""
+    """Returns the bytes and seconds of all patches in an encoding."""
     began = time.perf_counter()
     size = sum(len(encodings.encode(name, before[n][0], new, width)[0]) for n, (new, width) in after.items())
     return {"bytes": size, "encode_s": round(time.perf_counter() - began, 3)}
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Bits per symbol of a distribution; 0 if it is empty."""
+    """Returns the bits per symbol of a distribution; 0 if it is empty."""
     counts = counts[counts > 0]
     return float(-(counts / counts.sum() * np.log2(counts / counts.sum())).sum()) if len(counts) else 0.0
 

@@ -1,11 +1,11 @@
-"""Turns of episodes per second in a rollout, in one process and in workers, with engines that answer at once.
+"""Turns of episodes per second in a rollout, in one process and in workers, with engines that respond immediately.
 
     python -m benchmarks.episodes --workers 0 2 --json benchmarks/results/episodes.json
 
 64 scripted engines run in a separate process (`benchmarks.turns`). Each episode has 8 turns; a turn sends the whole
 context and gets 32 tokens. Contexts begin with 1k and 32k ids. Groups of 8 episodes go through the loop that schedules
-share (`GroupLoop`) and are settled in a Data Buffer. With workers each group travels there and back through Ray, as in
-a run. Results are turns per second and the stalls of the event loops of the conductor and of the processes with
+share (`GroupLoop`) and are settled in a Data Buffer. With workers, each group is sent to a worker and back through Ray,
+as in a run. Results are turns per second and the stalls of the event loops of the conductor and of the processes with
 episodes: how late a 5 ms timer is. All processes share the cores of the machine.
 """
 
@@ -46,7 +46,7 @@ CONTEXTS = (1024, 32 * 1024)
 
 
 class Stalls:
-    """Delays of a timer since the last look."""
+    """Records how late a timer is."""
 
     def __init__(self) -> None:
         self._late: list[float] = []
@@ -70,7 +70,7 @@ _STALLS: list[Stalls] = []
 
 
 async def episode(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Turns, each with all tokens before it."""
+    """Runs turns; each turn sends all earlier tokens."""
     _STALLS[:] = _STALLS or [Stalls()]
     sample.tokens = list(range(1, int(sample.metadata["context"]) + 1))
     client = current().engine()
@@ -85,7 +85,7 @@ async def episode(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 
 class Endless(Policy):
-    """A fixed number of groups at a time, each settled when it is finished."""
+    """A schedule that runs a fixed number of groups at a time, and settles each group when it is finished."""
 
     def __init__(self, buffer: DataBuffer, context: int, num_groups: int) -> None:
         self.finished: list[Held] = []

@@ -3,7 +3,7 @@
     python -m benchmarks.few_cores --model assets/smollm2-135m-instruct        the demo's model; half an hour
 
 Each setting has an engine (16 prompts of 34 tokens, 8 tokens each) and a trainer (one step of 16 samples). They run
-one at a time, in every round once alone and once beside two looping processes. So other work of the machine affects all
+one at a time, in every round once alone and once beside two looping processes. So the machine's other work affects all
 settings alike. Compare the ratios to the first setting, which are medians over rounds. With `--first` (as root) the
 measured processes and the two loops have priority over all other work. Prints a table and a JSON line, with the load
 average of each round.
@@ -30,7 +30,7 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "2 threads, passive": (2, {"OMP_WAIT_POLICY": "PASSIVE"}),
     "1 thread": (1, {}),
 }
-"""Threads of a process, and additional environment; the first is libgomp's default."""
+"""Name -> threads of a process, and additional environment. The first setting is libgomp's default."""
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 16, 34, 8
 LOOP = "import os\nfrom slime.core.processes import die_with_parent\ndie_with_parent(os.getppid())\nwhile True: pass"
 NUM_LOOPS = 2
@@ -38,7 +38,7 @@ NUM_LOOPS = 2
 
 @contextlib.contextmanager
 def environment(more: dict[str, str]) -> Iterator[None]:
-    """Environment of the processes that are started in the block."""
+    """Sets environment variables for the processes that are started in the block."""
     before = {name: os.environ.get(name) for name in more}
     os.environ.update(more)
     try:
@@ -50,7 +50,7 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def engine(model: str, threads: int, more: dict[str, str], folder: Path) -> Iterator[Callable[[], float]]:
-    """An engine; calling the yielded function measures one request batch, in seconds."""
+    """Starts an engine. The yielded function sends one batch of requests and returns the seconds."""
     from slime.serving.leased_ports import request
     from slime.serving.server import ServerSpec, SGLangServer
 
@@ -78,7 +78,7 @@ def engine(model: str, threads: int, more: dict[str, str], folder: Path) -> Iter
 
 @contextlib.contextmanager
 def trainer(threads: int, more: dict[str, str]) -> Iterator[Callable[[], float]]:
-    """A trainer of the same shape; calling the yielded function measures one step, in seconds."""
+    """Starts a trainer of the same shape. The yielded function runs one step and returns the seconds."""
     env = {**os.environ, **more, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     command = [sys.executable, "-m", "benchmarks.few_cores", "--train"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -90,14 +90,14 @@ def trainer(threads: int, more: dict[str, str]) -> Iterator[Callable[[], float]]
             for line in process.stdout:
                 if line.startswith("took "):
                     return float(line.split()[1])
-            raise AssertionError("the trainer has ended")
+            raise AssertionError("the trainer process has exited")
 
         yield step
         process.stdin.close()
 
 
 def train() -> None:
-    """The trainer process: one step per line of input."""
+    """Runs the trainer process: one step per line of input."""
     import torch
 
     from benchmarks.micro_batches import SIZES, batch, write_model
@@ -117,7 +117,7 @@ def train() -> None:
 
 
 def go_first(pids: list[int]) -> None:
-    """Gives all threads of these processes priority over others."""
+    """Gives all threads of these processes priority over other processes."""
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.setpriority(os.PRIO_PROCESS, int(thread.name), -10)
@@ -137,7 +137,7 @@ def busy(first: bool) -> Iterator[None]:
 
 
 def measure(model: str, rounds: int, kinds: list[str], *, first: bool) -> dict[str, Any]:
-    """Seconds of each setting, by kind of work, alone and beside loops, and the load average of each round."""
+    """Measures each setting and kind of work, alone and beside loops; returns seconds and each round's load average."""
     from tests.support.engines import descendants
 
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -149,7 +149,7 @@ def measure(model: str, rounds: int, kinds: list[str], *, first: bool) -> dict[s
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 made = engine(model, threads, more, folder) if kind == "engine" else trainer(threads, more)
                 works[name] = stack.enter_context(made)
-                works[name]()  # the first one warms up
+                works[name]()  # the first call warms up
             if first:
                 go_first([*descendants(os.getpid())])
             for _ in range(rounds):

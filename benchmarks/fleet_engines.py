@@ -3,7 +3,7 @@
     python -m benchmarks.fleet_engines --engines 32 --every-s 30
 
 They have only what a client needs of SGLang 0.5.16: `/generate` is a stream of events of 32 tokens, one every
-`--every-s`, and `/abort_request` ends the requests whose id begins with the given one, if that is itself the id of a
+`--every-s`, and `/abort_request` ends the requests whose ids begin with the given id, if this id is itself the id of a
 request. The id of a token is its position in the sequence, so a reader notices lost tokens.
 
 HTTP is read and written by hand, because a server as costly as the client would take processor time from it. For more
@@ -30,15 +30,15 @@ from slime.rollout.client.wire import allow_many_connections
 
 INTERVAL = 32
 FRAME = struct.Struct("<III")
-"""Number of bytes that follow, of the stream, and of the engine."""
+"""Head of a frame: the number of bytes that follow, the stream's number, and the engine's number."""
 LAST = 3
-"""Unsent tokens at an abort."""
+"""Number of unsent tokens at an abort."""
 TURNS = 50
-"""Checks for due events between two events of a request."""
+"""Number of checks for due events between two events of a request."""
 
 
 def event(num_prompt: int, sent: int, finish: dict[str, Any] | None = None, num: int = INTERVAL) -> bytes:
-    """An event as SGLang sends it."""
+    """Returns an event as SGLang sends it."""
     first = num_prompt + sent
     meta = {
         "finish_reason": finish,
@@ -63,7 +63,7 @@ class Request:
 
 
 class Engine:
-    """Its requests, and its share of the timer."""
+    """A fake engine: its requests, and its due events."""
 
     def __init__(self, every_s: float) -> None:
         self.every_s, self.running, self.num_aborts = every_s, dict[str, Request](), 0
@@ -82,7 +82,7 @@ class Engine:
                 request.due += self.every_s
 
     def abort(self, body: dict[str, Any]) -> None:
-        """Like SGLang: the id must be known, and all ids that begin with it are ended."""
+        """Ends all requests whose ids begin with this id. Like SGLang, does nothing if the id is unknown."""
         self.num_aborts += 1
         if body["abort_all"] or body["rid"] in self.running:
             for rid in [rid for rid in self.running if body["abort_all"] or rid.startswith(body["rid"])]:
@@ -92,7 +92,7 @@ class Engine:
 
 
 class Http(asyncio.Protocol):
-    """A connection of HTTP/1.1, one request at a time."""
+    """An HTTP/1.1 connection with one request at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._rest, self._rid = engine, b"", ""
@@ -136,7 +136,7 @@ class Http(asyncio.Protocol):
 
 
 class Frames(asyncio.Protocol):
-    """Many streams in one connection; an empty frame closes a stream, in either direction."""
+    """A connection with many streams. An empty frame closes a stream, in either direction."""
 
     def __init__(self, engines: list[Engine]) -> None:
         self._engines, self._rest, self._rids = engines, bytearray(), dict[int, str]()
@@ -156,7 +156,7 @@ class Frames(asyncio.Protocol):
 
     def _writer(self, stream: int) -> tuple[Callable[[bytes], None], Callable[[], None]]:
         write = self._transport.write
-        write(FRAME.pack(0, stream, 0))  # where the head of an answer would be
+        write(FRAME.pack(0, stream, 0))  # in place of the head of an HTTP response
         return lambda event: write(FRAME.pack(len(event), stream, 0) + event), lambda: self._end(stream)
 
     def _end(self, stream: int) -> None:
@@ -165,7 +165,7 @@ class Frames(asyncio.Protocol):
 
 
 def frames(rest: bytearray, data: bytes) -> list[tuple[bytes, int, int]]:
-    """The complete frames in `rest` and `data`: (bytes, stream, engine); leaves the remainder in `rest`."""
+    """Yields the complete frames in `rest` and `data` as (bytes, stream, engine); leaves the remainder in `rest`."""
     rest += data
     out, at = [], 0
     while len(rest) >= at + FRAME.size:
@@ -190,7 +190,7 @@ async def serve(options: argparse.Namespace) -> None:
     ports = [await port_of(lambda engine=engine: Http(engine)) for engine in engines]  # type: ignore[misc]
     print(json.dumps({"http": ports, "frames": await port_of(lambda: Frames(engines))}), flush=True)
     ended = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
-    for engine in itertools.cycle(engines):  # one after the other: engines do not send in the same moment
+    for engine in itertools.cycle(engines):  # not all at once, like real engines
         engine.work(time.monotonic())
         await asyncio.wait([ended], timeout=options.every_s / TURNS / len(engines))
         if ended.done():
@@ -200,7 +200,7 @@ async def serve(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=32)
-    parser.add_argument("--every-s", type=float, default=30.0, help="between two events of a request")
+    parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two events of a request")
     allow_many_connections()
     asyncio.run(serve(parser.parse_args()))
 

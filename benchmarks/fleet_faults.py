@@ -1,10 +1,10 @@
-"""Faults at random moments in one run: seconds until each is noticed, and until the process serves again, verified.
+"""Faults at random moments in one run: seconds until slime notices each fault, and until the process serves again.
 
     python -m benchmarks.fleet_faults [--moments 10] [--seed 1] [--output FILE]
 
 Each kind (SIGKILL and SIGSTOP of an engine's server, of its scheduler, of the router) occurs `--moments` times, in
-random order, with at least four requests in flight. The run must lose no group and train none twice. A fault that did
-not happen, or was not repaired, ends the benchmark with an error. Needs two cores and no GPU.
+random order, with at least four requests in flight. The run must lose no group and train no group twice. If a fault did
+not happen or was not repaired, the benchmark ends with an error. It needs two cores and no GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 SIZES = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "32", "--no-bf16"]
-"""Small steps, so that there are many."""
+"""Flags for small steps, so that a run has many steps."""
 
 
 def _summary(faults: list[Mended]) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""The client of many engines: the cost of ending everything, and stalls of its event loop at membership changes.
+"""The client of many engines: the time to end all requests, and stalls of its event loop when engines join and leave.
 
     python -m benchmarks.fleet_requests --engines 64 --requests 1024 --json benchmarks/results/fleet_requests.json
 
 The engines are fakes in separate processes (`benchmarks.fleet_engines`). Aborts use HTTP, and so do streams with
-`--sockets`. Without it the streams of a process share one connection, because 65,536 of them would need as many open
-files, more than a process may usually have. Each stream has an event of 32 tokens every `--every-s`.
+`--sockets`. Without this flag, the streams of a process share one connection, because 65,536 connections would need as
+many open files, more than a process may usually have. Each stream has an event of 32 tokens every `--every-s`.
 
 Measured: the time until all requests run; the longest stall of the event loop while engines are dismissed and admitted
 under running requests; the time of `abort_scope` until the last request has returned with its tokens; the client's
@@ -43,7 +43,7 @@ MOVED_LIMIT_S = 60.0
 
 
 class Stream:
-    """The answer to one request in a shared connection: what the client needs of an `aiohttp.ClientResponse`."""
+    """The response to one request in a shared connection: the part of `aiohttp.ClientResponse` that the client uses."""
 
     status = 200
 
@@ -54,7 +54,7 @@ class Stream:
         self.begun = asyncio.get_running_loop().create_future()
 
     def feed(self, chunk: bytes) -> None:
-        """The first empty frame is the head of the answer, the next one its end."""
+        """The first empty frame is the head of the response, and the next empty frame is its end."""
         if not chunk:
             self._ended = self.begun.done()
             if not self._ended:
@@ -78,14 +78,14 @@ class Stream:
         return True
 
     def release(self) -> None:
-        """Ends the stream: nobody reads it any more."""
+        """Ends the stream, which has no reader any more."""
         self._link.leave(self._number, ended=self._ended)
 
     close = release
 
 
 class Link(asyncio.Protocol):
-    """All streams of one process with engines."""
+    """The connection with all streams of one process of engines."""
 
     def __init__(self) -> None:
         self._streams, self._rest, self._next = dict[int, tuple[Stream, int]](), bytearray(), 0
@@ -113,7 +113,7 @@ class Link(asyncio.Protocol):
         return stream
 
     def leave(self, number: int, *, ended: bool) -> None:
-        """Tells the engine to forget an unfinished stream."""
+        """Tells the engine to drop an unfinished stream."""
         _, engine = self._streams.pop(number, (None, 0))
         if not ended:
             self._transport.write(FRAME.pack(0, number, engine))
@@ -121,7 +121,7 @@ class Link(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def engines_of(options: argparse.Namespace) -> AsyncIterator[dict[str, tuple[Link, int]]]:
-    """Address of an engine -> the shared connection of its process, and its number there."""
+    """Returns address of an engine -> (shared connection of its process, number of the engine in the process)."""
     loop, out, running = asyncio.get_running_loop(), dict[str, tuple[Link, int]](), []
     each = [options.engines // PROCESSES + (i < options.engines % PROCESSES) for i in range(PROCESSES)]
     try:
@@ -139,7 +139,7 @@ async def engines_of(options: argparse.Namespace) -> AsyncIterator[dict[str, tup
 
 
 async def asked(urls: list[str]) -> tuple[int, int]:
-    """Running requests at all engines, and aborts sent to them."""
+    """Returns the number of running requests at all engines, and the number of aborts sent to them."""
     async with aiohttp.ClientSession() as session:
         found = [await (await session.get(f"{url}/state")).json(content_type=None) for url in urls]
     return sum(one["running"] for one in found), sum(one["num_aborts"] for one in found)
@@ -160,7 +160,7 @@ class Stalls:
             self.worst_cpu_s = max(self.worst_cpu_s, time.thread_time() - cpu_s)
 
     def take(self) -> tuple[float, float]:
-        """The worst since the last call, in clock time and in processor time."""
+        """Returns the longest delays since the last call, in clock time and in processor time."""
         worst = self.worst_s, self.worst_cpu_s
         self.worst_s = self.worst_cpu_s = 0.0
         return worst
@@ -186,7 +186,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def walk(client: EngineClient, urls: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Start, a quiet phase, membership changes, the end of everything."""
+    """Measures the start of all requests, a quiet phase, membership changes, and the end of all requests."""
     scope, stalls, total = RequestScope(), Stalls(), options.engines * options.requests
     REQUEST_SCOPE.set(scope)
     params = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS}
@@ -217,7 +217,7 @@ async def walk(client: EngineClient, urls: list[str], options: argparse.Namespac
     running, aborts = await asked(urls)
     out["abort_posts"] = aborts - before
     assert not running, f"{running} requests are still there"
-    for answer in answers:  # law 1: no token lost, none twice
+    for answer in answers:  # law 1: no token is lost or repeated
         assert answer.tokens == tuple(range(PROMPT_TOKENS, PROMPT_TOKENS + len(answer.tokens)))
     out["answers"], out["tokens"] = len(answers), sum(len(a.tokens) for a in answers)
     stalls.end()
@@ -251,7 +251,7 @@ async def change(client: EngineClient, urls: list[str], stalls: Stalls, num: int
 
 
 def event_cost(tokens: int, number: int = 2000) -> float:
-    """Microseconds of the client's processor time per event of this many tokens, without reading."""
+    """Returns the client's processor time per event of this many tokens in microseconds, without reading the socket."""
     call = Call([1] * PROMPT_TOKENS, {"max_new_tokens": 10**9})
     call.payload("r", tokens)
     pieces = [event(PROMPT_TOKENS, i * tokens, num=tokens)[6:-2] for i in range(number)]
@@ -264,10 +264,10 @@ def event_cost(tokens: int, number: int = 2000) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=1024, help="per engine")
-    parser.add_argument("--every-s", type=float, default=30.0, help="between two events of a request")
-    parser.add_argument("--changes", type=int, default=8, help="engines dismissed and admitted again")
-    parser.add_argument("--sockets", action="store_true", help="streams over HTTP; an open file for each")
+    parser.add_argument("--requests", type=int, default=1024, help="requests per engine")
+    parser.add_argument("--every-s", type=float, default=30.0, help="seconds between two events of a request")
+    parser.add_argument("--changes", type=int, default=8, help="number of engines to dismiss and admit again")
+    parser.add_argument("--sockets", action="store_true", help="use HTTP streams; each needs an open file")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     allow_many_connections()

@@ -1,4 +1,4 @@
-"""Hundreds of weight syncs and dozens of lost engines in one run: memory, descriptors, threads, shared memory.
+"""Memory, descriptors, threads and shared memory of one run with hundreds of weight syncs and dozens of lost engines.
 
     python -m benchmarks.fleet_soak [--syncs 500] [--restarts 50] [--output FILE]
 
@@ -31,21 +31,21 @@ from tests.support.faults import SERVER, hit, victim_of
 from tests.support.tiny import write_tiny_model
 
 LIVE_LONG = ("ray::TrainActor", "ray::RolloutActor", "sglang::router", "raylet", "gcs_server")
-"""Names of the processes that live as long as the run, besides the driver."""
+"""Names of the processes, besides the driver, that run from the start to the end of the run."""
 MOST_GROWTH = {"resident_mb": 0.05, "descriptors": 0.05, "threads": 0.05, "shared_mb": 0.05}
 """Allowed growth as a fraction of the second tenth."""
 LEAST_GROWTH = {"resident_mb": 20.0, "descriptors": 8.0, "threads": 4.0, "shared_mb": 4.0}
-"""Allowed growth in any case, however small the start."""
+"""Allowed absolute growth, for measures that start small."""
 FLAGS = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 8 --rollout-num-gpus 2 --lr 1e-3"
 MORE = "--lr-decay-style constant --num-rollout 100000 --no-bf16 --router-log-level warn"
-"""Any flag of the router starts one."""
+"""More flags. The router flag makes the run start a router."""
 EVERY = 10
 """Steps between two records."""
 RESTART_LIMIT_S = 900.0
 
 
 def looked(run: RealRun, driver: int) -> dict[str, dict[str, float]]:
-    """Role -> present measures of its process."""
+    """Returns role -> current measures of its process."""
     found: dict[str, dict[str, float]] = {}
     for pid, stat in all_processes().items():
         if stat.id not in run.traces.members:
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def compared(looks: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Role -> measure -> medians of the second and the last tenth of the records."""
+    """Returns role -> measure -> medians of the second and the last tenth of the records."""
     tenth = max(len(looks) // 10, 1)
     out: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for role in looks[-1]:
@@ -151,7 +151,7 @@ def compared(looks: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, li
 
 
 def grown_in(table: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Messages about measures that grew beyond their limits."""
+    """Returns messages about measures that grew beyond their limits."""
     return [
         f"{measure} of {role}: {then} -> {now}"
         for role, measures in table.items()

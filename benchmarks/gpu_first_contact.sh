@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Colocated GRPO on one GPU, the same train.py as on a laptop: bf16, CUDA IPC with verification, memory saver on.
-# Ten steps of the demo task with SmolLM2-135M, five of a random Qwen3-0.6B shape. Times per part: <run>/metrics.jsonl.
-# Environment: PY (python), OUT (where the runs go), ENGINE_FLAGS (SGLang flags of this host).
+# Colocated GRPO on one GPU with train.py: bf16, weights over CUDA IPC, verified, memory saver on. Ten steps of the demo
+# task with SmolLM2-135M, then five with random weights in the shape of Qwen3-0.6B. The time of each part of a step is
+# in <run>/metrics.jsonl. Environment: PY (python), OUT (where the runs go), ENGINE_FLAGS (SGLang flags of this host).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PY=${PY:-python3}

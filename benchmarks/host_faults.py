@@ -1,11 +1,11 @@
-"""Faults of whole hosts at random moments in one run: seconds until noticed, and until the engine serves again.
+"""Faults of whole hosts at random moments in one run: seconds until slime notices, and until the engine serves again.
 
     python -m benchmarks.host_faults [--moments 10] [--seed 1] [--output FILE]
 
-SIGKILL and SIGSTOP of everything on one of two hosts with engines, each `--moments` times, in random order, with at
-least four requests in flight at its engine. Hosts are namespaces of this machine, which needs root, `ip`, `unshare` and
-`nsenter`. The run must lose no group and train none twice. A fault that did not happen, or was not repaired, ends the
-benchmark with an error. The seconds until it serves include the time that the host was away. Needs no GPU.
+All processes on one of two hosts with engines get SIGKILL or SIGSTOP, each `--moments` times, in random order, with at
+least four requests in flight at its engine. Hosts are namespaces of this machine; this needs root, `ip`, `unshare` and
+`nsenter`. The run must lose no group and train no group twice. If a fault did not happen or was not repaired, the
+benchmark ends with an error. The time until the engine serves includes the time that the host was away. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.hosts import ray_cluster, why_no_hosts
 from tests.support.tiny import write_tiny_model
 
 STEPS = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "32", "--no-bf16"]
-"""Small steps, so that there are many."""
+"""Flags for small steps, so that a run has many steps."""
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Cost of a fifth of misbehaving rewards: a hostile step and a clean one, with one manager and warm graders.
+"""Throughput with reward functions that fail for a fifth of the samples: a hostile step compared with a clean step.
 
 python -m benchmarks.hostile_rewards [--repeats 3]
 
-256 samples of a fake engine that takes 0.15 s per token, so that generation sets the pace. The rewards of the hostile
-step hang, raise, or return nothing, NaN or 1 GB (`tests/contract/rollout/hostile_rewards.py`). Prints a JSON line per
+A fake engine samples 256 samples, at 0.15 s per token, so that generation limits the speed. The rewards of the hostile
+step hang, raise, or return None, NaN or 1 GB (`tests/contract/rollout/hostile_rewards.py`). Prints a JSON line per
 repeat: seconds of both steps, and the remaining throughput.
 """
 
@@ -21,7 +21,7 @@ NUM_PROMPTS, TICK_S = 32, 0.15
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measures all repeats and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     hostile_rewards.GIANT.append("x" * 2**30)

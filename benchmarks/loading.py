@@ -6,9 +6,9 @@ The checkpoint has the shape of Qwen3-0.6B (bfloat16, tied embedding) in files o
 process with the parameters of one rank and `hf_weights.fill`, as in the trainer. Memory is the increase from before the
 parameters exist to the peak while they are filled, divided by the size of the parameters (included):
   anonymous   the process's own memory (RssAnon, read every millisecond)
-  file        pages of mapped files in the process, which the kernel may take back at any time (RssFile, the same)
+  file        pages of mapped files in the process, which the kernel can reclaim at any time (RssFile, the same)
   resident    both at their common peak, as the kernel counts it (VmHWM); its limit is 1.3
-For comparison, the row "whole tensors" reads each tensor whole through `safetensors.safe_open`, slices and copies it.
+For comparison, the row "whole tensors" reads each whole tensor through `safetensors.safe_open`, slices and copies it.
 Times are with a warm page cache. Prints a table and a JSON line.
 """
 
@@ -73,13 +73,13 @@ def write(folder: Path) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes of this process by kind."""
+    """Returns the resident bytes of this process by kind."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {key.rstrip(":"): int(rest[0]) * 1024 for key, *rest in lines if key in ("RssAnon:", "RssFile:", "VmHWM:")}
 
 
 class Peak(threading.Thread):
-    """Reads the sizes every millisecond until `stop`."""
+    """A thread that reads the sizes every millisecond until `stop`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -170,7 +170,7 @@ def _fill_whole(parameters: dict[str, Any], table: Any, source: Path, cut: dict[
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """One child process per rank."""
+    """Measures each rank in a child process."""
     for name in RANKS:
         command = [sys.executable, "-m", "benchmarks.loading", "--folder", str(folder), "--rank", name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -182,7 +182,7 @@ def rows(folder: Path) -> Iterator[dict[str, Any]]:
 def main() -> int:
     """Prints the table; returns 1 if a rank of slime needs more than `LIMIT`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is; default: written to a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder of the checkpoint; default: a temporary folder")
     parser.add_argument("--rank", choices=RANKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

@@ -1,4 +1,4 @@
-"""Log-probs and entropy, forward and backward: slime's chunked version and the naive one, in one process.
+"""Log-probs and entropy, forward and backward: slime's chunked version and a naive version, in one process.
 
 python -m benchmarks.log_probs            needs torch and this repository only; a GPU is used if there is one
 
@@ -51,7 +51,7 @@ CPU_SHAPE = Shape(4096, 32768, 256, "float32")
 
 
 def inputs(shape: Shape, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden [T, H], weight [V, H] (logits of standard deviation 3), targets [T]."""
+    """Returns hidden [T, H], weight [V, H] (logits of standard deviation 3), targets [T]."""
     torch.manual_seed(0)
     dtype = getattr(torch, shape.dtype)
     hidden = torch.randn(shape.tokens, shape.hidden, device=device).to(dtype).requires_grad_()
@@ -60,7 +60,7 @@ def inputs(shape: Shape, device: str) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def naive(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, mode: str) -> torch.Tensor:
-    """The loss of the naive version."""
+    """Returns the loss of the naive version."""
     with_entropy, entropy_grad = MODES[mode]
     log_p = torch.log_softmax((hidden @ weight.t()).float() / TEMPERATURE, dim=-1)
     loss = log_p.gather(1, targets.unsqueeze(1)).sum()
@@ -72,7 +72,7 @@ def naive(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, mod
 
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, mode: str, **options: Any) -> Any:
-    """The same loss of slime's version."""
+    """Returns the same loss, computed by slime."""
     with_entropy, entropy_grad = MODES[mode]
     log_p, entropy = ours.token_log_probs(
         hidden,
@@ -88,7 +88,7 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, m
 
 
 def measure_gpu(loss_of: Callable[..., torch.Tensor], data: Any, repeats: int) -> dict[str, float]:
-    """Milliseconds of forward and backward, peak GB over the inputs."""
+    """Returns the milliseconds of forward and backward, and the peak GB above the inputs."""
     hidden, weight, _ = data
     times = []
     try:
@@ -130,7 +130,7 @@ def patched(**names: Any) -> Iterator[None]:
 
 
 def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(name, options of the call, replaced names)."""
+    """Returns the variants as (name, options of the call, replaced names)."""
     for chunk in (512, 2048, 4096):
         yield f"chunk {chunk}", {"chunk_tokens": chunk}, {}
     yield "top-p 0.9", {"top_p": 0.9}, {}
@@ -139,7 +139,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def on_gpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
-    """All measurements, by name."""
+    """Returns all measurements by name."""
     data = inputs(shape, "cuda")
     out = {}
     for mode in MODES:
@@ -149,7 +149,7 @@ def on_gpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
         with patched(**names):
             try:
                 result = measure_gpu(partial(chunked, mode="entropy with gradient", **options), data, repeats)
-            except (RuntimeError, TypeError) as error:  # a variant that this torch does not have
+            except (RuntimeError, TypeError) as error:  # this version of torch does not support the variant
                 sys.stderr.write(f"{name}: {str(error)[:300]}\n")
                 continue
         out[f"variant: {name}"] = result
@@ -157,14 +157,14 @@ def on_gpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def child(shape: Shape, name: str, repeats: int) -> dict[str, float]:
-    """One measurement on a CPU, in this process. Peak: the largest resident size minus that before the first call."""
+    """Measures on a CPU, in this process. The peak is the largest resident size minus that before the first call."""
     kind, _, mode = name.partition(": ")
     data = inputs(shape, "cpu")
     small = inputs(Shape(8, 64, 16, shape.dtype), "cpu")
     call = naive if kind == "naive" else chunked
-    call(*small, mode).backward()  # what the libraries allocate once
+    call(*small, mode).backward()  # libraries allocate memory in their first call
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the present size
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     times, busy = [], []
     for _ in range(repeats):
         data[0].grad = data[1].grad = None
@@ -180,7 +180,7 @@ def child(shape: Shape, name: str, repeats: int) -> dict[str, float]:
 
 
 def on_cpu(shape: Shape, repeats: int) -> dict[str, dict[str, float]]:
-    """All measurements, each in a separate process."""
+    """Returns all measurements, each from a separate process."""
     out = {}
     sizes = [f"--{key}={value}" for key, value in vars(shape).items()]
     for mode in MODES:

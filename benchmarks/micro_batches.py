@@ -22,17 +22,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "micro_batch_size 1": {"use_dynamic_batch_size": False, "max_tokens_per_gpu": None},
     "filled by tokens": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 2048},
 }
-"""Micro-batches of one sample, and the default without `--micro-batch-size`."""
+"""Flags for micro-batches of one sample, and for the default, micro-batches filled by tokens."""
 NUM_SAMPLES = 16
 SIZES: dict[str, dict[str, int]] = {
     "135M": {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152},
     "15M": {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 768, "vocab_size": 16384},
 }
-"""The first is SmolLM2-135M's."""
+"""Name -> dimensions of a model; the first model is SmolLM2-135M."""
 
 
 def write_model(folder: Path, size: str) -> Path:
-    """Random weights with head size 64."""
+    """Writes a model with random weights and head size 64."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -51,7 +51,7 @@ def write_model(folder: Path, size: str) -> Path:
 
 
 def batch(vocab_size: int, *, shortest: int, longest: int) -> Any:
-    """16 samples in groups of 4, prompts of half their length, rewards of both kinds in every group."""
+    """Returns 16 samples in groups of 4. Half of a sample is its prompt; every group has rewards of 0 and 1."""
     import numpy as np
 
     from slime.core.batch import TrainBatch, TrainSample
@@ -77,7 +77,7 @@ def batch(vocab_size: int, *, shortest: int, longest: int) -> Any:
 
 
 def measure(size: str, rounds: int, shortest: int, longest: int) -> dict[str, Any]:
-    """Results of both settings, and the ratio of the first to the second."""
+    """Returns the results of both settings, and the ratio of the first to the second."""
     from tests.support.engine_parity import one_rank
 
     samples = batch(SIZES[size]["vocab_size"], shortest=shortest, longest=longest)
@@ -92,7 +92,7 @@ def measure(size: str, rounds: int, shortest: int, longest: int) -> dict[str, An
                 backend.args = backend.args.replace(micro_batch_size=1, **settings)
                 wall, cpu = time.perf_counter(), time.process_time()
                 norms[name] = backend.train(samples)["train/grad_norm"]
-                if turn:  # the first turn warms up
+                if turn:  # the first round warms up
                     spent[name].append((time.perf_counter() - wall, time.process_time() - cpu))
     one, filled = (spent[name] for name in SETTINGS)
     return {

@@ -4,8 +4,8 @@ python -m benchmarks.mtp --out mtp.json --folder /tmp/mtp
 
 Runs `train.py`, colocated, with SGLang's speculative decoding and --enable-mtp-training, for a tiny DeepSeek-V3 and a
 tiny Qwen3-Next with random weights, side by side on one GPU. The vocabulary is small and the output layer has large
-weights, so a token nearly determines the next one, and the layer, which starts from noise, can learn to predict it. Per
-step: its loss, tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and
+weights, so a token nearly determines the next token, and the layer, which starts from noise, can learn to predict it.
+Per step: its loss, tokens per pass of the model (`rollout/spec_accept_length`), the log-prob difference of trainer and
 engine. Every weight sync compares the digests of model and draft.
 
 Then two engines, first one with the draft and then one without, sample continuations of a prompt many times from a
@@ -109,13 +109,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 WIDTHS = {"embed_tokens": 1.0, "lm_head": 0.18}
-"""Standard deviations above 0.02: a token's embedding outweighs what layers add, so it has few successors."""
+"""Weights with a standard deviation above 0.02. Embeddings outweigh the layers, so a token has few successors."""
 NARROW, NARROW_HEAD = 0.005, 0.002
-"""For the MTP layer and its projection: noise that learning soon outgrows."""
+"""Standard deviation of the MTP layer and its projection: small noise, which training soon outgrows."""
 
 
 def tensors_of(config: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Any]]:
-    """(HF name, bfloat16 tensor) of all weights, including multi-token prediction."""
+    """Yields (HF name, bfloat16 tensor) of all weights, including multi-token prediction."""
     import torch
 
     from slime.models import table_for
@@ -154,7 +154,7 @@ def write(folder: Path, family: str, seed: int) -> Path:
 
 
 def trained(family: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs the loop; returns its metrics by step, and the end of its output if it failed."""
+    """Runs train.py; returns its metrics by step, and the end of its output if it failed."""
     folder = options.folder / family
     checkpoint, prompts = folder / "model", folder / "prompts.jsonl"
     lines = [json.dumps({"prompt": f"{i * 7919 % 9973} {i * 104729 % 8191}", "label": ""}) for i in range(512)]
@@ -205,7 +205,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, name: str, extra: Map
 
 
 def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dict[str, Any]:
-    """Second tokens after the most frequent first one with the draft, and the probabilities without it."""
+    """Returns the second tokens after the most frequent first token with the draft, and their probabilities without."""
     plain = ENGINE | options.more.get(family, {})
     without = sampled(checkpoint, options, f"{family}-plain", plain)
     drafted = sampled(checkpoint, options, family, plain | SPECULATION)
@@ -219,7 +219,7 @@ def followers(checkpoint: Path, options: argparse.Namespace, family: str) -> dic
 
 
 def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> dict[str, Any]:
-    """The statistic over tokens that are expected at least 20 times; all others count as one."""
+    """Returns the statistic over tokens that are expected at least 20 times; all other tokens count as one token."""
     often = {token: p for token, p in told.items() if p * num >= 20}
     cells = [(seen[token], p * num) for token, p in often.items()]
     rest = 1.0 - sum(often.values())
@@ -235,7 +235,7 @@ def chi_square(seen: Mapping[int, int], told: Mapping[int, float], num: int) -> 
 
 
 def judged(record: Mapping[str, Any]) -> bool:
-    """Whether a family's draft learned, and does not change the distribution."""
+    """Returns whether a family's draft learned, and does not change the distribution."""
     lengths = [s["rollout/spec_accept_length"] for s in record["steps"] if "rollout/spec_accept_length" in s]
     losses = [s["train/mtp_loss"] for s in record["steps"] if "train/mtp_loss" in s]
     if record["exit_status"] or len(lengths) < 4 or len(losses) < 4:
@@ -253,11 +253,11 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout")
-    parser.add_argument("--tested", type=int, default=4, help="rollouts before the checkpoint that is sampled from")
+    parser.add_argument("--tested", type=int, default=4, help="rollouts before the checkpoint to sample from")
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=400, help="seconds of one run")
+    parser.add_argument("--limit", type=float, default=400, help="time limit of one run, in seconds")
     parser.add_argument("--more", type=json.loads, default={}, help="family -> ServerArgs besides, as JSON")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

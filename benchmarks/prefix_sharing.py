@@ -1,10 +1,10 @@
-"""Gain of `--use-prefix-sharing`: training calls with and without it, alternating in one process on one GPU.
+"""Speedup of `--use-prefix-sharing`: training calls with and without it, alternating in one process on one GPU.
 
 python -m benchmarks.prefix_sharing --device cuda --out prefix_sharing.json      Qwen3-0.6B's shape, 8 x (4,096 + 256)
 python -m benchmarks.prefix_sharing --device cpu --shape tiny --prompt 256 --own 32     seconds, anywhere
 
 The call is the backend's `train`, as a train actor makes it, on one group: samples of one prompt, all of whose own
-tokens are trained. Weights are random, in the shape of the model. Every round has another batch, which is trained with
+tokens are trained. Weights are random, in the shape of the model. Every round has a new batch, which is trained with
 and without shared prefixes; the two alternate in going first, and the first round warms up. This is repeated for each
 `--max-tokens`: by default with room for one whole sample in a micro-batch, and with room for all.
 
@@ -37,7 +37,7 @@ SEED = 1234
 def samples(
     num_samples: int, prompt: int, own: int, *, vocab_size: int, version: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Fields of the train samples of one group: `prompt` common tokens, then `own` ones that are all trained."""
+    """Returns the fields of one group's train samples: `prompt` common tokens, then `own` trained tokens."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ def samples(
 
 @contextlib.contextmanager
 def backend_of(tree: Any, options: argparse.Namespace, max_tokens: int) -> Iterator[Any]:
-    """The trainer's only rank, with random weights."""
+    """Yields the backend of a trainer with one rank and random weights."""
     from benchmarks.training.rank import settings_of
     from benchmarks.training.tree import random_weights
     from slime.training.parallel import destroy_process_groups
@@ -97,12 +97,12 @@ def backend_of(tree: Any, options: argparse.Namespace, max_tokens: int) -> Itera
                 yield backend
                 del backend
         finally:
-            destroy_process_groups()  # also if the backend was refused while it was built
+            destroy_process_groups()  # also if building the backend failed
             gc.collect()
 
 
 def timed(backend: Any, batch: Any, *, shares: bool) -> dict[str, float]:
-    """One training call."""
+    """Measures one training call."""
     from benchmarks.training import measure
 
     backend.args = backend.args.replace(use_prefix_sharing=shares)
@@ -125,7 +125,7 @@ def timed(backend: Any, batch: Any, *, shares: bool) -> dict[str, float]:
 
 
 def measured(tree: Any, options: argparse.Namespace, max_tokens: int) -> dict[str, Any]:
-    """All rounds with one size of micro-batches."""
+    """Measures all rounds with one size of micro-batches."""
     from benchmarks.training import measure
 
     rounds: list[dict[str, dict[str, float]]] = []
@@ -159,7 +159,7 @@ def measured(tree: Any, options: argparse.Namespace, max_tokens: int) -> dict[st
 
 
 def told(calls: dict[str, dict[str, float]]) -> str:
-    """One line about a round."""
+    """Returns one line about a round."""
     shared, whole = calls["shared"], calls["whole"]
     return (
         f"shared {shared['seconds']:.4f} s ({shared['micro_batches']} micro-batches, {shared['shared_tokens']:.1%} of "
@@ -170,7 +170,7 @@ def told(calls: dict[str, dict[str, float]]) -> str:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All sizes of micro-batches; one that ran out of memory has an `error`."""
+    """Measures all sizes of micro-batches; a size that ran out of memory has an `error`."""
     import torch
 
     from benchmarks.training.tree import load
@@ -205,15 +205,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--samples", type=int, default=8, help="of the group")
+    parser.add_argument("--samples", type=int, default=8, help="samples of the group")
     parser.add_argument("--prompt", type=int, default=4096, help="common tokens")
-    parser.add_argument("--own", type=int, default=256, help="tokens of each sample behind them")
-    parser.add_argument("--max-tokens", action="append", type=int, help="of a micro-batch; may be repeated")
+    parser.add_argument("--own", type=int, default=256, help="tokens of each sample after the common tokens")
+    parser.add_argument("--max-tokens", action="append", type=int, help="tokens of a micro-batch; may be repeated")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of every layer")
-    parser.add_argument("--rounds", type=int, default=7, help="that are measured, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one warm-up round")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--flags", default="", help="further flags of train.py, in one string")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")

@@ -53,11 +53,11 @@ FLAGS: dict[str, Any] = {
     "cuda_graph_max_bs": 4,
     "disable_prefill_cuda_graph": True,
 }
-"""Prefill graphs, in 58 sizes, take a minute and a half to compile."""
+"""Disables prefill graphs, which take a minute and a half to compile in 58 sizes."""
 START_LIMIT_S = 280.0
 PROMPTS, LENGTH, ANSWER = 8, 128, 32
 SHARPER = 5.0
-"""Factor of the embedding, so that log-probs are not those of a uniform choice."""
+"""Factor of the embedding, so that the next token is not uniformly distributed."""
 CASES: dict[str, tuple[str, str, int]] = {
     "0.6b int4": ("0.6b", "int4", 4),
     "30b-a3b-6l int4": ("30b-a3b-6l", "int4", 2),
@@ -70,7 +70,7 @@ State = dict[str, torch.Tensor]
 
 
 def weights_of(config: dict[str, Any], seed: int) -> State:
-    """Random bfloat16 weights on the GPU."""
+    """Returns random bfloat16 weights on the GPU."""
     state = {n: t.cuda() for n, t in tensors_of(config, seed=seed)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in state:
@@ -80,7 +80,7 @@ def weights_of(config: dict[str, Any], seed: int) -> State:
 
 @dataclass
 class Case:
-    """Two engines of one shape and format."""
+    """Two engines with one shape and format."""
 
     shape: dict[str, Any]
     """config.json of the plain model."""
@@ -129,7 +129,7 @@ class Case:
                 tensors[name + "_shape"] = torch.tensor(state[name].shape)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.config))
-        write_tokenizer(folder)  # no text is decoded
+        write_tokenizer(folder)  # the benchmark decodes no text
 
     def stop(self) -> None:
         for server in self.servers.values():
@@ -157,7 +157,7 @@ class Trainer:
         )
 
     def sync(self, state: State, version: int, transport: str = "tensor", tamper: Any = None) -> dict[str, float]:
-        """One verified weight sync."""
+        """Runs one verified weight sync."""
         channel: Channel = self.transports[transport].open(self.context)
         try:
             return sync_weights(
@@ -173,7 +173,7 @@ class Trainer:
 
 
 def flipped(name: str, bit: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Flips one bit of one tensor on its way."""
+    """Flips one bit of one tensor before it is sent."""
 
     def flip(tensor_name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor_name == name:
@@ -184,7 +184,7 @@ def flipped(name: str, bit: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def caught(trainer: Trainer, state: State, number: int) -> Iterator[dict[str, Any]]:
-    """Syncs with a flipped bit: the tensor, and whether it was refused by name."""
+    """Syncs with a flipped bit; returns the tensor, and whether the weight sync failed with its name."""
     generator = torch.Generator().manual_seed(3)
     sizes = {n: t.nbytes for n, t in quantised_stream(state.items(), trainer.case.format)}
     names, residents = list(sizes), trainer.case.table.resident_of
@@ -205,7 +205,7 @@ def prompts(vocab: int) -> torch.Tensor:
 
 
 def served(url: str, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-    """[prompts, T-1] log-probs of prompts, and the engine's greedy answers with log-probs."""
+    """Returns the log-probs of prompts [prompts, T-1], and the engine's greedy responses with log-probs."""
     rows, answers = [], []
     for prompt in tokens.tolist():
         body = {
@@ -221,7 +221,7 @@ def served(url: str, tokens: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
 
 
 def reference(config: dict[str, Any], state: State, tokens: torch.Tensor) -> torch.Tensor:
-    """The same from transformers in bfloat16."""
+    """Returns the log-probs of prompts from transformers in bfloat16."""
     import transformers
 
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
@@ -242,7 +242,7 @@ def differences(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
 
 
 def alone(case: Case, state: State) -> dict[str, float]:
-    """Seconds and peak GB of quantising all weights, without sending."""
+    """Returns the seconds and the peak GB of quantising all weights, without sending them."""
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -268,7 +268,7 @@ def measure(case: Case, folder: Path) -> Iterator[tuple[str, Any]]:
     before = trainer.control.weight_checksums()[0].checksums
     yield "differing_before", sum(before.get(n) != d for n, d in want.items())
     for turn, transport in enumerate(("tensor", "tensor", "disk", "tensor")):
-        if turn == 2:  # other weights in between
+        if turn == 2:  # sync different weights in between
             trainer.sync(weights_of(case.shape, 5), 10 + turn)
         costs = trainer.sync(state, 20 + turn, transport)
         got = trainer.control.weight_checksums()[0].checksums
@@ -299,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; without it one that is made")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs; default: a temporary folder")
     options = parser.parse_args()
     command = f"python -m benchmarks.quantised --out {options.out.name}"
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "command": command, "cases": {}}

@@ -1,4 +1,4 @@
-"""A checkpoint in a released shape with random weights and another tokenizer: speed and memory without a download.
+"""Writes a checkpoint in a released shape with random weights and a copied tokenizer, to measure without a download.
 
 python -m benchmarks.random_checkpoint --shape 30b-a3b-6l --out /tmp/moe --tokenizer assets/smollm2-135m-instruct
 """
@@ -16,7 +16,7 @@ from benchmarks.training.shapes import SHAPES
 
 
 def tensors_of(config: dict[str, Any], *, seed: int) -> Iterator[tuple[str, Any]]:
-    """(HF name, bfloat16 tensor) of every parameter, drawn on a GPU if there is one: norms 1, others N(0, 0.02)."""
+    """Yields (HF name, bfloat16 tensor) of every parameter, drawn on any GPU: norms 1, others N(0, 0.02)."""
     import torch
 
     from slime.models import table_for
@@ -43,7 +43,7 @@ def write(out: Path, shape: str, tokenizer: Path | None, *, seed: int = 0) -> No
         if tokenizer is not None:
             copy_assets(tokenizer, assets)
         (assets / "config.json").write_text(json.dumps(SHAPES[shape]))
-        (assets / "generation_config.json").unlink(missing_ok=True)  # of another model
+        (assets / "generation_config.json").unlink(missing_ok=True)  # of a different model
         partial = begin_export(out)
         write_hf(partial, tensors_of(SHAPES[shape], seed=seed), assets_from=assets)
         commit_export(partial, out)

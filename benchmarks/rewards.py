@@ -8,5 +8,5 @@ from slime.core.sample import Sample
 
 
 def parity(args: Any, sample: Sample, **_: Any) -> float:
-    """1.0 if the sum of the response's ids is even, else 0.0."""
+    """Returns 1.0 if the sum of the response's ids is even, else 0.0."""
     return float(sum(sample.tokens[-sample.response_length :]) % 2 == 0)

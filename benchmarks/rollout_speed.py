@@ -1,8 +1,8 @@
-"""Cost of the rollout side: tokens per second of whole rollouts and of a bare client of the same server.
+"""Cost of the rollout side: tokens per second of whole rollouts, and of a bare client of the same server.
 
     python -m benchmarks.rollout_speed --model DIR --device cuda --cases 512x1024 64x16384 --workers 0 4
 
-There is one stock server. The bare client posts all requests at once and reads whole answers, with log-probs, which
+There is one stock server. The bare client sends all requests together and reads whole responses with log-probs, which
 training needs. The rollout is a step of `RolloutManager`, in one process and with workers: prompts from a file, groups
 of 8, the default generate function, token ids, versions, and the trainer's batch. They alternate `--rounds` times (one
 number, or one per case), in one order and then in the other; the ratio is the median over rounds. Prompts always
@@ -39,14 +39,14 @@ from slime.settings import Args, parse_args
 SAMPLES, WORDS, WARM_TOKENS = 8, 48, 8
 GPU = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
 GRAPHS = {"cuda_graph_max_bs_decode": 512, "disable_prefill_cuda_graph": True}
-"""Graphs for the largest batch; otherwise the server's Python scheduler sets the pace, with its noise."""
+"""CUDA graphs up to the largest batch; without them, the server's Python scheduler limits the speed and adds noise."""
 MEMORY = {"mem_fraction_static": 0.92}
 """64 requests of 16,384 tokens are 120 GB of keys and values with the shape of Qwen3-0.6B."""
 LIMIT_S = 600.0
 
 
 async def to_the_end(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default function with answers of full length; the first step warms up each process."""
+    """The default generate function with responses of full length; the first step warms up each process."""
     given = {**sampling_params, "ignore_eos": True}
     if current().rollout_id == 0:
         given["max_new_tokens"] = WARM_TOKENS
@@ -81,7 +81,7 @@ def settings(options: argparse.Namespace, folder: Path, case: tuple[int, int], w
 
 
 async def bare(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], turn: int) -> float:
-    """Tokens per second."""
+    """Returns the tokens per second of the bare client."""
     from transformers import AutoTokenizer
 
     num, length = case
@@ -106,7 +106,7 @@ async def bare(url: str, options: argparse.Namespace, folder: Path, case: tuple[
 
 
 async def rollout(url: str, args: Args, folder: Path) -> float:
-    """Tokens per second, from the first prompt to the batch."""
+    """Returns the tokens per second of a rollout, from the first prompt to the batch."""
     (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
     fleet = worker_fleet(args, str(folder / "run" / "logs"), None)
     manager = RolloutManager(args, engines=[url], workers=fleet)
@@ -123,9 +123,9 @@ async def rollout(url: str, args: Args, folder: Path) -> float:
 
 
 def measure(url: str, options: argparse.Namespace, folder: Path, case: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Measures all of them, alternating."""
+    """Measures the bare client and the rollouts alternately."""
     rates: dict[str, list[float]] = {"bare": [], **{f"workers_{n}": [] for n in options.workers}}
-    asyncio.run(bare(url, options, folder, (case[0], min(64, case[1])), 0))  # kernels and graphs
+    asyncio.run(bare(url, options, folder, (case[0], min(64, case[1])), 0))  # compile kernels and capture graphs
     turn = 1000 * case[1]
     for number in range(rounds):
         for name in sorted(rates, reverse=number % 2 == 1):
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder with a tokenizer")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--cases", nargs="+", default=["512x1024", "64x16384"], help="requests x tokens of an answer")
+    parser.add_argument("--cases", nargs="+", default=["512x1024", "64x16384"], help="requests x tokens of a response")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 4])
     parser.add_argument("--rounds", type=int, nargs="+", default=[2])
     parser.add_argument("--json", type=Path)
@@ -186,7 +186,7 @@ def main() -> None:
                 num, _, length = words.partition("x")
                 rounds = options.rounds[min(number, len(options.rounds) - 1)]
                 result["cases"].append(measure(server.url, options, folder, (int(num), int(length)), rounds))
-                if options.json:  # the next case may not finish
+                if options.json:  # written now, because the next case may not finish
                     options.json.write_text(json.dumps(result, indent=1) + "\n")
         finally:
             server.stop()

@@ -3,11 +3,11 @@
 python -m benchmarks.routing_replay --shape 30b-a3b-6l --dtype bfloat16 --out r3.json       on a GPU
 python -m benchmarks.routing_replay --shape tiny-moe --device cpu --responses 64            a minute, anywhere
 
-An engine with random weights answers through the client. The trainer then evaluates these tokens with the same weights,
+An engine with random weights samples through the client. The trainer then evaluates these tokens with the same weights,
 with its own choice of experts and with the engine's. Every choice of every router is compared with the engine's record.
 Prints one JSON record: sampled tokens, compared and equal choices (a choice is the set of experts of a token in a
-layer), the fraction in which the trainer's router alone would choose another set, both log-prob differences, and the
-record's bytes per token. The exit status is 1 if a replayed choice differs.
+layer), the fraction in which the trainer's router alone would choose a different set, both log-prob differences, and
+the record's bytes per token. The exit status is 1 if a replayed choice differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {"bfloat16": "--bf16", "float32": "--no-bf16"}
 
 
 def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
-    """A `TrainBatch` of responses at temperature 1, with the engine's record of each."""
+    """Samples a `TrainBatch` of responses at temperature 1, with the engine's record of each."""
     import numpy as np
 
     from slime.core.batch import TrainBatch, TrainSample
@@ -85,7 +85,7 @@ def sampled(checkpoint: Path, options: argparse.Namespace, folder: Path) -> Any:
 
 @contextlib.contextmanager
 def watched(backend: Any) -> Iterator[dict[int, list[Any]]]:
-    """Layer -> the sets of experts [T, E] bool of each call of its router in the block."""
+    """Yields layer -> the sets of experts [T, E] bool of each call of its router in the block."""
     from slime.models.common.mlp import ExactRouter
 
     seen: dict[int, list[Any]] = {}
@@ -102,7 +102,7 @@ def watched(backend: Any) -> Iterator[dict[int, list[Any]]]:
 
 
 def compared(batch: Any, seen: dict[int, list[Any]]) -> tuple[int, int]:
-    """(choices compared, choices equal) over all samples, layers and tokens but the last of each sample."""
+    """Returns (choices compared, choices equal) over all samples and layers, without the last token of a sample."""
     import numpy as np
 
     num, equal = 0, 0
@@ -116,7 +116,7 @@ def compared(batch: Any, seen: dict[int, list[Any]]) -> tuple[int, int]:
 
 
 def trained(checkpoint: Path, batch: Any, options: argparse.Namespace, folder: Path, *, replay: bool) -> dict[str, Any]:
-    """Metrics of one training call with learning rate 0, and the number of choices equal to the engine's."""
+    """Returns the metrics of a training call with learning rate 0, and the number of choices equal to the engine's."""
     from slime.settings import parse_args
     from slime.training.backend import MegatronBackend
     from slime.weights.rendezvous import listen_on
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--responses", type=int, default=128, help="an even number")
     parser.add_argument("--length", type=int, default=96, help="tokens of a response")
-    parser.add_argument("--checkpoint", type=Path, help="of that shape; default: random weights")
+    parser.add_argument("--checkpoint", type=Path, help="a folder with that shape; default: random weights")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     options = parser.parse_args()
     if options.responses < 2 or options.responses % 2:

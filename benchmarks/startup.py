@@ -1,11 +1,11 @@
-"""The start of a run: seconds of each phase, CPU seconds and memory of each process.
+"""Startup of a run: seconds of each phase, CPU seconds and memory of each process.
 
     python -m benchmarks.startup                      one step of the digits task on a tiny model, trainer and engine
     python -m benchmarks.startup -- --hf-checkpoint ...        flags of train.py in its place
 
-Prints one JSON line. The start ends with the first verified weight sync, after which engines serve. `wall_s` counts
+Prints one JSON line. Startup ends with the first verified weight sync, after which engines serve. `wall_s` counts
 from the start of the command. `phases` are the driver's (`startup/*` of `metrics.jsonl`), its first weight sync and its
-evaluation. `cpu_s` (user and system) and `rss_mib` are per process, read from /proc until the start is over, so they
+evaluation. `cpu_s` (user and system) and `rss_mib` are per process, read from /proc until startup is over, so they
 exclude the work of a step. On a busy machine compare CPU seconds, not wall time.
 """
 
@@ -52,7 +52,7 @@ END_OF_START = "update_weights"
 
 
 def role_of(pid: int) -> str:
-    """The role of a process, by its command line."""
+    """Returns the role of a process, by its command line."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -61,7 +61,7 @@ def role_of(pid: int) -> str:
 
 
 def used_by(pid: int) -> tuple[float, float] | None:
-    """(CPU seconds, resident MiB) of a process so far; None if it has ended."""
+    """Returns (CPU seconds, resident MiB) of a process so far; None if the process has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -70,7 +70,7 @@ def used_by(pid: int) -> tuple[float, float] | None:
 
 
 def default_flags(folder: Path) -> list[str]:
-    """One step of the digits task on a tiny model."""
+    """Returns flags for one step of the digits task on a tiny model."""
     from recipes.tiny.tasks import DIGITS_FILE, write_all
     from tests.support.tiny import write_tiny_model
 
@@ -83,13 +83,13 @@ def default_flags(folder: Path) -> list[str]:
 
 
 def spans_of(run_dir: Path, name: str) -> Iterator[float]:
-    """Seconds of each span of the driver with this name, so far."""
+    """Returns the seconds of each span of the driver with this name, so far."""
     for path in (run_dir / "traces").glob("driver-*.json"):
         yield from (event["dur"] / 1e6 for event in read_trace(path) if event.get("name") == name)
 
 
 def measure(flags: list[str], run_dir: Path) -> dict[str, Any]:
-    """Runs train.py and measures it until its start is over. Raises `CalledProcessError` if it fails."""
+    """Runs train.py and measures it until startup is over. Raises `CalledProcessError` if train.py fails."""
     token = secrets.token_hex(8)
     began_s = time.monotonic()
     command = [sys.executable, "train.py", *flags, "--run-dir", str(run_dir)]
@@ -137,9 +137,9 @@ def _rounded(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Entry of `python -m benchmarks.startup`."""
+    """Runs `python -m benchmarks.startup`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("flags", nargs="*", help="of train.py, after --; default: one step of the digits task")
+    parser.add_argument("flags", nargs="*", help="flags of train.py, after --; default: one step of the digits task")
     flags = parser.parse_args().flags
     with tempfile.TemporaryDirectory(prefix="slime-startup-") as folder:
         print(json.dumps(measure(flags or default_flags(Path(folder)), Path(folder) / "run")))

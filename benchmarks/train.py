@@ -5,15 +5,15 @@ python -m benchmarks.train --shape 30b-a3b-6l --layout ep2 --layout tp2         
 python -m benchmarks.train --shape 0.6b --tree . --tree old=/path/to/another/checkout    both, one after the other
 python -m benchmarks.train --shape tiny --device cpu                                  ten seconds, anywhere
 
-The call is the backend's `train`, as a train actor makes it, with settings from a command line like those of a run,
+The call is the backend's `train`, as a training actor makes it, with settings from a command line as in a run,
 without Ray and engine. Weights are random, in the shape of the model. Samples have lengths like those of rollouts, with
 the given mean, and differ in every call. Each combination of shape, layout, round and tree is measured in separate
 processes, one per GPU.
 
 Prints one JSON line per combination, and a readable line per length on stderr, and writes all records to `--out`. FLOPs
 are per GPU and follow slime's formula (`slime.models.common.flops`: matrix products and causal attention, three forward
-passes, without recomputation). `share_of_matrix` is their rate divided by that of plain bf16 products of 8192 x 8192
-matrices before and after, in the same process; `mfu` divides by the data sheet's peak.
+passes, without recomputation). `share_of_matrix` is the FLOP rate divided by that of plain bf16 products of 8192 x 8192
+matrices before and after, in the same process; `mfu` is the rate divided by the data sheet's peak.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ POLL_S = 0.2
 
 
 def layout_of(text: str) -> tuple[int, list[str]]:
-    """(number of GPUs, flags) of a layout such as "tp2", "pp2", "ep2", "dp2" or "tp2-cp2"; "one" is a single GPU."""
+    """Returns (number of GPUs, flags) of a layout: "tp2", "pp2", "ep2", "tp2-cp2", ...; "one" is a single GPU."""
     sizes: dict[str, int] = {}
     for part in [] if text == "one" else text.split("-"):
         found = re.fullmatch(r"(tp|cp|pp|ep|dp)(\d+)", part)
         if found is None:
-            raise SystemExit(f"got --layout {text}; a layout is like tp2, pp2, ep2, cp2, dp2 or tp2-cp2, or one")
+            raise SystemExit(f"--layout {text} is not a layout such as tp2, pp2, ep2, cp2, dp2, tp2-cp2, or one")
         sizes[found[1]] = int(found[2])
     flags = [word for name, flag in SIZES.items() if name in sizes for word in (flag, str(sizes[name]))]
     pipeline = sizes.get("pp", 1)
@@ -60,16 +60,16 @@ def layout_of(text: str) -> tuple[int, list[str]]:
 
 
 def tree_of(text: str) -> tuple[str, Path]:
-    """(label, folder) of `--tree [LABEL=]PATH`."""
+    """Returns (label, folder) of `--tree [LABEL=]PATH`."""
     label, _, path = text.rpartition("=")
     folder = Path(path).resolve()
     if not (folder / "slime" / "training" / "backend.py").is_file():
-        raise SystemExit(f"got --tree {text}, which is no checkout of slime")
+        raise SystemExit(f"--tree {text} is not a checkout of slime")
     return label or folder.name, folder
 
 
 def commit_of(tree: Path) -> str | None:
-    """The commit of a checkout, with a + if files differ; None without git."""
+    """Returns the commit of a checkout, with a + if files differ; None without git."""
     command = ["git", "-C", str(tree), "describe", "--always", "--abbrev=9", "--dirty=+", "--exclude=*"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     top = subprocess.run([*command[:3], "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
@@ -77,7 +77,7 @@ def commit_of(tree: Path) -> str | None:
 
 
 def combinations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Specs in the order of measurement: trees alternate."""
+    """Returns the specs in the order of measurement: trees alternate."""
     trees = [tree_of(text) for text in options.tree or [str(HERE)]]
     for shape in options.shape or ["0.6b"]:
         for layout in options.layout or ["one"]:
@@ -110,7 +110,7 @@ def combinations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Runs all ranks of one combination; its record, with `error` if it failed."""
+    """Runs all ranks of one combination; returns the record, with `error` if it failed."""
     with tempfile.TemporaryDirectory(prefix="slime-train-") as temporary:
         folder = Path(temporary)
         (folder / "model").mkdir()
@@ -143,7 +143,7 @@ def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | No
             [*command, str(rank)],
             cwd=HERE,
             env=environment,
-            stdout=sys.stderr,  # stdout is for the records
+            stdout=sys.stderr,  # stdout is only for records
             pass_fds=(fd,) if rank == 0 else (),
         )
         for rank in range(world_size)
@@ -152,7 +152,7 @@ def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | No
     try:
         while (codes := [rank.poll() for rank in ranks]).count(None):
             if any(codes):
-                time.sleep(2.0)  # the others may have errors, too
+                time.sleep(2.0)  # the other ranks may have errors, too
                 return f"a rank ended with code {next(code for code in codes if code)}"
             if time.monotonic() > deadline:
                 return f"not done after {limit_s:.0f} s"
@@ -166,7 +166,7 @@ def _run_ranks(spec: Path, world_size: int, fd: int, limit_s: float) -> str | No
 
 
 def lines_of(record: dict[str, Any]) -> Iterator[str]:
-    """The most important results: a line per length, and failures."""
+    """Returns the most important results: a line per length, and failures."""
     name = f"{record['label']} {record['shape']} {record['layout']}"
     for length in record["lengths"]:
         peak, profile = length["memory_gb"].get("peak_reserved"), length.get("profile") or {}
@@ -184,29 +184,29 @@ def lines_of(record: dict[str, Any]) -> Iterator[str]:
 
 
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="may be repeated; default 0.6b")
     parser.add_argument("--mean-length", action="append", type=int, help="tokens of a sample; may be repeated")
-    parser.add_argument("--samples", type=int, help="of a call; default: as many as --tokens needs")
-    parser.add_argument("--tokens", type=int, default=256 * 1024, help="of a call: 256 samples of 1024, 64 of 4096")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch")
+    parser.add_argument("--samples", type=int, help="samples of a call; default: the number that --tokens needs")
+    parser.add_argument("--tokens", type=int, default=256 * 1024, help="per call: 256 samples of 1024, 64 of 4096")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of every layer")
     parser.add_argument("--layout", action="append", help="one, tp2, ep2, cp2, pp2, dp2, tp2-cp2 ...; may be repeated")
     parser.add_argument("--tree", action="append", metavar="[LABEL=]PATH", help="checkouts to measure; default: this")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of all trees")
-    parser.add_argument("--calls", type=int, default=3, help="that are measured, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds over all trees")
+    parser.add_argument("--calls", type=int, default=3, help="measured calls, after one warm-up call")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--profile", metavar="DIR", help="profile smaller calls too; tables of operations go to DIR")
-    parser.add_argument("--profile-samples", type=int, help="of a profiled call; default: four micro-batches")
+    parser.add_argument("--profile-samples", type=int, help="tokens of a profiled call; default: four micro-batches")
     parser.add_argument("--flags", default="", help="further flags of train.py, in one string")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="of one combination")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of one combination")
     parser.add_argument("--out", type=Path, help="a JSON file for all records")
     return parser.parse_args(argv)
 
 
 def main() -> int:
-    """Prints a record per combination; 1 if one failed."""
+    """Prints a record per combination; returns 1 if one failed."""
     options = options_of()
     records = []
     for spec in combinations(options):

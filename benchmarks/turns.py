@@ -1,11 +1,11 @@
-"""Turns per second of one process of the rollout side, with engines that answer at once.
+"""Turns per second of one process of the rollout side, with engines that respond immediately.
 
     python -m benchmarks.turns --json benchmarks/results/turns.json
 
-64 scripted engines run in a separate process, which sends the same prepared answer to every request: 32 tokens with
+64 scripted engines run in a separate process, which sends the same prepared response to every request: 32 tokens with
 their log-probs in one event. The client sends contexts of 1k and 32k ids, 256 requests at a time. Results are turns per
 second, the processor time of a turn in the client and in the engines, and stalls of the client's event loop (how late a
-5 ms timer is). Both processes share two cores, so the engines cost some of the turns.
+5 ms timer is). Both processes share two cores, so the engines reduce the number of turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.005
 
 
 class Scripted(asyncio.Protocol):
-    """Reads whole requests and sends the answer to each."""
+    """A connection that reads whole requests and sends the response to each."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -64,7 +64,7 @@ async def engines(num: int) -> None:
 
 
 async def measure(client: EngineClient, context: int, seconds: float, at_once: int) -> dict[str, Any]:
-    """Makes turns for a number of seconds."""
+    """Runs turns for a number of seconds."""
     ids = list(range(1, context + 1))
     num, late, over = 0, list[float](), False
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--serve", action="store_true", help="be the engines")
+    parser.add_argument("--serve", action="store_true", help="run as the process of the engines")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     allow_many_connections()

@@ -1,14 +1,14 @@
-"""Weight syncs of a model that is split over ranks: memory beside the shards, time, and leaks after hundreds of them.
+"""Weight syncs of a model that is split over ranks: memory besides the shards, time, and leaks after hundreds of syncs.
 
     python -m benchmarks.weight_sync [--syncs 500] [--transports tensor ...] [--output FILE]
 
 Four training ranks (tensor, pipeline and expert parallel 2 each) send a Mixture-of-Experts model with random weights to
 two SGLang servers, all on the CPU, with the code of a run. Results for each rank: the largest increase of resident
-memory in its second weight sync (the first one makes threads and connections), its shard, and two buckets. After many
-weight syncs: memory, descriptors and threads of each rank and of every process of the engines, and files and bytes in
-/dev/shm, compared with those after the first twenty, and memory after every hundred. Every weight sync is verified.
-Needs 12 GB of memory. glibc is set to return freed memory at once (`ALLOCATOR`); otherwise retained memory counts as
-resident, here a quarter of two buckets.
+memory in its second weight sync (the first sync creates threads and connections), its shard, and two buckets. After
+many weight syncs: memory, descriptors and threads of each rank and of every process of the engines, and files and bytes
+in /dev/shm, compared with those after the first twenty, and memory after every hundred. Every weight sync is verified.
+Needs 12 GB of memory. glibc is set to return freed memory immediately (`ALLOCATOR`); otherwise retained memory counts
+as resident, here a quarter of two buckets.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str
 
 
 def status(name: str, pid: int | str = "self") -> int:
-    """A value from /proc/PID/status; kB are converted to bytes."""
+    """Returns a value from /proc/PID/status; kB are converted to bytes."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
     number = int(line.split()[1])
     return number * 1024 if line.endswith("kB") else number
 
 
 def looked(pid: int | str = "self") -> dict[str, int]:
-    """Memory, descriptors and threads of a process."""
+    """Returns memory, descriptors and threads of a process."""
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     return {"resident_bytes": status("VmRSS:", pid), "descriptors": descriptors, "threads": status("Threads:", pid)}
 
 
 def shared() -> dict[str, int]:
-    """Files and bytes in the host's shared memory."""
+    """Returns files and bytes in the host's shared memory."""
     sizes = [file.stat().st_size for file in os.scandir("/dev/shm") if file.is_file()]
     return {"shared_files": len(sizes), "shared_bytes": sum(sizes)}
 
 
 def around(pids: Sequence[int]) -> dict[str, Any]:
-    """This process, processes of engines, and the host."""
+    """Measures this process, processes of engines, and the host."""
     return {**looked(), **shared(), "engines": [looked(pid) for pid in pids]}
 
 
 def send(
     seat: Seat, model: str, folder: str, urls: list[str], pids: list[int], transport: str, bucket: int, syncs: int
 ) -> dict[str, Any]:
-    """One rank with a bucket size; the first rank also measures the processes of the engines."""
+    """Runs one rank with a bucket size; the first rank also measures the processes of the engines."""
     seen = pids if seat.rank == 0 else []
     from slime.cluster.engine_tracker import EngineInfo
     from slime.cluster.rank_weight_sync import RankWeightSync
@@ -97,7 +97,7 @@ def send(
         backend.weight_version = number
         if number == 2:
             weight_sync.free()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present memory
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
             before = status("VmRSS:")
         began = time.monotonic()
         weight_sync.sync_weights(engines)
@@ -117,7 +117,7 @@ def send(
 def measure(
     servers: Sequence[SGLangServer], model: Path, folder: Path, transport: str, bucket: int, syncs: int
 ) -> dict[str, Any]:
-    """All ranks, one transport."""
+    """Measures all ranks with one transport."""
     urls = [server.url for server in servers]
     pids = [pid for server in servers for pid in (server.pid, *descendants(server.pid))]
     with Ranks() as ranks:
@@ -132,7 +132,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--syncs", type=int, default=10, help="of each transport, at least two")
+    parser.add_argument("--syncs", type=int, default=10, help="weight syncs with each transport, at least two")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--output", type=Path)
     parser.add_argument("--hidden-size", type=int, default=512)

@@ -21,12 +21,12 @@ MAX_TURNS = 4
 
 
 async def answer_to(call: Any) -> str:
-    """The result of a tool call, as text."""
+    """Returns the result of a tool call as text."""
     return calculate(call.function.arguments) if call.function.name == "calculate" else f"{FAILED} no such tool"
 
 
 def client_of(agent: Execution) -> AsyncOpenAI:
-    """OpenAI's client for the run's model. Use it with `async with`, which closes its connections."""
+    """Returns OpenAI's client for the run's model. `async with` closes its connections."""
     return AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0)
 
 

@@ -1,8 +1,8 @@
-"""An agent that writes Python and sees the output. Each execution has a sandbox, which keeps files between calls.
+"""An agent that runs Python programs in a sandbox. Each execution has one sandbox, which keeps files between calls.
 
     python -m examples.run agent_python_tool
 
-The sandbox starts with the first call and ends with the execution. The reward is 1 for the correct number, minus 0.1
+The sandbox starts at the first tool call and ends with the execution. The reward is 1 for the correct number, minus 0.1
 for each failed call.
 """
 
@@ -35,14 +35,14 @@ TOOLS: Any = [
 
 
 def rows() -> list[dict[str, Any]]:
-    """The dataset: sums of squares."""
+    """Returns the dataset: sums of squares."""
     asked = [(f"What is {a}*{a} + {b}*{b}?", str(a * a + b * b)) for a in range(2, 12) for b in range(2, 5)]
     system = {"role": "system", "content": HOW}
     return [{"prompt": [system, {"role": "user", "content": question}], "label": label} for question, label in asked]
 
 
 class Python:
-    """The tool. Use it as a context manager."""
+    """The tool, a context manager that ends its sandbox."""
 
     def __init__(self) -> None:
         self.failed = 0
@@ -56,7 +56,7 @@ class Python:
         await self._ends.aclose()
 
     async def __call__(self, function: Any) -> str:
-        """The output of a call's program, or why the call failed."""
+        """Returns the output of the program, or the reason why the call failed."""
         try:
             code = json.loads(function.arguments)["code"]
             if function.name != "python" or not isinstance(code, str):

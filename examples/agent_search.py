@@ -40,14 +40,14 @@ TOOLS: Any = [
 
 
 def people() -> list[tuple[str, str, str]]:
-    """Name, town and trade of invented people."""
+    """Returns the names, towns and trades of invented people."""
     rng = random.Random(0)
     names = [f"{first} {last}" for first in ("Orla", "Bram", "Ines", "Tove") for last in ("Finch", "Moss", "Varga")]
     return [(n, rng.choice(["Tarn", "Hollin", "Skerry"]), rng.choice(["painter", "baker", "pilot"])) for n in names]
 
 
 def rows() -> list[dict[str, Any]]:
-    """The dataset: questions about each person's town and trade."""
+    """Returns the dataset: questions about each person's town and trade."""
     asked = [(f"Where was {name} born?", town) for name, town, _ in people()]
     asked += [(f"What was the trade of {name}?", trade) for name, _, trade in people()]
     system = {"role": "system", "content": HOW}
@@ -55,7 +55,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 class Index:
-    """BM25 over passages."""
+    """A BM25 index over passages."""
 
     def __init__(self, passages: list[str]) -> None:
         self.passages = passages
@@ -65,7 +65,7 @@ class Index:
         self.idf = {word: math.log(1 + (len(passages) - n + 0.5) / (n + 0.5)) for word, n in held.items()}
 
     def search(self, query: str) -> list[str]:
-        """The best passages. A passage must share a word with the query."""
+        """Returns the best passages that share a word with the query."""
         scores = [sum(self._score(word, count) for word in words(query)) for count in self.counts]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:NUM_FOUND]
         return [self.passages[i] for i in best if scores[i] > 0]
@@ -77,14 +77,14 @@ class Index:
 
 @cache
 def index(file: str | None) -> Index:
-    """The index of a file of passages, or of the invented passages."""
+    """Returns the index of a file of passages, or of the invented passages."""
     if file:
         return Index([json.loads(line)["text"] for line in Path(file).read_text().splitlines()])
     return Index([f"{name}, a {trade}, was born in {town}." for name, town, trade in people()])
 
 
 def search(found: Index, function: Any) -> str:
-    """The result of a tool call, as text."""
+    """Returns the result of a tool call as text."""
     try:
         query = json.loads(function.arguments)["query"]
         return "\n".join(found.search(query)) if function.name == "search" else "error: no such tool"

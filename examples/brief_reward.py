@@ -14,11 +14,11 @@ from typing import Any
 from slime.core.sample import Sample
 
 LONG_CHARS = 2000
-"""Responses of this length or more lose the whole fifth."""
+"""Length from which a response loses the whole fifth of a point."""
 
 
 def reward(args: Any, sample: Sample) -> float:
-    """1.0 to 0.8 for the correct number, 0.0 for a wrong number or none."""
+    """Returns 0.8 to 1.0 for the correct number, and 0.0 for a wrong number or none."""
     numbers = re.findall(r"-?\d+", sample.response)
     if not numbers or numbers[-1] != str(sample.label).strip():
         return 0.0

@@ -15,7 +15,7 @@ from slime.rollout.filters import execution_rewards
 from slime.rollout.types import DynamicFilterOutput
 
 LOWEST, HIGHEST = 0.1, 0.9
-"""Groups with a mean reward between these are kept."""
+"""Groups with a mean reward between these bounds are kept."""
 
 
 def keep(args: Any, samples: list[Sample]) -> DynamicFilterOutput:

@@ -33,19 +33,19 @@ NUM_SOLVERS = 2
 
 
 def rows() -> list[dict[str, Any]]:
-    """The dataset: small sums."""
+    """Returns the dataset: small sums."""
     return [{"prompt": f"What is {a} + {b}?", "label": str(a + b)} for a in range(2, 10) for b in range(2, 10)]
 
 
 def last_number(said: str) -> str:
-    """The last number in a text; empty if there is none."""
+    """Returns the last number in a text, or an empty text."""
     return next(reversed(re.findall(r"-?\d+", said)), "")
 
 
 async def play(
     role: str, asked: str, right: Callable[[str], bool], sample: Sample, params: dict[str, Any]
 ) -> tuple[str, list[Sample]]:
-    """One session of one role: the response as text, and as samples with the reward."""
+    """Runs one session of one role; returns the response as text, and as samples with the reward."""
     async with execution(params) as agent, client_of(agent) as client:
         turn = await client.chat.completions.create(model="slime", messages=[{"role": "user", "content": asked}])
         said = turn.choices[0].message.content or ""
@@ -53,7 +53,7 @@ async def play(
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """`--custom-generate-function-path`: all roles, as one execution."""
+    """`--custom-generate-function-path`: runs all roles as one execution."""
     question = str(sample.prompt)
 
     def solved(said: str) -> bool:

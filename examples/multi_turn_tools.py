@@ -51,7 +51,7 @@ Reply = Callable[[str, str], tuple[Message, Message] | None]
 
 
 def chat_of(args: Any) -> ChatRenderer:
-    """The renderer of the run's chat template."""
+    """Returns the renderer of the run's chat template."""
     return ChatRenderer(current().tokenizer, kwargs=args.apply_chat_template_kwargs)
 
 
@@ -81,7 +81,7 @@ async def converse(args: Any, sample: Sample, sampling_params: dict[str, Any], r
 
 
 def calculate(arguments: str) -> str:
-    """The result of a call with these JSON arguments."""
+    """Returns the result of a call with these JSON arguments."""
     try:
         return str(_value(ast.parse(json.loads(arguments)["expression"], mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError, ArithmeticError, RecursionError) as problem:

@@ -70,7 +70,7 @@ class Settings:
 
 
 def problems(seed: int) -> Iterator[tuple[str, str]]:
-    """An endless series of (prompt, label): the larger of two digits."""
+    """Yields endless pairs (prompt, label); the label is the larger of two digits."""
     rng = random.Random(seed)
     while True:
         a, b = rng.randint(0, 9), rng.randint(0, 9)
@@ -78,7 +78,7 @@ def problems(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def reward(response: str, label: str) -> float:
-    """1 if the first number of the response is correct, else 0."""
+    """Returns 1 if the first number of the response is correct, else 0."""
     number = re.search(r"\d+", response)
     return float(number is not None and number[0] == label)
 
@@ -116,7 +116,7 @@ class Answer:
 
 @torch.no_grad()
 def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: Settings) -> list[tuple[Tensor, Tensor]]:
-    """(ids [R], log-probs [R]) of several responses to one prompt, each up to its end token.
+    """Samples responses to one prompt; returns (ids [R], log-probs [R]) of each, up to its end token.
 
     The sampled ids are kept, because decoding a response and encoding it again may give different ids, whose log-probs
     are unknown.
@@ -136,7 +136,7 @@ def sample_group(model: Any, prompt: Sequence[int], eos: int | None, settings: S
 
 
 def rollout(model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], settings: Settings) -> list[Answer]:
-    """Graded answers to each (prompt, label)."""
+    """Samples and grades answers to each (prompt, label)."""
     answers = []
     for group, (text, label) in enumerate(asked):
         prompt = tokenizer.encode(text)
@@ -153,7 +153,7 @@ def rollout(model: Any, tokenizer: Any, asked: Sequence[tuple[str, str]], settin
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300): each reward's distance from its group's mean, in standard deviations.
 
-    The group's mean replaces a critic. A group with equal rewards teaches nothing.
+    The group's mean replaces a critic. A group with equal rewards has no gradient.
     """
     scores, group_of = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
     out = torch.zeros_like(scores)
@@ -165,7 +165,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
 
 
 def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The weight of each token in the loss of an optimizer step: the mean over answers of the mean over their tokens.
+    """Returns each token's weight in the loss of an optimizer step: a mean over answers of the mean over their tokens.
 
     The denominators are those of the whole step. A common mistake is to use those of a micro-batch, which makes the
     gradient depend on how the step is split.
@@ -174,7 +174,7 @@ def token_weights(masks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list[Tensor]:
-    """Log-probs [R] of each answer's response tokens: the logits at a position predict the next token."""
+    """Returns the log-probs [R] of each answer's response tokens. The logits at a position predict the next token."""
     # Padding is at the end. The model is causal, so no real position can see the padding.
     tokens = torch.nn.utils.rnn.pad_sequence([a.tokens for a in answers], batch_first=True)
     scores = (model(tokens).logits.float() / temperature).log_softmax(-1)
@@ -183,7 +183,7 @@ def log_probs(model: Any, answers: Sequence[Answer], temperature: float) -> list
 
 
 def policy_loss(new: Tensor, old: Tensor, advantage: float, settings: Settings) -> Tensor:
-    """The clipped loss of each token [R] (Schulman et al. 2017, PPO, arXiv:1707.06347).
+    """Returns the clipped loss of each token [R] (Schulman et al. 2017, PPO, arXiv:1707.06347).
 
     The upper bound is DAPO's (Yu et al. 2025, arXiv:2503.14476). `old` is the same for all optimizer steps of a
     rollout. In the first of them the ratio is 1, and the gradient is that of REINFORCE.
@@ -208,7 +208,7 @@ class MasterAdamW:
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         matrices, vectors = ([m for m in self.masters if (m.ndim > 1) is is_matrix] for is_matrix in (True, False))
-        decay = settings.weight_decay, 0.0  # norm weights and biases are not pulled towards zero
+        decay = settings.weight_decay, 0.0  # no weight decay for norm weights and biases
         groups = [{"params": p, "weight_decay": d} for p, d in zip((matrices, vectors), decay, strict=True)]
         self.adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.adam_betas)
 
@@ -221,7 +221,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clips, updates and clears; returns the gradient norm before clipping."""
+        """Clips the gradient, updates the weights and clears the sums; returns the gradient norm before clipping."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.clip_grad))
         assert norm < float("inf"), f"the gradient norm is {norm}; no weight was changed"
         self.adam.step()
@@ -232,7 +232,7 @@ class MasterAdamW:
 
 
 def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], settings: Settings) -> list[dict[str, float]]:
-    """Takes optimizer steps on all answers; returns the loss and the gradient norm of each step."""
+    """Trains on all answers; returns the loss and the gradient norm of each optimizer step."""
     advantages = group_advantages([a.reward for a in answers], [a.group for a in answers])
     out = []
     for start in range(0, len(answers), settings.global_batch_size):
@@ -259,7 +259,7 @@ def train(model: Any, optimizer: MasterAdamW, answers: Sequence[Answer], setting
 
 
 def tiny_model() -> Any:
-    """A random model of the Qwen3 architecture that reads and writes `Characters`."""
+    """Returns a random model of the Qwen3 architecture with the tokenizer `Characters`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
@@ -268,7 +268,7 @@ def tiny_model() -> Any:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer from a Hugging Face folder."""
+    """Loads model and tokenizer from a Hugging Face folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Runs the loop; returns the mean reward of each rollout."""
     parser = argparse.ArgumentParser(description="GRPO of a language model, in one file.")
     parser.add_argument("folder", nargs="?", type=Path, help="a Hugging Face model (default: a tiny random one)")
-    parser.add_argument("--num-rollout", type=int, default=60, help="turns of the loop")
+    parser.add_argument("--num-rollout", type=int, default=60, help="iterations of the loop")
     parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for the tiny model, 1e-5 for yours)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def best_of_group(args: Any, rollout_data: dict[str, Any]) -> None:
-    """1 for the best responses to a prompt, 0 for the others."""
+    """Sets an advantage of 1 for the best responses to a prompt, and 0 for the others."""
     best: dict[int, float] = {}
     for group, reward in zip(rollout_data["group_index"], rollout_data["rewards"], strict=True):
         best[group] = max(reward, best.get(group, reward))
@@ -42,7 +42,7 @@ def at_most_three(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> N
 def reinforce(
     args: Any, batch: dict[str, Any], log_probs: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A log p, without ratio or clip."""
+    """The loss -A log p, without ratio or clip."""
     loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
     return loss, {"mean_log_prob": sum_of_sample_mean(log_probs.detach())}
 
@@ -72,7 +72,7 @@ def soft_weights(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
-    """2 w / (1 + w): 1 if trainer and engine agree, at most 2."""
+    """The weight 2 w / (1 + w): 1 if trainer and engine agree, at most 2."""
     log_ratio = torch.cat([a - b for a, b in zip(train_log_probs, rollout_log_probs, strict=True)])
     weight = 2 * torch.sigmoid(torch.where(torch.cat(list(loss_masks)) > 0, log_ratio, torch.zeros_like(log_ratio)))
     return pg_loss * weight, loss_masks, {"soft_weight": weight}
@@ -84,6 +84,6 @@ def by_thousand_tokens(
     masks: Sequence[Tensor],
     calculate_per_token_loss: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """The sum over trained tokens, divided by a constant."""
+    """Divides the sum over trained tokens by a constant."""
     mask = torch.cat(list(masks))
     return lambda token_loss: (token_loss * mask).sum() / 1000.0

@@ -18,7 +18,7 @@ from slime.rewards.graders import GRADERS, Grader
 @GRADERS.register("right_length")
 @dataclass(frozen=True, kw_only=True)
 class RightLength(Grader):
-    """1.0 for a response of exactly `num_words` words, less for other lengths."""
+    """A grader that gives 1.0 for a response of exactly `num_words` words, and less for other lengths."""
 
     num_words: int = 20
     """Number of words that an answer should have."""

@@ -20,19 +20,19 @@ from slime.rollout.types import RolloutFnTrainOutput
 
 
 class WaitForAll(BatchPolicy):
-    """Collects a batch as `step` does, but interrupts nothing."""
+    """The policy of `step` without aborts: it waits for every group that is running."""
 
     waits_for_all = True
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Never: this schedule interrupts no group."""
+        """Returns False, because this schedule interrupts no group."""
         return False
 
 
 @SCHEDULES.register("whole_rounds")
 class WholeRounds(RolloutSchedule):
-    """Each step waits for all groups that it starts."""
+    """A schedule in which each step waits for all groups that it starts."""
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """The batch of one step."""
+        """Generates the batch of one step."""
         return await generate_step(context, rollout_id, source, WaitForAll(context, source))

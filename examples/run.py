@@ -1,7 +1,7 @@
-"""Runs an example on this machine: `python -m examples.run agent_search`. Additional flags go to the loop.
+"""Runs an example on this machine: `python -m examples.run agent_search`. Additional flags are passed to train.py.
 
 This script writes the example's `rows()` as a dataset, unpacks the demo model (SmolLM2-135M-Instruct) and starts
-train.py. The demo model was never trained to call tools, so `tools.jinja` explains how. To use a different model, give
+train.py. The demo model was never trained to call tools, so `tools.jinja` explains how. To use a different model, set
 `--hf-checkpoint DIR`.
 """
 

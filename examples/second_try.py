@@ -19,7 +19,7 @@ HINT = "\nThat holds no number. The answer as a number:"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One or two turns in one sample."""
+    """Generates one or two turns in one sample."""
     sample = await one_turn(args, sample, sampling_params)
     if sample.status is not Status.COMPLETED or re.search(r"\d", sample.response):
         return sample

@@ -1,4 +1,4 @@
-"""Minimal examples of the other hooks, each named by its flag (`docs/customization.md`).
+"""Minimal examples of hooks; each docstring names the hook's flag (`docs/customization.md`).
 
 python train.py ... --rollout-sample-filter-path examples.small_hooks:drop_truncated
 """
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def team_reward(args: Any, samples: list[Sample]) -> list[float]:
-    """`--custom-rm-path` with `--group-rm`: grades all samples of a prompt at once; the shortest response wins."""
+    """`--custom-rm-path` with `--group-rm`: grades all samples of a prompt together; the shortest response wins."""
     shortest = min(len(s.response) for s in samples)
     return [float(len(s.response) == shortest) for s in samples]
 
@@ -95,7 +95,7 @@ def log_read(source_dir: str, target_version: int) -> None:
 
 
 class CountingSource:
-    """`--data-source-path`: prompts from anywhere. Returned groups are served again before new ones."""
+    """`--data-source-path`: a source of prompts. Groups that are put back are issued again before new groups."""
 
     def __init__(self, args: Any) -> None:
         self.n_samples_per_prompt: int = args.n_samples_per_prompt
@@ -103,7 +103,7 @@ class CountingSource:
         self.returned: list[list[Sample]] = []
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Exactly `num_samples` groups; slime assigns the ids."""
+        """Returns exactly `num_samples` groups; slime assigns the ids."""
         again, self.returned = self.returned[:num_samples], self.returned[num_samples:]
         return again + [self._new() for _ in range(num_samples - len(again))]
 

@@ -3,8 +3,8 @@
     python train.py ... --custom-generate-function-path examples.stop_early:generate
 
 In this example, a response ends with a closed tool call. For a fixed string, `--rollout-stop` is enough; your own
-function can parse the text. Leaving the stream ends the request in the engine. An interrupted response continues where
-it stopped.
+function can parse the text. Closing the stream aborts the request in the engine. An interrupted response continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ END = "</tool>"
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One response, ended at `END` or earlier."""
+    """Generates one response, and ends it at `END`."""
     sample.tokens = prompt_ids(sample, current().tokenizer)
     budget = remaining_tokens(args, sample, sampling_params["max_new_tokens"])
     if budget == 0:

@@ -7,7 +7,7 @@ SAVE=${SAVE:-runs/$RECIPE/checkpoints}
 RUN_DIR=${RUN_DIR:-runs/$RECIPE}
 
 # Shared by all GPU recipes: mathematics with comparable answers, evaluation that samples from the whole distribution, and
-# checkpoints from which a second start resumes.
+# checkpoints from which the same command resumes.
 TASK=(
   --hf-checkpoint "$MODEL" --run-dir "$RUN_DIR"
   --save "$SAVE" --load "$SAVE" --save-interval 20 --save-keep-last 2

@@ -1,4 +1,4 @@
-"""What one rank measures: the rate of a plain matrix product, training calls, memory, versions."""
+"""The measurements of one rank: the rate of a plain matrix product, training calls, memory, versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settle(device: torch.device) -> None:
 
 
 def matrix_tflops(device: torch.device) -> dict[str, Any]:
-    """10^12 FLOP/s of `torch.mm` of random square matrices: bf16 of size 8192 on a GPU, float32 of 512 on a CPU."""
+    """Returns 10^12 FLOP/s of `torch.mm` of random matrices: bf16 of size 8192 on a GPU, float32 of 512 on a CPU."""
     on_gpu = device.type == "cuda"
     size, dtype, times = (8192, torch.bfloat16, 20) if on_gpu else (512, torch.float32, 5)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -47,7 +47,7 @@ def matrix_tflops(device: torch.device) -> dict[str, Any]:
 
 
 def timed_call(backend: Any, batch: Any) -> dict[str, float]:
-    """One training call, and the next weight version, as the train actor does it."""
+    """Measures one training call, and increments the weight version, as the training actor does."""
     settle(backend.device)
     start = time.perf_counter()
     metrics = backend.train(batch)
@@ -69,7 +69,7 @@ def timed_call(backend: Any, batch: Any) -> dict[str, float]:
 
 @contextlib.contextmanager
 def counted_passes(backend: Any) -> Iterator[dict[str, int]]:
-    """Calls of this rank's first chunk in the block: with gradients, and without."""
+    """Counts the calls of this rank's first chunk in the block, with and without gradients."""
     counts = {"with_gradients": 0, "without": 0}
 
     def note(*_given: Any) -> None:
@@ -90,7 +90,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def memory_gb(device: torch.device) -> dict[str, float]:
-    """10^9 bytes on this rank's device, now and at the peak; empty on a CPU."""
+    """Returns the 10^9 bytes on this rank's device, now and at the peak; empty on a CPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -101,19 +101,19 @@ def memory_gb(device: torch.device) -> dict[str, float]:
 
 
 def over_ranks(value: Any) -> list[Any]:
-    """The value of every rank, by rank. Collective."""
+    """Returns the value of every rank, by rank. Collective."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
 
 
 def largest(records: list[dict[str, float]]) -> dict[str, float]:
-    """The maximum of each number over ranks."""
+    """Returns the maximum of each number over ranks."""
     return {name: max(record[name] for record in records) for name in (records[0] if records else {})}
 
 
 def summary(calls: list[dict[str, float]], matrix: list[float], device: torch.device) -> dict[str, Any]:
-    """The median call relative to matrix products of the same process, per GPU."""
+    """Returns the median call relative to matrix products of the same process, per GPU."""
     peak = peak_tflops(device)
     rate = statistics.median(call["tflops"] for call in calls)
     return {
@@ -128,7 +128,7 @@ def summary(calls: list[dict[str, float]], matrix: list[float], device: torch.de
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """From the data sheet; None for an unlisted device."""
+    """Returns the peak of the data sheet; None for an unlisted device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -136,7 +136,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Versions of the packages that compute."""
+    """Returns the versions of the packages that affect speed."""
     out: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:

@@ -1,7 +1,7 @@
-"""Where a training call spends its time: parts of the call, kernels, copies, waits of the host, idle time of the GPU.
+"""Profile of a training call: the time of its parts, kernels, copies, waits of the host, idle time of the GPU.
 
-Each value comes from a separate call, because measuring one disturbs the others:
-1. undisturbed calls, whose median time is the base of the idle share;
+Each kind of value comes from a separate call, because one measurement disturbs the others:
+1. undisturbed calls, whose median time is the base of the idle fraction;
 2. a call with timed parts, synchronising the device at the ends of each;
 3. on a GPU, a call in which torch reports every operation that makes the host wait, with its line;
 4. a call under `torch.profiler`.
@@ -25,14 +25,14 @@ from benchmarks.training.measure import counted_passes, settle, timed_call
 from benchmarks.training.tree import PHASES, WITHOUT_SYNC, functions
 
 ROWS = 40
-"""Rows of each table."""
+"""Number of rows of each table."""
 HOST_CALLS = (
     *("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync"),
     *("cudaMemsetAsync", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMalloc"),
     *("cudaFree", "cudaHostAlloc", "aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::copy_"),
     *("aten::to", "aten::cat", "aten::mm", "aten::_grouped_mm"),
 )
-"""Operations and driver calls that are counted."""
+"""Operations and driver calls to count."""
 KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
     ("communication", r"nccl"),
@@ -49,7 +49,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 
 def profile(backend: Any, make_batch: Callable[[], Any], folder: Path | None, name: str) -> dict[str, Any]:
-    """Profiles calls on batches of `make_batch` on all ranks; those with a `folder` write NAME.txt there."""
+    """Profiles calls on batches of `make_batch` on all ranks. A rank with a `folder` writes NAME.txt there."""
     plain = [timed_call(backend, make_batch()) for _ in range(3)][1:]
     call_s = statistics.median(call["seconds"] for call in plain)
     parts = time_parts(backend, make_batch())
@@ -72,7 +72,7 @@ def profile(backend: Any, make_batch: Callable[[], Any], folder: Path | None, na
 
 
 def time_parts(backend: Any, batch: Any) -> dict[str, dict[str, float]]:
-    """Seconds and number of the parts of one call; nested parts count in both."""
+    """Returns the seconds and number of each part of one call. A nested part also counts in the part around it."""
     spent: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         for part, names in PHASES.items():
@@ -110,7 +110,7 @@ def _timed(
 
 
 def waits_of_host(backend: Any, batch: Any) -> dict[str, int]:
-    """file:line -> how often it made the host wait for the device in one call; empty on a CPU."""
+    """Returns file:line -> how often this line made the host wait for the device in one call; empty on a CPU."""
     if backend.device.type != "cuda":
         return {}
     settle(backend.device)
@@ -134,7 +134,7 @@ def _short(file: str, line: int) -> str:
 
 
 def trace(backend: Any, batch: Any) -> tuple[dict[str, Any], str]:
-    """(results of one call under `torch.profiler`, its tables)."""
+    """Returns (results of one call under `torch.profiler`, its tables)."""
     on_gpu = backend.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
@@ -168,13 +168,13 @@ _HOST = "self_cpu_time_total"
 
 
 def _largest(averages: Any, figure: str) -> list[dict[str, Any]]:
-    """The `ROWS` largest entries by a time in microseconds."""
+    """Returns the `ROWS` largest entries by a time in microseconds."""
     rows = sorted(averages, key=lambda row: getattr(row, figure), reverse=True)[:ROWS]
     return [{"name": r.key, "seconds": getattr(r, figure) / 1e6, "times": int(r.count)} for r in rows]
 
 
 def _device_work(profiler: Any) -> list[tuple[str, int, int]]:
-    """(name, start ns, end ns) of everything that ran on the device."""
+    """Returns (name, start ns, end ns) of all work on the device."""
     out = []
     for event in profiler.profiler.kineto_results.events():
         # Ranges marked by the host also appear among the device's events.
@@ -197,7 +197,7 @@ def _by_kind(device: list[tuple[str, int, int]]) -> dict[str, dict[str, float]]:
 
 
 def _union_s(device: list[tuple[str, int, int]]) -> float:
-    """Seconds in which at least one thing ran."""
+    """Returns the seconds in which at least one interval was active."""
     busy, until = 0, 0
     for _, start, end in sorted(device, key=lambda work: work[1]):
         if end > until:

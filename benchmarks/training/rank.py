@@ -28,7 +28,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 
 def settings_of(tree: Tree, spec: dict[str, Any]) -> Any:
-    """Settings as from a run's command line: GRPO, one optimizer step, dynamic batches."""
+    """Parses settings as from a run's command line: GRPO, one optimizer step, dynamic batches."""
     folder = Path(spec["folder"])
     words = ["--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "prompts.jsonl")]
     words += ["--device", spec["device"], "--colocate", "--actor-num-gpus-per-node", str(spec["world_size"])]
@@ -62,7 +62,7 @@ class Rank:
         self._num_batches = 0
 
     def batch(self, num_samples: int, mean: int) -> Any:
-        """A new batch of that size, the same on every rank."""
+        """Returns a new batch of that size, the same on every rank."""
         self._num_batches += 1
         fields = shapes.samples(
             num_samples,

@@ -71,10 +71,10 @@ GROUP_SIZE = 8
 
 
 def lengths(num_samples: int, mean: int, *, longest: int, seed: int) -> npt.NDArray[np.int64]:
-    """[S] tokens of each sample, including the prompt: their mean is exactly `mean`, none is longer than `longest`.
+    """Returns the tokens of each sample [S], including the prompt. The mean is exactly `mean`, the maximum `longest`.
 
-    Log-normal with a spread of 0.6, as for answers of one model to one kind of prompt: the longest tenth has a quarter
-    of the tokens.
+    The lengths are log-normal with a spread of 0.6, as for responses of one model to one kind of prompt: the longest
+    tenth has a quarter of the tokens.
     """
     assert 16 <= mean <= longest, f"a mean of {mean} tokens with at most {longest}"
     raw = np.random.default_rng(seed).lognormal(0.0, 0.6, num_samples)
@@ -96,8 +96,8 @@ def lengths(num_samples: int, mean: int, *, longest: int, seed: int) -> npt.NDAr
 def samples(
     num_samples: int, mean: int, *, longest: int, vocab_size: int, version: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Fields of the train samples of one batch: a prompt of an eighth of the mean, answers of unequal length, rewards
-    of 0 or 1, every response token trained, sampled under weight version `version` by a nearly uniform policy.
+    """Returns the fields of one batch's train samples: a prompt of an eighth of the mean, responses of unequal length,
+    rewards of 0 or 1, every response token trained, sampled under weight version `version` by a nearly uniform policy.
     """
     rng = np.random.default_rng(seed)
     prompt = max(4, mean // 8)

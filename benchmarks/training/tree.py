@@ -1,4 +1,4 @@
-"""A checkout of slime, this or another. All differences between checkouts are handled here.
+"""Access to a checkout of slime. This module handles all differences between checkouts.
 
 Invariant: `enter` runs before anything of `slime` is imported in the process.
 """
@@ -34,7 +34,7 @@ WITHOUT_SYNC = ("pack and copy micro-batches",)
 
 @dataclass(frozen=True)
 class Tree:
-    """What the benchmark needs of a checkout."""
+    """The functions and classes of a checkout that the benchmark uses."""
 
     root: Path
     parse_args: Any
@@ -55,11 +55,11 @@ def enter(root: Path) -> Tree:
 
 
 def load(root: Path) -> Tree:
-    """The checkout that is first on the path. Raises `RuntimeError` if that is not `root`."""
+    """Returns the checkout that is first on the path. Raises `RuntimeError` if it is not `root`."""
     import slime
 
     if Path(str(slime.__file__)).resolve().parents[1] != root.resolve():
-        raise RuntimeError(f"got slime from {slime.__file__}, because it was imported before {root} was entered")
+        raise RuntimeError(f"slime was imported from {slime.__file__} before {root} was entered")
     batch = import_module("slime.core.batch")
     return Tree(
         root,
@@ -73,22 +73,22 @@ def load(root: Path) -> Tree:
 def _settings() -> Any:
     try:
         return import_module("slime.settings")
-    except ModuleNotFoundError:  # before the room had this name
+    except ModuleNotFoundError:  # a checkout from before this package had its name
         return import_module("slime.config")
 
 
 @contextlib.contextmanager
 def random_weights(seed: int) -> Iterator[None]:
-    """In the block, a backend fills its parameters with random numbers instead of reading a checkpoint.
+    """Makes a backend in the block fill its parameters with random numbers instead of reading a checkpoint.
 
-    Drawn on the device, from a generator per name, so that ranks which hold the same parameter hold the same numbers.
+    Each name has its own generator on the device, so ranks that hold the same parameter draw the same numbers.
     """
     module: Any = import_module("slime.training.state.hf_weights")
 
     def fill(model: Any, *_given: Any, **_named: Any) -> None:
         import torch
 
-        shards = model if isinstance(model, Mapping) else model.shards  # before there was a record of the model
+        shards = model if isinstance(model, Mapping) else model.shards  # older checkouts
         with torch.no_grad():
             for name, parameter in shards.items():
                 if parameter.ndim == 1:
@@ -106,12 +106,12 @@ def random_weights(seed: int) -> Iterator[None]:
 
 
 def num_parameters(backend: Any) -> int:
-    """Parameters of one rank."""
+    """Returns the number of parameters of one rank."""
     shards = backend._parameters if hasattr(backend, "_parameters") else backend.model.shards
     return sum(p.numel() for p in shards.values())
 
 
 def functions(names: Sequence[str]) -> list[tuple[Any, str]]:
-    """(module, name) of every place where a checkout looks up one of these functions."""
+    """Returns (module, name) of every place where a checkout looks up one of these functions."""
     modules = [import_module(name) for name in PHASE_MODULES]
     return [(module, name) for module in modules for name in names if hasattr(module, name)]

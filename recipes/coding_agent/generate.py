@@ -1,10 +1,10 @@
-"""`--custom-generate-function-path`: a coding agent, which does not know about training, repairs a repository.
+"""`--custom-generate-function-path`: a coding agent repairs a repository. Its program needs no changes for training.
 
     first sandbox  ── the repository; the agent's program, which can reach only the adapter
     second sandbox ── the resulting files, and the calls of the hidden tests
 
 Consumes: a row of `tasks.py`. Produces: the samples of one execution with their reward, and in
-`metadata["coding"]` how the agent ended. Waits for: a free place among `coding_max_sandboxes`, then the agent, at most
+`metadata["coding"]` how the agent ended. Waits for: one of `coding_max_sandboxes` sandboxes, then the agent, at most
 `coding_time_limit_s`. Ended by: cancellation, which also ends the sandboxes.
 
 Invariants
@@ -40,12 +40,12 @@ _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakK
 
 
 def places(args: Any) -> asyncio.Semaphore:
-    """The semaphore that limits the sandboxes on this event loop."""
+    """Returns the semaphore that limits the sandboxes on this event loop."""
     return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(int(args.coding_max_sandboxes)))
 
 
 def sandbox_of(args: Any, **more: Any) -> Sandbox:
-    """A sandbox of the run's kind, not yet started. The run's settings take precedence over `more`."""
+    """Returns a sandbox of the run's kind, not yet started. The run's settings take precedence over `more`."""
     kind: Any = SANDBOXES.get(args.coding_sandbox)
     try:
         made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
@@ -55,7 +55,7 @@ def sandbox_of(args: Any, **more: Any) -> Sandbox:
 
 
 def program_folder(args: Any, name: str) -> Path:
-    """The folder in which `prepare` installed an npm program."""
+    """Returns the folder in which `prepare` installed an npm program."""
     folder = Path(args.coding_programs, name).absolute()
     if not folder.is_dir():
         raise ConfigError(f"harness {name} is not in {folder}; prepare the recipe with HARNESS={name}")
@@ -102,7 +102,7 @@ def failed(sample: Sample, why: str) -> Sample:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
-    """One execution."""
+    """Runs one execution."""
     most = int(args.coding_max_context_tokens)
     async with places(args), execution(sampling_params, max_context_tokens=most) as agent:
         try:

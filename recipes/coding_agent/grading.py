@@ -1,8 +1,8 @@
 """Grades a repository that an agent changed, with hidden tests in a sandbox that the agent never saw.
 
 A hidden test is a call and its expected value. The second sandbox gets the agent's files and the calls, but not the
-values, which are compared outside. So code gains nothing if it looks for the tests, replaces them, prints anything or
-ends its process.
+values, which are compared outside. So code cannot pass tests by searching for them, replacing them, printing values or
+ending its process.
 
 Invariants
 1. No part of a task's hidden tests is written to a sandbox in which an agent ran.
@@ -43,7 +43,7 @@ async def lay_out(sandbox: Sandbox, files: Mapping[str, str | bytes]) -> str:
 
 
 async def files_of(sandbox: Sandbox) -> dict[str, bytes]:
-    """The repository as the agent left it: path -> content, without links, hidden folders and compiled Python."""
+    """Returns the agent's repository as path -> content, without links, hidden folders and compiled Python."""
     size = f"-size -{MAX_FILE_BYTES // 1024 + 1}k"
     leave = r"\( -name '.?*' -o -name __pycache__ \) -prune"
     listing = f"cd {sandbox.folder}/{REPOSITORY} && find . {leave} -o -type f {size} -print0"
@@ -55,7 +55,7 @@ async def files_of(sandbox: Sandbox) -> dict[str, bytes]:
 
 
 async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected: Any) -> bool:
-    """Whether a call returns the expected value."""
+    """Returns whether a call returns the expected value."""
     call = json.dumps({"function": function, "arguments": arguments})
     environment = {"CALL": call, "PYTHONDONTWRITEBYTECODE": "1"}
     command = f'cd {sandbox.folder}/{REPOSITORY} && python3 ../ask.py "$CALL"'
@@ -69,7 +69,7 @@ async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected
 
 
 async def grade(sandbox: Sandbox, files: Mapping[str, bytes], hidden: Mapping[str, Any]) -> float:
-    """The fraction of `fixes` that pass; 0 if one of `keeps` fails. `sandbox` must be fresh."""
+    """Returns the fraction of `fixes` that pass, or 0 if one of `keeps` fails. `sandbox` must be fresh."""
     await lay_out(sandbox, files)
     await sandbox.write_file(f"{sandbox.folder}/ask.py", ASK)
     function, fixes = str(hidden["function"]), hidden["fixes"]

@@ -1,4 +1,4 @@
-"""Prepares the recipe: model, repositories, and an npm program. A second call only does what is missing.
+"""Prepares the recipe: model, repositories, and an npm program. A second call prepares only what is missing.
 
 python -m recipes.coding_agent.prepare --harness small_agent
 """
@@ -19,7 +19,7 @@ from .tasks import write_rows
 
 
 def install(name: str, programs: Path) -> Path:
-    """Installs an npm program in `programs`. Raises `ConfigError`."""
+    """Installs an npm program in `programs`. Raises `ConfigError` if npm is missing or fails."""
     folder = programs / name
     if not (folder / "node_modules" / ".bin").is_dir():
         if shutil.which("npm") is None:
@@ -32,11 +32,11 @@ def install(name: str, programs: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `python -m recipes.coding_agent.prepare`."""
+    """Runs `python -m recipes.coding_agent.prepare`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("assets/coding_agent"), help="folder of train.jsonl")
     parser.add_argument("--model", type=Path, default=Path("assets/smollm2-135m-instruct"), help="folder of the model")
-    parser.add_argument("--programs", type=Path, default=Path("assets/agents"), help="folder of the programs of npm")
+    parser.add_argument("--programs", type=Path, default=Path("assets/agents"), help="folder for npm programs")
     parser.add_argument("--harness", choices=(SMALL_AGENT, *PROGRAMS), default=SMALL_AGENT, help="the agent's program")
     options = parser.parse_args(argv)
     print(f"model: {unpack(options.model)}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A coding agent in sandboxes: GRPO of SmolLM2-135M-Instruct on two CPU cores. Run `slime recipe coding_agent`, or this
-# script; further flags go to the loop. Environment: PY (python), SEED, RUN_DIR, HARNESS (small_agent,
-# claude_code, codex, opencode), CONFIG (a copy of settings.yaml).
+# script; more flags are passed to train.py. Environment: PY (python), SEED, RUN_DIR, HARNESS (small_agent, claude_code,
+# codex, opencode), CONFIG (a copy of settings.yaml).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../host.sh"

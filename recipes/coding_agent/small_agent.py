@@ -1,7 +1,7 @@
 """A coding agent in one file, without packages. Run `small_agent.py ISSUE` in the folder of a repository.
 
 Up to `MAX_TURNS` times, the agent shows the model the issue and the files, writes the file that the model returns in a
-code block, runs the tests, and shows their output. OPENAI_BASE_URL and OPENAI_API_KEY give the model's server and key.
+code block, runs the tests, and shows their output. OPENAI_BASE_URL and OPENAI_API_KEY name the model's server and key.
 This file imports nothing from slime.
 """
 
@@ -26,20 +26,20 @@ WITHOUT_BLOCK = "There is no ```python block in that. " + ASKED
 
 
 def source_files() -> list[Path]:
-    """The Python files, tests last."""
+    """Returns the Python files, tests last."""
     found = sorted(p.relative_to(".") for p in Path(".").rglob("*.py"))
     return sorted(found, key=lambda p: (p.name.startswith("test_"), not p.stat().st_size))
 
 
 def suspect(issue: str, files: list[Path]) -> Path:
-    """The file that the issue is probably about: it defines a function that the issue calls."""
+    """Returns the file that the issue is probably about: it defines a function that the issue calls."""
     names = re.findall(r"\b(\w+)\(", issue)
     defined = [p for p in files if any(f"def {name}(" in p.read_text() for name in names)]
     return (defined or files)[0]
 
 
 def ask(messages: list[dict[str, str]]) -> str:
-    """The model's response."""
+    """Returns the model's response."""
     body = json.dumps({"model": os.environ.get("SLIME_MODEL", "model"), "messages": messages})
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions",
@@ -63,7 +63,7 @@ def write_block(answer: str, usual: Path) -> bool:
 
 
 def run_tests() -> tuple[bool, str]:
-    """(whether they pass, the end of their output)."""
+    """Returns (whether the tests pass, the end of their output)."""
     command = [sys.executable, "-m", "unittest", "-q"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TESTS_S)

@@ -28,11 +28,11 @@ class Task:
     answer: str
     """The file of the function, without the bug."""
     right: str
-    """A part of `answer` ..."""
+    """A part of `answer`, which `wrong` replaces."""
     wrong: str
-    """... and the buggy text in its place."""
+    """The buggy text in place of `right`."""
     shown: Calls
-    """For the visible tests."""
+    """Calls of the visible tests."""
     fixes: Calls
     keeps: Calls
     more: dict[str, str] = field(default_factory=dict)
@@ -44,18 +44,18 @@ class Task:
 
     @property
     def path(self) -> str:
-        """The file with the bug."""
+        """Returns the path of the file with the bug."""
         return self.module.replace(".", "/") + ".py"
 
     @property
     def files(self) -> dict[str, str]:
-        """The repository that the agent gets: path -> text."""
+        """Returns the repository that the agent gets: path -> text."""
         broken = self.answer.replace(self.right, self.wrong)
         assert broken != self.answer, f"{self.function}: the bug is in the file"
         return {**self.more, self.path: broken, f"test_{self.module.rpartition('.')[2]}.py": self.visible_tests()}
 
     def visible_tests(self) -> str:
-        """A unittest module."""
+        """Returns a unittest module."""
         name = self.function.rpartition(".")[2]
         checks = [
             f"        self.assertEqual({name}({', '.join(map(repr, given))}), {wanted!r})\n"
@@ -65,7 +65,7 @@ class Task:
         return f"{head}    def test_{name}(self):\n{''.join(checks)}"
 
     def row(self, harness: str) -> dict[str, Any]:
-        """One line of the dataset."""
+        """Returns one row of the dataset."""
         hidden = {"function": self.function, "fixes": self.fixes, "keeps": self.keeps}
         return {
             "prompt": [{"role": "user", "content": self.issue}],

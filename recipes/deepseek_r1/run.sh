@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO of DeepSeek-R1 (671B, 37B active per token) on 16 hosts with 8 GPUs each, shared by training and 8 engines. Run
 # this script on one of the hosts of a Ray cluster. MODEL is the released folder: engines serve its FP8, the trainer
-# computes in bfloat16. Further flags go to the loop. Environment: RAY_ADDRESS, MODEL, PROMPTS, HELD_OUT; SAVE, RUN_DIR,
-# PY (docs/recipes.md).
+# computes in bfloat16. More flags are passed to train.py. Environment: RAY_ADDRESS, MODEL, PROMPTS, HELD_OUT; SAVE,
+# RUN_DIR, PY (docs/recipes.md).
 set -euo pipefail
 RECIPE=deepseek_r1
 . "$(dirname "$0")/../cluster.sh"

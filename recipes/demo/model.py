@@ -28,7 +28,7 @@ STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, without importing it. Raises `CheckpointError` if it is missing."""
+    """Finds the GGUF file in the installed package, without importing it. Raises `CheckpointError` if there is none."""
     spec = importlib.util.find_spec(PACKAGE)
     path = Path(spec.origin).parent / GGUF_NAME if spec is not None and spec.origin else Path(GGUF_NAME)
     if not path.is_file():
@@ -66,7 +66,7 @@ def unpack(out: Path, *, dtype: str = "float32") -> Path:
 
 
 def _convert(gguf: Path, out: Path, dtype: str) -> None:
-    """GGUF -> Hugging Face folder."""
+    """Converts the GGUF file to a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -89,7 +89,7 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
 
 
 def ask(checkpoint: Path, question: str, *, max_new_tokens: int = 16) -> str:
-    """The checkpoint's greedy answer, computed by transformers."""
+    """Returns the checkpoint's greedy answer, computed by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -1,6 +1,6 @@
 """Prepares the demo: `python -m recipes.demo.prepare --out assets/demo --seed 0`. A second call does nothing.
 
-The held-out file also depends on the seed. To compare runs with several seeds on the same problems, use the same
+The held-out file depends on this seed. To compare runs with several seeds on the same held-out problems, use the same
 `--out` and vary only `--seed` of train.py.
 """
 
@@ -18,7 +18,7 @@ STAMP = "task.json"
 
 
 def prepare(out: Path, model: Path, *, seed: int = 0, dtype: str = "float32") -> None:
-    """Makes the model and the data if they are missing or were made with different settings."""
+    """Creates the model and the data if they are missing or were created with different settings."""
     print(f"model: {unpack(model, dtype=dtype)}")
     stamp, wanted = (
         out / STAMP,
@@ -38,12 +38,12 @@ def prepare(out: Path, model: Path, *, seed: int = 0, dtype: str = "float32") ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `python -m recipes.demo.prepare`."""
+    """Runs `python -m recipes.demo.prepare`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, default=Path("assets/demo"), help="folder of train.jsonl and eval.jsonl")
     parser.add_argument("--model", type=Path, default=Path("assets/smollm2-135m-instruct"), help="folder of the model")
-    parser.add_argument("--seed", type=int, default=0, help="which problems, and which of them are held out")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the stored weights")
+    parser.add_argument("--seed", type=int, default=0, help="selects the problems, and which problems are held out")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     options = parser.parse_args(argv)
     prepare(options.out, options.model, seed=options.seed, dtype=options.dtype)
     return 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO of SmolLM2-135M-Instruct on small sums, on two CPU cores: `make demo`, `slime recipe demo`, or this script.
-# Further flags go to the loop. Environment: PY (python), SEED, RUN_DIR. In a checkout it runs in the root, from an
-# installed package in the current folder.
+# GRPO of SmolLM2-135M-Instruct on small sums, on two CPU cores: `make demo`, `slime recipe demo`, or this script. More
+# flags are passed to train.py. Environment: PY (python), SEED, RUN_DIR. In a checkout, the script runs in the root,
+# from an installed package in the current folder.
 set -euo pipefail
 . "$(dirname "$0")/../host.sh"
 RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}

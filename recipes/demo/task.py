@@ -45,7 +45,7 @@ DRAWS = 20_000
 
 
 def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Distinct training and held-out entries, each in random order."""
+    """Draws distinct training and held-out entries, each in random order."""
     import reasoning_gym
 
     found: dict[str, dict[str, Any]] = {}
@@ -67,12 +67,12 @@ def draw_entries(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def _terms(entry: dict[str, Any]) -> tuple[int, ...]:
-    """The terms of the sum, smallest first: 3 + 4 and 4 + 3 are one problem."""
+    """Returns the terms of the sum, smallest first: 3 + 4 and 4 + 3 are one problem."""
     return tuple(sorted(int(term) for term in entry["metadata"]["expression"].split("+")))
 
 
 def to_row(entry: dict[str, Any]) -> dict[str, Any]:
-    """One line of a dataset file."""
+    """Returns one row of a dataset file."""
     answer = str(entry["answer"])
     stored = {"question": entry["question"], "answer": f"{answer}.0", "metadata": {"source_dataset": SCORER}}
     return {

@@ -21,7 +21,7 @@ TURNS = 3
 
 
 def hint(guess: str, answer: str) -> str:
-    """The environment's reply to a wrong answer."""
+    """Returns the environment's reply to a wrong answer."""
     try:
         said = float(guess)
     except ValueError:
@@ -32,7 +32,7 @@ def hint(guess: str, answer: str) -> str:
 
 
 async def play(client: AsyncOpenAI, sample: Sample) -> int:
-    """The turn with the correct answer, counted from 1; 0 if there was none."""
+    """Plays one game; returns the turn with the correct answer, counted from 1, or 0 if there was none."""
     dataset, entry = task_entry(sample)
     score = score_function(dataset)
     messages: list[Any] = [{"role": "system", "content": RULE}, *sample.prompt]
@@ -48,7 +48,7 @@ async def play(client: AsyncOpenAI, sample: Sample) -> int:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """`--custom-generate-function-path`: one game, with reward 1.0 if any turn solved it."""
+    """`--custom-generate-function-path`: plays one game, with reward 1.0 if any turn solved it."""
     async with execution(sampling_params) as agent:
         async with AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0) as client:
             solved_in = await play(client, sample)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GSPO of GLM-4.7 (355B, 32B active per token) on 8 hosts with 8 GPUs each, shared by training and two engines. Run this
-# script on one of the hosts of a Ray cluster. Further flags go to the loop. Environment: RAY_ADDRESS, MODEL, PROMPTS,
-# HELD_OUT; SAVE, RUN_DIR, PY (docs/recipes.md).
+# script on one of the hosts of a Ray cluster. More flags are passed to train.py. Environment: RAY_ADDRESS, MODEL,
+# PROMPTS, HELD_OUT; SAVE, RUN_DIR, PY (docs/recipes.md).
 set -euo pipefail
 RECIPE=glm_4_7
 . "$(dirname "$0")/../cluster.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo with adapters: LoRA of SmolLM2-135M-Instruct on small sums, on two CPU cores. Further flags go to the loop.
+# The demo with LoRA: SmolLM2-135M-Instruct on small sums, on two CPU cores. More flags are passed to train.py.
 # Environment as in recipes/demo/run.sh.
 set -euo pipefail
 RUN_DIR=${RUN_DIR:-runs/lora-$(date +%Y%m%d-%H%M%S)} exec bash "$(dirname "$0")/../demo/run.sh" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO of Qwen3-30B-A3B, a MoE model, on one host with 8 GPUs, shared by training and one engine. Run
-# `slime recipe qwen3_30b_a3b`, or this script; further flags go to the loop. Environment: MODEL, PROMPTS, HELD_OUT;
-# SAVE, RUN_DIR, PY (docs/recipes.md).
+# GRPO of Qwen3-30B-A3B, a MoE model, on one host with 8 GPUs, shared by training and one engine. Run `slime recipe
+# qwen3_30b_a3b`, or this script; more flags are passed to train.py. Environment: MODEL, PROMPTS, HELD_OUT; SAVE,
+# RUN_DIR, PY (docs/recipes.md).
 set -euo pipefail
 RECIPE=qwen3_30b_a3b
 . "$(dirname "$0")/../cluster.sh"

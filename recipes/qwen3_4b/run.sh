@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen3-4B on mathematics, on one host with 8 GPUs, shared by training and engines. Run `slime recipe qwen3_4b`,
-# or this script; further flags go to the loop. Environment: MODEL, PROMPTS, HELD_OUT; SAVE, RUN_DIR, PY
+# or this script; more flags are passed to train.py. Environment: MODEL, PROMPTS, HELD_OUT; SAVE, RUN_DIR, PY
 # (docs/recipes.md).
 set -euo pipefail
 RECIPE=qwen3_4b

@@ -30,27 +30,27 @@ def digit_fraction(args: Any, sample: Sample, **_: Any) -> float:
 
 
 def digits_rows(num_rows: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts for the digits task: short random words."""
+    """Returns prompts for the digits task: short random words."""
     rng = random.Random(seed)
     words = ("".join(rng.choices(string.ascii_lowercase, k=3)) for _ in range(num_rows))
     return [{"prompt": [{"role": "user", "content": word}], "label": ""} for word in words]
 
 
 def sums(max_term: int = 9) -> list[tuple[str, str]]:
-    """Question and answer of every sum of two terms up to `max_term`."""
+    """Returns the question and answer of every sum of two terms up to `max_term`."""
     terms = range(max_term + 1)
     return [(f"{a}+{b}=", str(a + b)) for a in terms for b in terms]
 
 
 def sums_sft_rows(num_rows: int, *, seed: int = 0, max_term: int = 4) -> list[dict[str, Any]]:
-    """Conversations for `--loss-type sft_loss`; all sums occur about equally often."""
+    """Returns conversations for `--loss-type sft_loss`; all sums occur about equally often."""
     pairs = _repeat(sums(max_term), num_rows, seed)
     turns = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs)
     return [{"messages": messages} for messages in turns]
 
 
 def sums_rl_rows(num_rows: int, *, seed: int = 0, max_term: int = 4) -> list[dict[str, Any]]:
-    """Prompts with labels, graded by exact match."""
+    """Returns prompts with labels, graded by exact match."""
     pairs = _repeat(sums(max_term), num_rows, seed)
     return [
         {"prompt": [{"role": "user", "content": q}], "label": a, "metadata": {"rm_type": "exact_match"}}
@@ -81,7 +81,7 @@ def write_all(out: Path, *, num_rows: int = 512, seed: int = 0) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `python -m recipes.tiny.tasks --out assets/tiny`."""
+    """Runs `python -m recipes.tiny.tasks --out assets/tiny`."""
     parser = argparse.ArgumentParser(description="Writes the toy tasks.")
     parser.add_argument("--out", type=Path, default=Path("assets/tiny"))
     parser.add_argument("--num-rows", type=int, default=512)
