@@ -54,7 +54,7 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution and returns its samples. `reward`: for all samples; None: a grader sets it.
+        """Ends the execution and returns its samples. `reward`: the reward of all samples; None: a grader sets it.
 
         If no answer can be trained, returns a copy of `base` with status FAILED.
         """
@@ -109,7 +109,7 @@ async def execution(
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
-    """The first execution starts the adapter; others wait for the start."""
+    """Returns the adapter and its URL. The first execution starts the adapter; others wait for the start."""
     client = current().engine()
     if client not in _ADAPTERS:
         _ADAPTERS[client] = asyncio.create_task(_started(client))

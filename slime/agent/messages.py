@@ -68,7 +68,7 @@ class Message:
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
-    """The JSON text of an object in canonical form (invariant 2); any other text unchanged."""
+    """Returns the JSON text of an object in canonical form (invariant 2); any other text unchanged."""
     if isinstance(given, str):
         value = _object(given)
         if value is None:

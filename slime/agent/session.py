@@ -111,22 +111,22 @@ class Branch:
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
     def own_turns(self) -> list[Turn]:
-        """The turns sampled in this branch, without those shared with its parent."""
+        """Returns the turns sampled in this branch, without those shared with its parent."""
         return self.turns[self.num_shared_turns :]
 
     def trained_turns(self) -> list[Turn]:
-        """The own turns that have tokens and were sampled with the run's parameters."""
+        """Returns those of `own_turns` that have tokens and were sampled with the run's parameters."""
         return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
     def loss_mask(self) -> list[int]:
-        """[T] 1 for the tokens of `trained_turns`."""
+        """Returns [T], 1 for the tokens of `trained_turns` and 0 elsewhere."""
         mask = [0] * len(self.tokens)
         for turn in self.trained_turns():
             mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
         return mask
 
     def last_of(self, turn: Turn) -> int | None:
-        """The last sampled token of a turn; None if the turn is empty."""
+        """Returns the last sampled token of a turn; None if the turn is empty."""
         return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
     def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
@@ -149,7 +149,7 @@ class Branch:
         )
 
     def spans(self) -> list[tuple[int, int, str]]:
-        """(start, end, origin) of each run of tokens with the same origin."""
+        """Returns (start, end, origin) of each run of tokens with the same origin."""
         out: list[tuple[int, int, str]] = []
         for i, origin in enumerate(self.origins):
             if out and out[-1][2] == origin.value:
@@ -168,7 +168,7 @@ class Opened:
 
     branch: Branch
     new: list[Message]
-    """The messages that the turn answers. Their tokens are in the branch, but `branch.messages` lacks them."""
+    """The messages that the turn answers. Their tokens are in the branch, but they are not yet in `branch.messages`."""
 
 
 class Session:
@@ -229,7 +229,7 @@ class Session:
             self.forks[branch.why] -= branch.why != FIRST
 
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
-        """The number of tokens that an engine would read for this request. Changes nothing."""
+        """Returns the number of tokens that an engine would read for this request. Changes nothing."""
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, _, turn, _ = self._where(messages, named, thinks=False)
         if branch is not None and turn is not None:
@@ -243,7 +243,7 @@ class Session:
     def _where(
         self, messages: Sequence[Message], tools: str, thinks: bool
     ) -> tuple[Branch | None, int, Turn | None, str]:
-        """(branch, its number, the turn that the request continues, the reason for a fork or "")."""
+        """Returns (branch, its number, the turn that the request continues, the reason for a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
         seen = 0
         dropped = False
@@ -273,7 +273,7 @@ class Session:
         return None, 0, None, self._reason(messages, tools, seen, dropped)
 
     def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
-        """The reason for a new branch that shares no tokens."""
+        """Returns the reason for a new branch that shares no tokens."""
         if dropped:
             return "thinking"
         if not seen:
@@ -324,11 +324,11 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
         reward: float | Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """One sample per branch that has own tokens to train; the samples are siblings of one execution.
+        """Returns a sample for each branch with its own tokens to train. The samples are siblings of one execution.
 
         If the run cancelled a turn, returns only a copy of `base` with status ABORTED, because an agent cannot continue
-        and starts over. `decode`: ids to text, for people and graders. `reward`: for all samples; None leaves it to a
-        grader.
+        and starts over. `decode`: ids to text, for people and graders. `reward`: the reward of all samples; None: a
+        grader sets it.
         """
         if self.aborted:
             stopped = base.copy()
@@ -374,7 +374,7 @@ class Session:
 
 
 def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:
-    """(length of the common prefix in messages, whether the next message differs only by dropped thinking)."""
+    """Returns (length of the common prefix in messages, whether the next message differs only by dropped thinking)."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
         if ours.key != theirs.key:
             return i, False

@@ -1,9 +1,9 @@
 """Conversations as token ids: the first prompt, and the tokens between a sampled turn and the next one.
 
-A chat template writes text. Encoding a model's text again need not give the sampled ids, and templates drop thinking,
-trim and reorder. So an assistant's message is never encoded. To find what follows a sampled turn, the template renders
-the whole conversation with a placeholder for each answer. The suffix is the text after the last placeholder, from the
-token that ends that turn on. The next prompt is the existing tokens plus the suffix.
+A chat template writes text. Encoding a model's text again may not return the sampled ids, and templates drop thinking,
+trim text and reorder. So an assistant's message is never encoded. To find what follows a sampled turn, the template
+renders the whole conversation with a placeholder for each answer. The suffix is the text after the last placeholder,
+from the token that ends that turn on. The next prompt is the existing tokens plus the suffix.
 
 The token that ends a turn depends on what follows: GLM's templates write only the header of the next message there, and
 gpt-oss ends its last turn with a different token. A model may sample any of its end tokens, so its end token may differ
@@ -11,7 +11,7 @@ from the template's. In that case the prompt drops the model's end token, and th
 end token (`Suffix`).
 
 Invariants
-1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately gives the same ids.
+1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately returns the same ids.
 2. Control tokens in messages are spelled out (`ChatRenderer`); those in a suffix come from the template.
 3. A suffix has every new message, in order. If a template moves or omits one, `NotAppended` is raised.
 4. Tokens plus suffix equal the template's output from the end of the turn on, with no additional end token.
@@ -69,7 +69,7 @@ class NotAppended(DataError):
 
 class ConversationTemplate:
     def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
-        """`end_ids`: all tokens that end a turn; in some families, the header of the next message does.
+        """`end_ids`: all tokens that end a turn; in some families, the header of the next message is one.
 
         Raises `DataError` if there are none.
         """
@@ -89,7 +89,7 @@ class ConversationTemplate:
             return False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
-        """The tokens of the whole conversation, up to the model's turn.
+        """Returns the tokens of the whole conversation, up to the model's turn.
 
         Raises `DataError` with the template's error message, or if there are tools that the template does not write.
         """
@@ -101,7 +101,7 @@ class ConversationTemplate:
     def suffix(
         self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any] = (), *, last_id: int | None
     ) -> Suffix:
-        """The tokens after a sampled turn, up to the model's next turn.
+        """Returns the tokens after a sampled turn, up to the model's next turn.
 
         `before`: ends with the sampled turn. `new`: the messages after that turn. `last_id`: the last sampled token, or
         None. Raises `NotAppended`.
@@ -121,12 +121,12 @@ class ConversationTemplate:
         return Suffix(tokens.ids, tokens.origins, other_end=last_id in self.end_ids)
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
-        """(position, token) of the first end token at or after `start`; None if there is none."""
+        """Returns (position, token) of the first end token at or after `start`; None if there is none."""
         found = [(text.find(token, start), token) for token in self._ends]
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """The template's text from the end of the last answer on."""
+        """Returns the template's text from the end of the last answer on."""
         words = "".join(m.text for m in new)
         word = "turn"
         while word in words:
@@ -148,7 +148,7 @@ class ConversationTemplate:
         raise NotAppended(f"the chat template omits the text of an assistant's turn ({complaint})")
 
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
-        """Number of characters after a turn's placeholder that still belong to the turn: the text of its calls.
+        """Returns the number of characters after a turn's placeholder that belong to the turn: the text of its calls.
 
         Renders the conversation up to that turn: the text before its end is the same there.
         """
@@ -168,7 +168,7 @@ class ConversationTemplate:
 
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
-        """A placeholder for a past message. `with_calls` keeps the calls for templates that count or pair calls."""
+        """Returns a placeholder for a past message. `with_calls`: for templates that count or pair calls."""
         kept = message.calls if with_calls else ()
         return replace(message, text=word, reasoning=None, calls=kept)
 
@@ -193,7 +193,7 @@ class ConversationTemplate:
 
 
 def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:
-    """[T] origin of each token. `starts`: position of its first character. `spans`: sorted, without overlaps."""
+    """Returns [T] origins. `starts`: position of each token's first character. `spans`: sorted, without overlaps."""
     out, i = [], 0
     for start in starts:
         while i < len(spans) and spans[i][1] <= start:

@@ -88,7 +88,7 @@ def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = 
 
 
 def tools_problem(template: ConversationTemplate, tool_format: str | None = None) -> str:
-    """Why this chat template cannot be used to train agents with tools; empty if it can.
+    """Returns why this chat template cannot be used to train agents with tools; empty if it can.
 
     `tool_format`: how the model writes calls; None: derived from the chat template.
     """
@@ -127,7 +127,7 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """The conversations to play. The last message is never an assistant's: each suffix leads to a further turn."""
+    """Returns the conversations to play. None ends with an assistant's message: each suffix leads to a further turn."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -189,7 +189,7 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
-    """The end token directly after the last answer of a conversation; gpt-oss uses a special end token there."""
+    """Returns the end token directly after the last answer of a conversation. gpt-oss uses a special token there."""
     with contextlib.suppress(DataError):
         text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
         first = template.first_end(text.rpartition(messages[-1].text)[2])
@@ -198,7 +198,7 @@ def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> s
 
 
 def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:
-    """The entries of `ProbeReport.endings`."""
+    """Returns the entries of `ProbeReport.endings`."""
     one = _called(calls, 0, "red")
     said, tools = [_user("What is red?"), _said("A colour.")], [LOOK_UP] if template.writes_tools else []
     for new, before in ((_user("And blue?"), said), (_system("Be brief."), said), (_result(one, "red"), None)):
@@ -295,14 +295,14 @@ def _written(
 
 
 def _open_thinking(prompt: str) -> str:
-    """The end of a prompt that opens the thinking, or contains empty thinking; else empty."""
+    """Returns the end of a prompt that opens the thinking, or contains empty thinking; else empty."""
     at = prompt.rfind(OPEN)
     thought = prompt[at:] if at >= 0 else ""
     return thought if not thought.removeprefix(OPEN).replace(CLOSE, "").strip() else ""
 
 
 def _parting(ours: str, theirs: str) -> str:
-    """Where two texts differ, with some context."""
+    """Describes where two texts differ, with some context."""
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     start = max(0, same - 20)
     a, b = ours[start : start + SHOWN], theirs[start : start + SHOWN]

@@ -20,7 +20,7 @@ from slime.core.errors import LedgerError
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot of the account: numbers of groups since the first start of the run, across resumes."""
+    """A snapshot of the account: the number of groups in each state, counted over the whole run, across resumes."""
 
     issued: int
     trained: int
@@ -63,7 +63,7 @@ class Ledger:
 
 
 class Account:
-    """Counts groups since the first start of the run, except those in the buffer, which the buffer counts."""
+    """The numbers of groups, counted over the whole run. Buffered groups are counted by the buffer."""
 
     def __init__(self, is_buffered: Callable[[int], bool]) -> None:
         """`is_buffered`: whether the buffer has a group. Only error messages use it."""
@@ -76,7 +76,7 @@ class Account:
         self.failed: Counter[str] = Counter()
         self.returned: Counter[str] = Counter()
         self.in_flight: dict[int, Issued] = {}
-        """Groups in flight, in the order of issue."""
+        """Groups in flight, in the order in which they were issued."""
         self.origins: dict[int, Origin] = {}
         """The origins of unsettled groups that were made from a prompt."""
 
@@ -89,7 +89,7 @@ class Account:
         return ids
 
     def add_foreign_group(self, group_index: int, last_index: int) -> None:
-        """Counts a new group with its own ids, which must be above all earlier ids."""
+        """Counts a new group that already has ids, which must be above all earlier ids."""
         self.next_group_index, self.next_index = group_index + 1, last_index + 1
         self.num_issued += 1
 
@@ -138,7 +138,7 @@ class Account:
         )
 
     def figures(self) -> dict[str, Any]:
-        """The account for a checkpoint, JSON-serialisable. Excludes the groups in flight."""
+        """Returns the account for a checkpoint, as a JSON-serialisable dict without the groups in flight."""
         return {
             "next_group_index": self.next_group_index,
             "next_index": self.next_index,

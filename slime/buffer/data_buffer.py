@@ -75,7 +75,7 @@ class DataBuffer:
         self._buffer_filter = buffer_filter
         self.max_staleness: int | None = None
         self.weight_version = 1
-        """The weight version on which the next batch is trained. Each trained step makes the next version."""
+        """The weight version on which the next batch is trained. Each trained step produces the next version."""
         self._lock = threading.RLock()
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
@@ -106,7 +106,7 @@ class DataBuffer:
         self._account.in_flight[group.group_index] = Issued(group.attempts, record or GroupRecord.of(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """The public name of `get_groups`, for users' rollout functions: returns a list of samples per prompt."""
+        """Calls `get_groups` for users' rollout functions. Returns a list of samples per prompt."""
         return [list(group.samples) for group in self.get_groups(num_samples)]
 
     def _new_groups(self, n: int) -> list[Group]:
@@ -225,7 +225,7 @@ class DataBuffer:
             return taken
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
-        """The public name of `put_back`: takes lists of samples per prompt, and flattens fan-out nests.
+        """Calls `put_back` for users' rollout functions, with a list of samples per prompt. Flattens fan-out nests.
 
         Samples without a `group_index` are new work: they get ids and join the queue.
         """
@@ -239,7 +239,7 @@ class DataBuffer:
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
     def _adopt(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
-        """Gives ids to samples from outside, one per execution (a sample or a list of siblings)."""
+        """Assigns ids to samples from outside, one per execution (a sample or a list of siblings)."""
         group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
@@ -273,7 +273,7 @@ class DataBuffer:
     # ---- the account ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Usable rows of the dataset; 0 without one."""
+        """Returns the number of usable rows of the dataset; 0 without a dataset."""
         return 0 if self._walk is None else len(self._walk.prompts)
 
     @property
@@ -283,7 +283,7 @@ class DataBuffer:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Group indices in the order of issue."""
+        """Group indices, in the order in which the groups were issued."""
         with self._lock:
             return tuple(self._account.in_flight)
 
@@ -309,11 +309,11 @@ class DataBuffer:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The JSON-serialisable state; shares nothing with the live buffer. Raises `LedgerError` if unbalanced."""
+        """Returns the JSON-serialisable state, a deep copy. Raises `LedgerError` if the ledger does not balance."""
         return self._snapshot().plain()
 
     def _snapshot(self) -> Snapshot:
-        """The current state. Raises `LedgerError` if unbalanced."""
+        """Returns the current state. Raises `LedgerError` if the ledger does not balance."""
         with self._lock:
             self.ledger().check()
             return Snapshot(
@@ -354,7 +354,7 @@ class DataBuffer:
             logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the current state. Returns a function that writes it durably to `path` and beside it, in any thread."""
+        """Takes a snapshot. Returns a function that writes the snapshot to `path` and beside it, in any thread."""
         snapshot = self._snapshot()
         return lambda: snapshot.write(path)
 

@@ -29,7 +29,7 @@ class DataSourceBuffer(DataBuffer):
     """
 
     def __init__(self, source: SampleSource) -> None:
-        """Raises `HookError` if `source` lacks a method."""
+        """Raises `HookError` if a method of `source` is missing."""
         if missing := [name for name in METHODS if not callable(getattr(source, name, None))]:
             raise HookError(f"the data source {type(source).__name__} lacks {missing}; define all of {METHODS}")
         super().__init__(None)
@@ -99,7 +99,7 @@ class DataSourceBuffer(DataBuffer):
         super()._load(saved)
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes the state, and calls the source's own `save(rollout_id)` under the same lock.
+        """Takes a snapshot, and calls the source's `save(rollout_id)` under the same lock.
 
         Raises `DataError` without a `rollout_id`.
         """
@@ -112,7 +112,7 @@ class DataSourceBuffer(DataBuffer):
         return write
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores the state from `path`, and calls the source's own `load` with the step of that save."""
+        """Restores the state from `path`, and calls the source's `load` with the step of that save."""
         super().load(path, rollout_id=rollout_id)
         self._source.load(self._saved_at if rollout_id is None else rollout_id)
 

@@ -1,4 +1,4 @@
-"""Groups as the Data Buffer handles them: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
+"""Groups in the Data Buffer: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
 
 Invariants
 1. A record does not change, and shares no mutable state with its group or with later users of the group.
@@ -56,7 +56,7 @@ def flatten(nest: Sequence[Any]) -> list[Sample]:
 
 
 def group_index_of(samples: Sequence[Sample]) -> int:
-    """The `group_index` of all samples. Raises `DataError` if they differ or have none."""
+    """Returns the `group_index` that all samples share. Raises `DataError` if they differ or have none."""
     found = {s.group_index for s in samples}
     index = next(iter(found), None)
     if len(found) != 1 or index is None:
@@ -95,12 +95,12 @@ def reset_group(group: Group) -> Group:
 
 
 def oldest_version(group: Group) -> int | None:
-    """The weight version of the group's oldest token; None without a sampled token."""
+    """Returns the weight version of the group's oldest token; None without a sampled token."""
     return min((v for s in group.samples for v in s.weight_versions), default=None)
 
 
 def with_bounded_text(sample: Sample, finished: bool) -> Sample:
-    """The sample for a checkpoint: text beyond `MAX_SAVED_TEXT` is truncated if no grader will read it again.
+    """Returns the sample for a checkpoint: text beyond `MAX_SAVED_TEXT` is truncated if no grader will read it again.
 
     This applies to scored samples and to all samples of a `finished` group. Other samples with long texts start over
     after a resume, because otherwise they would be graded, or continued, with only a part of their text.
@@ -136,7 +136,7 @@ class Content:
         return self
 
     def owned(self) -> Content:
-        """A copy that owns its arrays."""
+        """Returns a copy that owns its arrays."""
         return Content(self.text, tuple(np.array(array) for array in self.arrays))
 
     @property
@@ -148,7 +148,7 @@ class Content:
 class GroupRecord:
     """A waiting group as text and arrays. It is packed once, and checkpoints write it unchanged.
 
-    A record from a checkpoint reads its part of the file when the group is needed.
+    A record from a checkpoint reads the group from its file when the group is needed.
     """
 
     group_index: int
@@ -173,16 +173,16 @@ class GroupRecord:
         return cls(group.group_index, group.attempts, oldest_version(group), body, saved)
 
     def owned(self) -> GroupRecord:
-        """A copy that owns its arrays, because arrays from another process may be views of its message."""
+        """Returns a copy that owns its arrays. Arrays from another process may be views of a larger message."""
         body = self.body.read().owned()
         return replace(self, body=body, saved=body if self.saved is self.body else self.saved.read().owned())
 
     def group(self) -> Group:
-        """Builds the group. Raises `CheckpointError` if its part of a checkpoint cannot be read."""
+        """Builds the group. Raises `CheckpointError` if its checkpoint file cannot be read."""
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
-        """The group as a checkpoint stores it. Raises like `group`."""
+        """Returns the group as a checkpoint stores it. Raises like `group`."""
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
@@ -195,12 +195,12 @@ Held = Group | GroupRecord
 
 
 def group_of(held: Held) -> Group:
-    """Raises like `GroupRecord.group`."""
+    """Returns the group, read from a record if needed. Raises like `GroupRecord.group`."""
     return held if isinstance(held, Group) else held.group()
 
 
 def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
-    """Raises like `GroupRecord.of`."""
+    """Returns the record, made from a group if needed. Raises like `GroupRecord.of`."""
     return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
 
 
@@ -212,7 +212,7 @@ def _read_json(text: bytes) -> Any:
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
-    """The group with these samples, packed. Raises like `GroupRecord.of`."""
+    """Packs the group with these samples. Raises like `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
         texts = [fields_to_json(_parts(sample, arrays)) for sample in samples]
@@ -225,7 +225,7 @@ def _content(group: Group, samples: Sequence[Sample]) -> Content:
 
 
 def _parts(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
-    """The fields of a sample as JSON; its arrays are appended to `arrays`."""
+    """Returns the fields of a sample for JSON. Appends the sample's arrays to `arrays`."""
 
     def kept(array: Numbers) -> int:
         arrays.append(array)
@@ -243,7 +243,7 @@ def _parts(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
 
 
 def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
-    """The inverse of `_parts`."""
+    """Inverts `_parts`."""
     for name in PER_TOKEN:
         if isinstance(where := fields[name], dict):
             counts = arrays[where["counts"]] if "counts" in where else None
@@ -259,7 +259,7 @@ def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
 
 # ---- the buffer's record of an unsettled group -------------------------------------------------------------------
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
-"""The prompt of every group without a dataset: the rollout function makes its own."""
+"""The prompt of every group without a dataset. The rollout function replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class Issued:
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:
-    """A new group; its samples share no containers."""
+    """Makes a new group, whose samples share no containers."""
     samples = [
         Sample(
             group_index=group_index,

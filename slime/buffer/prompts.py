@@ -59,7 +59,7 @@ class PromptWalk:
         return row
 
     def _order(self) -> npt.NDArray[np.int64]:
-        """[num_rows] row indices of the current epoch."""
+        """Returns the row indices of the current epoch, [num_rows]."""
         if self._order_of is None or self._order_of[0] != self.epoch:
             num_rows = len(self.prompts)
             rows = np.arange(num_rows, dtype=np.int64)
@@ -72,7 +72,7 @@ class PromptWalk:
         return hashlib.sha256(self._order().tobytes()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-serialisable, with the identity of the dataset and its order."""
+        """Returns the position with the identity of the dataset and its order, as a JSON-serialisable dict."""
         return {
             "epoch": self.epoch,
             "offset": self.offset,
@@ -107,7 +107,7 @@ class PromptWalk:
 
 
 def image_column(args: Args) -> ImageColumn | None:
-    """The column of `--multimodal-keys`; None without images. Raises `ConfigError` if the model reads no images."""
+    """Returns the column of `--multimodal-keys`, if set. Raises `ConfigError` if the model cannot read images."""
     if args.multimodal_keys is None:
         return None
     config, folder = read_hf_config(args.hf_checkpoint), Path(args.hf_checkpoint)

@@ -1,9 +1,9 @@
 """The saved state of the Data Buffer: a snapshot, and the files written from it.
 
     data_buffer.json                     the account, and which groups wait, are finished or in flight
-    data_buffer.<save>.1.safetensors     their records: texts and arrays, named after group and place; more such files
+    data_buffer.<save>.1.safetensors     their records: texts and arrays by group; further files have 2, 3, ...
 
-Taking the snapshot is quick, because groups are kept as records. Any thread may write the snapshot. The records are on
+Taking the snapshot is quick, because groups are already records. Any thread may write the snapshot. The records are on
 disk before the JSON that names their files; after that the files of earlier saves are removed. A record is read when
 its group is needed.
 """
@@ -47,11 +47,11 @@ class Snapshot:
     """(`group_index`, group) of the groups in flight, in the order of issue."""
 
     def plain(self) -> dict[str, Any]:
-        """Everything as one JSON-serialisable dict, in format 1."""
+        """Returns everything as one JSON-serialisable dict, in format 1."""
         return {"format": 1, **self._state("group", lambda record: record.saved_group().to_dict())}
 
     def _state(self, entry: str, describe: Callable[[GroupRecord], Any]) -> dict[str, Any]:
-        """Figures, and groups converted by `describe`. `entry`: the key of a group in flight."""
+        """Returns the figures, and the groups as converted by `describe`. `entry`: the key of a group in flight."""
         in_flight = [
             {
                 "group_index": index,

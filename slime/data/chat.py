@@ -7,7 +7,7 @@ upstream).
 
 Invariants
 1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
-2. The ids of an injected control string never contain a control id; decoding gives the original text.
+2. The ids of an injected control string never contain a control id; decoding returns the original text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ChatRenderer:
         self._held = self.structural - (written - own - set(self.ends))
         """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, are part of its turn."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """Tokens that text from a dataset must not produce. An assistant's text may produce those not in `_held`."""
+        """Tokens that text of a dataset must not produce. An assistant's text may produce those not in `_held`."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 

@@ -2,7 +2,7 @@
 
 Importing transformers takes seconds. Here the template runs in the same sandbox with the same functions
 (`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers` counts tokens. Information that
-the files lack is None, never a guess.
+is missing from the files is None, never a guess.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CheckpointTemplate:
             return None
 
     def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
-        """Number of tokens of each text; None without a `tokenizer.json`."""
+        """Counts the tokens of each text. Returns None without a `tokenizer.json`."""
         tokenizer = _tokenizer(self.folder / "tokenizer.json")
         if tokenizer is None:
             return None
@@ -122,7 +122,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    """The text of a token, which the file stores as a string or as an object with the text."""
+    """Returns the text of a token, which the file stores as a string or as an object with the text."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
@@ -172,7 +172,7 @@ def _compiled(source: str) -> Any:
 
 RANKS = "tiktoken.model"
 KEPT = "tokenizer_config.released.json"
-"""The file that keeps the released configuration, which refers to Python code."""
+"""The file for the released configuration, which refers to Python code."""
 NUM_RESERVED = 256
 """The number of special ids that follow the ids in the file."""
 _WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"

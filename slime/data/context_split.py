@@ -6,7 +6,7 @@ al. 2024, section 3.3.2). Pure: uses neither devices nor process groups.
 
 Invariants
 1. The positions of all ranks together are a permutation of the row.
-2. A rank's tokens keep the order of the sequences; the two chunks of a sequence follow each other.
+2. A rank's tokens keep the order of the sequences; the two chunks of a sequence are adjacent.
 3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, and the causal mask is aligned with the
    chunk's end. A sequence that continues shared tokens sees the shared tokens before its own.
 """
@@ -45,7 +45,7 @@ class ContextSplit:
 
 
 def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
-    """[T / cp] row positions of the tokens of rank `cp_rank`. `cu_seqlens` [N + 1] starts at 0 and ends at T.
+    """Returns the row positions of rank `cp_rank`'s tokens, [T / cp]. `cu_seqlens` [N + 1] starts at 0 and ends at T.
 
     Raises `DataError` if a sequence cannot be split into `2 * cp_size` chunks.
     """
@@ -61,7 +61,7 @@ def split_context(
 ) -> ContextSplit:
     """Returns rank `cp_rank`'s part of a row. Raises `DataError` like `context_positions`.
 
-    `prefixes`: for each sequence the row positions of the shared tokens before it; None: nothing is shared.
+    `prefixes`: the row positions of the shared tokens before each sequence; None: nothing is shared.
     """
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
     order = np.concatenate(by_rank)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024
 NUM_NAMED = 5
-"""Bad rows listed in a message; `quarantined` has all of them."""
+"""Maximum number of bad rows in a message; `quarantined` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class PromptDataset:
         return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
 
     def metrics(self) -> dict[str, float]:
-        """The `data/*` metrics."""
+        """Returns the `data/*` metrics."""
         return {
             "data/num_rows": len(self),
             "data/num_quarantined": len(self.quarantined),
@@ -169,7 +169,7 @@ class PromptDataset:
 
 
 _Parsed = tuple[PromptRow, Rendered | None, RawRow, RowImages]
-"""A row, its rendered prompt if that is text, its raw row, and its images."""
+"""(row, its rendered prompt if the prompt is text, its raw row, its images)"""
 NO_IMAGES = RowImages((), ())
 
 
@@ -222,7 +222,7 @@ class _Loader:
         return replace(row, prompt=rendered.text), rendered
 
     def _encode(self, parsed: Sequence[_Parsed]) -> list[list[int] | DataError | None]:
-        """Ids per row; None without a tokenizer or text, an error if the text cannot be encoded safely."""
+        """Returns the ids of each row: None without a tokenizer or text, an error if the text has no safe encoding."""
         out: list[list[int] | DataError | None] = [None] * len(parsed)
         if self._tokenizer is None:
             return out
@@ -266,7 +266,7 @@ def _named(quarantined: Sequence[Quarantined]) -> str:
 
 
 def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
-    """The rows within the limit, and the number of the other rows."""
+    """Returns the rows within the limit, and the number of the other rows."""
     if max_prompt_tokens is None:
         return rows, 0
     if any(row.prompt_tokens is None for row in rows):
@@ -307,7 +307,7 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
 
 
 def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
-    """A copy of the column as `kind`, decoded if the file stores it as JSON text; empty if absent or null."""
+    """Returns a copy of the column as `kind`, decoded if the file stores it as JSON text; empty if absent or null."""
     found = value.get(key) if key is not None else None
     if isinstance(found, str):
         try:
@@ -340,14 +340,14 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
 def load_prompts(
     args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
 ) -> PromptDataset | None:
-    """The training prompts of `--prompt-data`, if given. Raises like `PromptDataset.load`."""
+    """Returns the training prompts of `--prompt-data`, if set. Raises like `PromptDataset.load`."""
     if args.prompt_data is None:
         return None
     return _load(args.prompt_data, args, tokenizer, max_prompt_tokens, images)
 
 
 def load_held_out(config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> PromptDataset:
-    """The prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
+    """Returns the prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
     return _load(config.path, config, tokenizer, config.max_prompt_len, images, held_out=True)
 
 

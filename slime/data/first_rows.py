@@ -70,11 +70,11 @@ class Look:
     max_prompt_tokens: int | None = None
     """Longer prompts are dropped, or refused by engines."""
     limit: str = ""
-    """The source of `max_prompt_tokens`, in words."""
+    """The reason for `max_prompt_tokens`, for messages."""
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """Why a checkpoint cannot render messages; None if it can. `because`: the setting that requires rendering."""
+    """Returns why a checkpoint cannot render messages; None if it can. `because`: the setting that needs it."""
     if not checkpoint.has_tokenizer:
         return (
             f"--hf-checkpoint {checkpoint.folder} has no tokenizer (tokenizer.json); download all files of the "
@@ -89,7 +89,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Why no row of the data set is usable; None if one is. `checkpoint`: the source of the template."""
+    """Returns why no row of the data set is usable; None if one is. `checkpoint`: the source of the template."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
@@ -118,7 +118,7 @@ def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
 
 
 _Form = tuple[str | None, Spelling | None]
-"""The template's problem with fine-tuning, and its spelling; None if unknown."""
+"""(why the template cannot be used for fine-tuning, its spelling); None where there is no problem or it is unknown."""
 
 
 def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
@@ -153,7 +153,7 @@ def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: 
 
 
 def messages_problem(look: Look) -> str | None:
-    """Why messages cannot be prompts, as a clause that begins with "but"; None if they can."""
+    """Returns why messages cannot be prompts, as a clause that begins with "but"; None if they can."""
     if look.template:
         return None
     if not look.conversations and not look.takes_messages:
@@ -229,7 +229,7 @@ def _shortest_too_long(
 
 
 def _unreadable(look: Look, error: ConfigError | DataError) -> str:
-    """The message for a file that cannot be read, with a command that converts it."""
+    """Returns the message for a file that cannot be read, with a command that converts it."""
     path, _ = split_slice(look.path)
     if path.suffix == ".csv":
         try:
@@ -248,7 +248,7 @@ def _unreadable(look: Look, error: ConfigError | DataError) -> str:
 
 
 def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> CheckpointTemplate:
-    """The template of a local folder, or of the file `chat_template`. Raises `DataError`."""
+    """Returns the template of a local folder, or of the file `chat_template`. Raises `DataError`."""
     found = CheckpointTemplate.of(Path(hf_checkpoint))
     return found if chat_template is None else found.with_template(Path(chat_template))
 
@@ -257,7 +257,7 @@ def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> Check
 
 
 def data_problems(args: Args) -> list[str]:
-    """A message for each data set that has no usable row."""
+    """Returns a message for each data set that has no usable row."""
     looks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
     looks += [_held_out(args, one) for one in eval_datasets(args)]
     return list(dict.fromkeys(_problems(args, looks)))
@@ -279,7 +279,7 @@ def _problems(args: Args, looks: list[Look]) -> Iterator[str]:
 
 
 def _made_rows(look: Look) -> str | None:
-    """Why a scheme's rows cannot be used; None if they can. Makes no rows. The settings check the scheme's name."""
+    """Returns why a scheme's rows cannot be used; None if they can. Makes no rows."""
     found = scheme_of(look.path)
     if found is None or not found[0].makes_messages(found[1]):
         return None
@@ -342,7 +342,7 @@ def _row_limit(limit: int | None, setting: str) -> str:
 
 
 def _needs_label(rm_type: str | None) -> str | None:
-    """The grader's name, if the grader needs a label."""
+    """Returns the grader's name, if the grader needs a label."""
     try:
         return rm_type if rm_type and load_object(GRADERS).get(rm_type).needs_label else None
     except ConfigError:  # a settings rule reports it
@@ -350,7 +350,7 @@ def _needs_label(rm_type: str | None) -> str | None:
 
 
 def _of_engines(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
-    """The longest prompt that an engine accepts, and the reason for the limit."""
+    """Returns the longest prompt that an engine accepts, and the reason for the limit."""
     context = engine_context(args)
     if context is None or max_context_len is not None:  # answers are shortened to fit
         return (None if context is None else context - 1), "the model's context"

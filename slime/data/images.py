@@ -28,7 +28,7 @@ MARK = "<image>"
 
 
 class Counts(Protocol):
-    """The part of a model's image processor that is needed here."""
+    """The methods of a model's image processor that are used here."""
 
     @property
     def token_id(self) -> int: ...
@@ -82,7 +82,7 @@ class ImageColumn:
 
 
 def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """The prompt as messages with a content part for each `<image>`. Raises `DataError` if the counts differ."""
+    """Returns messages with a content part for each `<image>`. Raises `DataError` if the counts differ."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))

@@ -1,11 +1,11 @@
 """The schedule: which data-parallel rank trains which samples, in which micro-batch of which optimizer step.
 
-Pure and deterministic: every rank computes the schedule from the same whole batch and reads its own part.
+Pure and deterministic: every rank computes the same schedule from the complete batch.
 
 Invariants
 1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped, repeated or padded.
-2. A step has `global_batch_size` executions or, with `num_steps`, a share that differs by at most one between
-   steps. All samples of an execution (fan-out siblings) are in one step.
+2. A step has `global_batch_size` executions; with `num_steps`, the sizes of steps differ by at most one execution. All
+   samples of an execution (fan-out siblings) are in one step.
 3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch is
    empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
 4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
@@ -20,7 +20,7 @@ the end of a full micro-batch.
 
 Apart from bundles, groups are not kept together: a step boundary may separate the executions of one prompt. Advantages
 come from the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter
-more. Groups of equal size stay whole if their number is divisible by the number of steps.
+more. Groups of equal size are not split if their number is divisible by the number of steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Schedule:
     steps: tuple[StepSchedule, ...]
 
     def of_rank(self, dp_rank: int) -> tuple[int, ...]:
-        """Sample positions of a data-parallel rank."""
+        """Returns the sample positions of a data-parallel rank."""
         return tuple(p for step in self.steps for row in step.micro_batches[dp_rank] for p in row)
 
 
@@ -153,7 +153,7 @@ def _check(
 
 
 def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
-    """The executions of each step, in order."""
+    """Returns the executions of each step, in order."""
     total = len(executions)
     if num_steps is not None:
         num_steps = min(num_steps, total)
@@ -181,7 +181,7 @@ class _Bundle:
     """Keys that a rank reads for all samples."""
     cost: float = 0.0
     room: int = 0
-    """The part of a micro-batch that the bundle fills, in the unit of `cap`."""
+    """How much of a micro-batch the bundle fills, in the unit of `cap`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +237,8 @@ class _Bundling:
         return _Bundle(positions, tokens, read, cost, room)
 
     def _keys(self, own: int, shared: int) -> int:
-        """Keys of a rank for a sample with `own` tokens after `shared` ones. A context-parallel rank has two chunks
-        (the first and the last, the second and the second to last, ...), and each sees all tokens before its end.
+        """Returns a rank's keys for a sample with `own` tokens after `shared` ones. A context-parallel rank has two
+        chunks (first and last, second and second to last, ...), and each chunk sees all tokens before its end.
         """
         return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 
@@ -288,7 +288,7 @@ def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
 
 
 def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_Bin]:
-    """Splits the most expensive bins until their number is a multiple: first bins with several bundles, then bundles.
+    """Splits the most expensive bins until their number is divisible: first bins with several bundles, then bundles.
     Adds empty bins only if nothing can be split.
     """
     bins = [list(b) for b in bins]
@@ -338,7 +338,7 @@ def _costs_of(bins: Sequence[_Bin]) -> list[float]:
 
 
 def _even_split(costs: Sequence[float]) -> int:
-    """The index at which to split at least two costs so that the more expensive side costs least."""
+    """Returns the index at which to split at least two costs so that the more expensive side costs least."""
     total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
     for at, one in enumerate(costs[:-1], start=1):
         left += one

@@ -61,14 +61,14 @@ class PackedBatch:
 
     @property
     def prefixes(self) -> tuple[Int64s, ...] | None:
-        """For each sequence the row positions of the shared tokens before it; None if nothing is shared."""
+        """The row positions of the shared tokens before each sequence; None if nothing is shared."""
         if not any(self.num_shared):
             return None
         own = [rows[:n] for rows, n in zip(self.token_rows, self.num_shared, strict=True)]
         return *own, *[_NONE] * (len(self.cu_seqlens) - 1 - len(own))
 
     def questions(self) -> tuple[Int64s, Int64s, Int64s | None]:
-        """The log-probs to compute, each once: (positions [U], tokens [U], answers [R_total] or None).
+        """Returns the log-probs to compute, each once: (positions [U], tokens [U], answers [R_total] or None).
 
         Entry i requests the log-prob of `tokens[i]` at `positions[i]`. `answers` is the index of the entry for each
         response token; None: one entry per response token, in order. Samples that share a response token share its
@@ -88,7 +88,7 @@ def pack(
     pad_each_to: int = 1,
     shared: Sequence[Shared] | None = None,
 ) -> PackedBatch:
-    """Lays samples end to end: each padded to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
+    """Lays samples end to end. Pads each to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
 
     With context parallelism, `pad_each_to` is twice the context-parallel size. With sequence parallelism, a rank's part
     of the row must be divisible by the tensor-parallel size. `shared`: the tokens that each sample shares with an

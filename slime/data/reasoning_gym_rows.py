@@ -24,11 +24,11 @@ from slime.core.text import nearest
 HELD_OUT_OF = 4
 """One in this many questions is held out."""
 MOST_ROUNDS = 7
-"""The number of drawn entries is doubled this many times before a task counts as too small."""
+"""The number of drawn entries is doubled at most this many times before a task counts as too small."""
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question is held out, which depends only on its text."""
+    """Returns whether a question is held out, which depends only on its text."""
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0
 
 
@@ -77,7 +77,7 @@ def _import_when_used(name: str) -> None:
 
 
 def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's settings, with tuples where its defaults are tuples. Raises `ConfigError` for an unknown setting."""
+    """Converts settings to tuples where the task's defaults are tuples. Raises `ConfigError` for an unknown setting."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("size", "seed")}
     out = {}
     for name, value in given.items():
@@ -90,7 +90,7 @@ def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _system(name: str | None) -> str | None:
-    """The text of a system prompt. Raises `ConfigError` for an unknown name."""
+    """Returns the text of a system prompt. Raises `ConfigError` for an unknown name."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name is not None and name not in SYSTEM_PROMPTS:

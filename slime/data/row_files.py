@@ -31,7 +31,7 @@ class RawRow:
 
 
 def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
-    """The rows of a data set (`slime.settings.data_files`), or of its slice, in order.
+    """Yields the rows of a data set (`slime.settings.data_files`), or of its slice, in order.
 
     `held_out`: the rows are not for training; only schemes use this. Raises `ConfigError` for an unknown name or kind
     of file, `DataError` for a broken file.

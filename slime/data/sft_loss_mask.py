@@ -41,12 +41,12 @@ from slime.data.template_spelling import (
 
 Message = Mapping[str, Any]
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
-"""A thought, or its end, at the beginning of a turn."""
+"""A thought, or the end of one, at the beginning of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftTokens:
-    """One training sample of T ids. The response is its last R ids, from the first trained one on."""
+    """One training sample of T ids. The response is its last R ids and starts with the first trained id."""
 
     tokens: tuple[int, ...]
     """[T] ids up to the last trained one."""
@@ -76,7 +76,7 @@ class _Turn:
 
 
 def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
-    """The messages of a row: its prompt, or a text prompt as the user's message and a text label as the assistant's.
+    """Returns a row's messages: its prompt, or a text prompt as the user's and a text label as the assistant's message.
 
     None for any other row, and for a text that a chat template has already rendered (`rendered`).
     """
@@ -86,7 +86,7 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Indices of the messages to train. Assistant messages at the start are only context, because they answer nothing.
+    """Returns the indices of the messages to train. Assistant messages at the start are context: they answer nothing.
 
     Raises `DataError` if there is no message to train.
     """
@@ -127,7 +127,7 @@ class _Conversation:
         self._messages = self._talk.messages
 
     def turn(self, number: int) -> _Turn:
-        """The prompt and the turn of a message, as the model would read and write them. Raises `DataError`."""
+        """Returns the prompt and the turn of a message, as the model would read and write them. Raises `DataError`."""
         prompt = self._write(self._messages[:number], asked=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
@@ -168,8 +168,8 @@ class _Conversation:
             yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
     def require_context(self, stop: int, prompt: str) -> None:
-        """Raises `DataError` if the prompt of the last trained turn lacks a message that is not the assistant's.
-        Templates silently skip unknown roles.
+        """Raises `DataError` if a message of another role than assistant is missing from the prompt of the last trained
+        turn: templates silently skip unknown roles.
         """
         for message, row in zip(self._messages[:stop], self._rows, strict=False):
             content = message.get("content")
@@ -188,7 +188,7 @@ class _Conversation:
         return self._talk.rendered(marked).text
 
     def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
-        """The text of the last message after its prompt; None if the template does not write it there.
+        """Returns the text of the last message after its prompt; None if the template does not write it there.
 
         `thinks`: whether to include a thought that the prompt begins.
         """
@@ -205,7 +205,7 @@ class _Conversation:
     def _with_thought(self, message: Message, written: str, begun: str) -> str:
         """Adds the thought that the model would write to a turn, if the template has left it out.
 
-        `begun`: the text with which the prompt begins the thought; the turn continues after it. Some templates
+        `begun`: the text with which the prompt begins the thought; the turn continues after that text. Some templates
         (DeepSeek-R1) remove the thought from all turns. Some (MiniMax-M2) leave out an empty thought, although the
         prompt begins one.
         """
@@ -223,7 +223,7 @@ class _Conversation:
         return written
 
     def _ended(self, number: int, body: str) -> str:
-        """The turn including its end token. Raises `DataError` if it has no end token."""
+        """Returns the turn including its end token. Raises `DataError` if it has no end token."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
@@ -288,8 +288,8 @@ class _Conversation:
         return ids
 
     def _context(self, text: str, end: Sequence[int]) -> list[int]:
-        """The ids of the text after an end token. The text is encoded together with that token, because some tokenizers
-        merge the token with a newline.
+        """Returns the ids of the text after an end token. The text is encoded together with that token, because some
+        tokenizers merge the token with a newline.
         """
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
         ids = self._ids(token + text)
@@ -322,13 +322,13 @@ class _Conversation:
 
 
 def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
-    """(position, length) of the first token at which an engine stops, ignoring control strings in the data."""
+    """Returns (position, length) of the first token at which an engine stops, ignoring control strings in the data."""
     found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """A text unchanged and as JSON, because some templates write tool results as JSON."""
+    """Returns the text unchanged and as JSON, because some templates write tool results as JSON."""
     return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
@@ -341,7 +341,7 @@ def _spelling_of(chat: ChatRenderer) -> Spelling:
 
 @functools.lru_cache(maxsize=32)
 def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
-    """The token that opens a turn of `role` and so ends the turn before it; None if there is none."""
+    """Returns the token that opens a turn of `role` and so ends the previous turn; None if there is none."""
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calling else {})
     follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
@@ -361,7 +361,7 @@ def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
-    """Why a template that ignores `add_generation_prompt` cannot be used for training; None if it can.
+    """Returns why a template that ignores `add_generation_prompt` cannot be used for training; None if it can.
 
     Such a template can be used if it writes no header before an answer, as Mistral's does. `render`: (messages, with a
     generation prompt) -> text; None if unknown.

@@ -24,8 +24,8 @@ from slime.core.batch import Elsewhere, TrainSample
 LEAST_SHARED = 16
 """Shorter prefixes are not worth sharing, because the keys of a row with shared tokens are copied."""
 MOST_READ = 8
-"""The most keys of a rank, as a multiple of its token limit. Keys are copied for each sample that sees them. This limit
-bounds the memory for copies, but still allows an eightfold reduction of the computation.
+"""Maximum number of a rank's keys, as a multiple of its token limit. Keys are copied for each sample that sees them.
+This limit bounds the memory for copies, but still allows an eightfold reduction of the computation.
 """
 
 Tokens = npt.NDArray[np.int32]
@@ -64,8 +64,8 @@ class Prefixes:
         return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
-        """The longest prefix that a sample shares with one of `others`; the first of equally long ones. `source` is an
-        index into `others`.
+        """Returns the longest prefix that a sample shares with one of `others`; the first of equally long ones.
+        `source` is an index into `others`.
         """
         own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
@@ -81,7 +81,7 @@ class Prefixes:
         return best
 
     def _alike(self, position: int, other: int, common: int) -> int:
-        """The number of tokens, at most the first `common`, whose experts are equal as well."""
+        """Returns the number of tokens, at most the first `common`, whose experts are equal as well."""
         if self.record_S is None:
             return common
         a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))
@@ -90,7 +90,7 @@ class Prefixes:
         return common if alike == len(a) == len(b) else alike
 
     def of_row(self, positions: Sequence[int]) -> tuple[Shared, ...]:
-        """For each sample of a row, the prefix that it shares with an earlier one."""
+        """Returns, for each sample of a row, the prefix that it shares with an earlier sample."""
         return tuple(self.longest(position, positions[:place]) for place, position in enumerate(positions))
 
 
@@ -98,19 +98,19 @@ _NO_RECORD = np.zeros(0, np.uint64)
 
 
 def _comparable(record: Record) -> npt.NDArray[Any]:
-    """[rows, ...] comparable rows; digests for a remote record, so that it need not be fetched."""
+    """Returns comparable rows, [rows, ...]: digests for a remote record, which then need not be fetched."""
     if isinstance(record, np.ndarray):
         return record
     return np.asarray(record) if record.digests is None else record.digests
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Whether more than `known` tokens can be equal; compares only one token."""
+    """Returns whether more than `known` tokens can be equal; compares only one token."""
     return known < min(len(a), len(b)) and bool(a[known] == b[known])
 
 
 def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Length of the common prefix of two arrays of equal length."""
+    """Returns the length of the common prefix of two arrays of equal length."""
     if not len(a):
         return 0
     differs = (a != b).any(axis=tuple(range(1, a.ndim)))

@@ -10,7 +10,7 @@ Invariants
 1. A message keeps everything that the template writes. Content that the template leaves out is listed
    (`Spelled.left_out`), and is never a call or an answer.
 2. The calls of one message are spread over several messages only if the template writes fewer calls per turn. Each of
-   these messages follows the results of the calls before it, as if the model had made the calls in turn.
+   these messages follows the results of the earlier calls, as if the model had made the calls in turn.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def unsaid(message: Message, turn: str) -> list[str]:
-    """The parts of a message that are missing in its turn: reasoning, content, calls, arguments of calls.
+    """Returns the parts of a message that are missing in its turn: reasoning, content, calls, arguments of calls.
 
-    Training such a row would teach the model to say less. The parts are searched in this order, each after the previous
-    one, so that a function's name in the content does not count as a call.
+    Training on such a row would teach the model to leave these parts out. They are searched in this order, each after
+    the previous one, so that a function's name in the content does not count as a call.
     """
     missing: list[str] = []
     at = 0
@@ -68,7 +68,7 @@ def unsaid(message: Message, turn: str) -> list[str]:
 
 
 def functions(entries: Any) -> list[Mapping[str, Any]]:
-    """Tools or calls, with the `function` level removed if present."""
+    """Returns tools or calls without the `function` level."""
     return [e.get("function", e) for e in entries or () if isinstance(e, Mapping)]
 
 
@@ -81,7 +81,7 @@ def _reasoning(message: Message) -> list[str]:
 
 
 def thought_of(message: Message) -> str:
-    """The message's thought, from its own field or the content; empty if there is none."""
+    """Returns the message's thought, from its own field or the content; empty if there is none."""
     return next(iter(_reasoning(message)), "")
 
 
@@ -90,7 +90,7 @@ def _content(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts in a message's content, which is a text or a list of parts."""
+    """Returns the texts in a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -100,7 +100,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
-    """The end position of the arguments in `turn`, searched from `start` on; None if some are missing."""
+    """Returns the end position of the arguments in `turn`, searched from `start` on; None if some are missing."""
     spellings = [arguments] if isinstance(arguments, str) else list(_spellings(arguments or {}))
     ends = [turn.find(text, start) + len(text) for text in spellings if text in turn[start:]]
     if ends:
@@ -148,7 +148,7 @@ def _spellings(value: Any) -> Iterator[str]:
 
 
 def decoded(arguments: Any) -> Any:
-    """Arguments of a call as an object, for templates that encode them."""
+    """Returns the arguments of a call as an object, for templates that encode them."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -159,7 +159,7 @@ def decoded(arguments: Any) -> Any:
 
 
 def encoded(arguments: Any) -> Any:
-    """Arguments of a call as JSON text, for templates that only paste them."""
+    """Returns the arguments of a call as JSON text, for templates that only paste them."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
@@ -230,7 +230,7 @@ class Spelling:
     begins_thoughts: bool = False
     """The generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
-    """The generation prompt ends with `</think>`: it asks for an answer without a thought."""
+    """The generation prompt ends with `</think>`, which requests an answer without a thought."""
     calls: Calls | None = None
     """How the template reads calls; None if it does not write them."""
     reads_developer: bool = False
@@ -322,7 +322,7 @@ class Spelling:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether the message is trained. Raises `DataError` for a weight other than 0 and 1."""
+    """Returns whether the message is trained. Raises `DataError` for a weight other than 0 and 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
             raise DataError(f'a message has "{key}": {value!r}; write 1 if the message is trained, 0 if it is not')
@@ -383,14 +383,14 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
 
 
 def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence[Message]) -> list[int]:
-    """Indices of the tool messages that answer these calls: by id, otherwise in order."""
+    """Returns the indices of the tool messages that answer these calls: by id, otherwise in order."""
     ids = {call.get("id") for call in calls if isinstance(call, Mapping)} - {None}
     by_id = [i for i in results if messages[i].get("tool_call_id") in ids]
     return by_id if len(by_id) == len(calls) else list(results[: len(calls)])
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives each call an id with its function's name and a running number, and each result the id of its call."""
+    """Sets each call's id to its function's name and a running number, and each result's id to that of its call."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
     """Old id -> new ids that still wait for a result."""
@@ -424,7 +424,7 @@ class _Probe:
         self._render = render
 
     def text(self, messages: Sequence[Message], tools: Any = None, *, asked: bool = False) -> str | None:
-        """The rendered text; None if the template refuses the messages."""
+        """Renders the messages. Returns None if the template refuses them."""
         try:
             text = self._render(messages, tools, asked)
         except DataError:
@@ -434,7 +434,7 @@ class _Probe:
         return text
 
     def turn(self, message: Message, tools: Any = None) -> str:
-        """The text for an assistant's message after a question; empty if the template refuses it."""
+        """Renders an assistant's message after a question. Returns "" if the template refuses the message."""
         prompt, whole = self.text([QUESTION], tools), self.text([QUESTION, message], tools)
         if prompt is None or whole is None:
             return ""
@@ -442,7 +442,7 @@ class _Probe:
         return whole[same:]
 
     def says(self, spelling: Spelling, message: Message) -> bool:
-        """Whether the template writes all of a message in this spelling, with or without a tool in the prompt."""
+        """Returns whether the template writes all of a message in this spelling, with or without tools."""
         (spelled,) = spelling.spell([message]).messages
         turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
         return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
@@ -484,8 +484,8 @@ def _probed(probe: _Probe) -> Spelling:
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
-    """The first form in which a turn contains its call. Arguments are tried as objects before text, because some
-    templates encode text again.
+    """Returns the first form in which a turn contains its call. Arguments are tried as objects before text, because
+    some templates encode text again.
     """
     empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
     for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
@@ -498,7 +498,7 @@ def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
 
 
 def _is_even(turn: str) -> bool:
-    """Whether the text between calls is always the same: DeepSeek-V3 ends a turn of three calls twice."""
+    """Returns whether the text between calls is always the same: DeepSeek-V3 ends a turn of three calls twice."""
     places = [(turn.find(place), turn.find(place) + len(place)) for place in _PLACES if place in turn]
     between = {re.sub(r"\d", "", turn[end:start]) for (_, end), (start, _) in itertools.pairwise(places)}
     return len(between) < 2
@@ -517,5 +517,5 @@ def _calling(num: int, **fields: Any) -> Message:
 
 
 def writes_tools(tools: Sequence[Any] | None, prompt: str) -> bool:
-    """Whether a prompt names all tools."""
+    """Returns whether a prompt names all tools."""
     return all(str(function.get("name", "")) in prompt for function in functions(tools))

@@ -108,7 +108,7 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
 
 
 class Remote:
-    """Stands for an object on the other side."""
+    """A reference to an object on the other side."""
 
     __slots__ = ("__ask", "__key")
 
@@ -153,14 +153,14 @@ class NotPlain(BaseException):
 
 
 class Broken(BaseException):
-    """The other side is gone or sent garbage. Not an `Exception`, for the same reason as `NotPlain`."""
+    """The other side has exited or sent an invalid message. Not an `Exception`, for the same reason as `NotPlain`."""
 
 
 class Peer:
-    """One end of the connection. Calls nest: while a call waits for its answer, this end serves incoming calls."""
+    """One side of the connection. Calls nest: while a call waits for its response, this side serves incoming calls."""
 
     def __init__(self, channel: int, *, guarded: bool) -> None:
-        """`guarded`: this is the checker's end, which serves only what invariant 2 allows."""
+        """`guarded`: this is the checker's side, which serves only what invariant 2 allows."""
         self._channel, self._guarded = channel, guarded
         self._kept: dict[int, Any] = {}
         """Key -> object on this side for which the other side has a `Remote`."""
@@ -209,7 +209,7 @@ class Peer:
         return failure
 
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of `operation` on an object of the other side. An error there is raised here, by its name."""
+        """Returns the result of `operation` on an object of the other side. Raises the other side's errors, by name."""
         try:
             call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
             call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
@@ -286,7 +286,7 @@ class Peer:
         return RuntimeError(names[0], *args)
 
     def define(self, names: Sequence[str]) -> dict[str, Any]:
-        """The program's objects with these names: functions and classes as `Remote`, error classes as local classes."""
+        """Gets the program's objects with these names: functions and classes as `Remote`, error classes as copies."""
         found = self.converse({"names": list(names)})
         space: dict[str, Any] = {}
         for name, value in found.items():
@@ -302,7 +302,7 @@ class Peer:
         return space
 
     def show(self, space: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """The program's answer to `define`."""
+        """Answers the checker's `define` on the program's side."""
         shown: dict[str, Any] = {}
         for name in names:
             value = space.get(name)
@@ -313,7 +313,7 @@ class Peer:
         return shown
 
     def encode(self, value: Any) -> Any:
-        """The value as JSON. An object that is not plain data becomes its key. Raises `NotPlain`."""
+        """Returns the value as JSON. An object that is not plain data becomes its key. Raises `NotPlain`."""
         if value is None or isinstance(value, bool | float | str):
             return value if type(value) in (type(None), bool, float, str) else _bare(value)
         if isinstance(value, int):
@@ -332,7 +332,7 @@ class Peer:
         return self._key_of(value)
 
     def _key_of(self, value: Any) -> dict[str, Any]:
-        """The JSON for an object that stays on this side."""
+        """Returns the JSON for an object that stays on this side."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if self._guarded:
             if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
@@ -348,7 +348,7 @@ class Peer:
         return {"mine": key}
 
     def decode(self, data: Any) -> Any:
-        """The value for `data` from `encode`. Raises `ValueError`, `KeyError` or the like if it is invalid."""
+        """Returns the value for `data` from `encode`. Raises `ValueError`, `KeyError` or the like if it is invalid."""
         if data is None or isinstance(data, bool | int | float | str):
             return data
         if isinstance(data, list):
@@ -372,7 +372,7 @@ class Peer:
 
 
 def _plain_name(value: Any) -> str | None:
-    """The key of `PLAIN` for the value; None if it has none."""
+    """Returns the key of `PLAIN` for the value; None if it has none."""
     kind = type(value)
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
         return "namedtuple"
@@ -392,7 +392,7 @@ def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
-    """An array of numbers or strings. Raises `ValueError` for other types, because objects would compare themselves."""
+    """Makes an array of numbers or strings. Raises `ValueError` for objects, which would compare themselves."""
     import numpy
 
     dtype = numpy.dtype(kind)
@@ -423,7 +423,7 @@ def _replace_content(before: Any, after: Any) -> None:
 
 
 def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
-    """Whether the checker serves this operation (invariant 2)."""
+    """Returns whether the checker serves this operation (invariant 2)."""
     if operation == "call":
         return callable(target)
     if type(target).__module__ != TESTS or isinstance(target, type):
@@ -432,7 +432,7 @@ def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
 
 
 def serve(channel: int, space: dict[str, Any]) -> None:
-    """The program's side: after its definitions have run, answers calls until the checker is gone."""
+    """Serves calls on the program's side, after its definitions have run, until the checker exits."""
     peer = Peer(channel, guarded=False)
     with contextlib.suppress(Broken):
         while True:
@@ -442,8 +442,8 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """The checker's side: returns True if all of `test["statements"]` hold, False if one does not, or the reason why
-    this cannot be decided.
+    """Checks on the checker's side. Returns True if all of `test["statements"]` hold, False if one does not, or the
+    reason why this cannot be decided.
 
     `test["names"]`: the program's names that the statements use. `test["modules"]`: name -> module.
     """

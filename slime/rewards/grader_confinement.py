@@ -13,7 +13,7 @@ and use the machine. Two barriers prevent that in a process that many gradings s
 Invariants
 1. An answer cannot access an attribute, import a module, define a function, or call a Python function that is not in
    `FUNCTIONS`.
-2. If the machine lacks a part of the confinement, the other parts still apply, and the process reports what is missing.
+2. If a part of the confinement is missing on the machine, the other parts still apply, and the process reports it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Closes the gate while the block runs, in which a grader looks at an answer."""
+        """Closes the gate for the block, in which a grader looks at an answer."""
         self._closed = True
         try:
             yield
@@ -68,7 +68,7 @@ class Gate:
             self._closed = False
 
     def _look(self, event: str, given: tuple[Any, ...]) -> None:
-        """Python's audit hook. Raises `NotAFormula`."""
+        """Runs as Python's audit hook. Raises `NotAFormula`."""
         if event != "exec" or not self._closed:
             return
         code, asks = given[0], sys._getframe(1)
@@ -78,7 +78,7 @@ class Gate:
 
 
 def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
-    """Whether code defines nothing, and uses only `symbols` and the names that formulas may use.
+    """Returns whether code defines nothing, and uses only `symbols` and the names that formulas may use.
 
     Attributes and imports count as names.
     """
@@ -88,7 +88,7 @@ def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
 
 
 def _symbols_of(asks: FrameType) -> list[str]:
-    """Names of the symbols that a task passes to `parse_expr`."""
+    """Returns the names of the symbols that a task passes to `parse_expr`."""
     given = asks.f_locals.get("local_dict") if asks.f_globals.get("__name__") == PARSER else None
     import sympy
 
@@ -96,7 +96,7 @@ def _symbols_of(asks: FrameType) -> list[str]:
 
 
 def _is_library(asks: FrameType) -> bool:
-    """Whether the code comes from a module in `LIBRARIES_MAKE`, or from the import of a module."""
+    """Returns whether the code comes from a module in `LIBRARIES_MAKE`, or from the import of a module."""
     if asks.f_globals.get("__name__") in LIBRARIES_MAKE:
         return True
     above: FrameType | None = asks
@@ -109,7 +109,7 @@ def _is_library(asks: FrameType) -> bool:
 
 @functools.cache
 def _of_sympy() -> frozenset[str]:
-    """Names of sympy's classes and constants, as `parse_expr` knows them."""
+    """Returns the names of sympy's classes and constants that `parse_expr` accepts."""
     import sympy
 
     def is_part(value: object) -> bool:
@@ -119,7 +119,7 @@ def _of_sympy() -> frozenset[str]:
 
 
 def shut_in() -> tuple[str, ...]:
-    """Gives up everything except libraries, permanently; returns the parts that this machine lacks.
+    """Gives up everything except libraries, permanently. Returns the parts of the confinement that are missing here.
 
     The process must have only one thread. Modules in the same folders as those in `sys.modules` can still be imported.
     """
@@ -136,7 +136,7 @@ def shut_in() -> tuple[str, ...]:
 
 
 def libraries() -> list[str]:
-    """Files and folders of all imported modules, and of all modules that may be imported later."""
+    """Returns files and folders of all imported modules, and of all modules that may be imported later."""
     places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     for name, module in list(sys.modules.items()):
@@ -147,7 +147,7 @@ def libraries() -> list[str]:
 
 
 def _works(user: int | None, shown: list[str]) -> bool:
-    """Whether `_leave` works on this machine. Tries it in a child, because a partial failure cannot be undone."""
+    """Tries `_leave` in a child, because a partial failure cannot be undone. Returns whether it works."""
     child = os.fork()
     if child == 0:
         try:

@@ -34,7 +34,7 @@ FEW_THREADS = {
 
 
 def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:
-    """The variables of `full` that a grader process gets. `offline`: a process without the network."""
+    """Returns the variables of `full` that a grader process gets. `offline`: a process without the network."""
 
     def allowed(name: str) -> bool:
         if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith(SECRET_ENDS)):

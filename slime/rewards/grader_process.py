@@ -1,4 +1,4 @@
-"""The parent's side of one grader process: start, ask, kill.
+"""The parent's side of one grader process: starts it, sends requests, kills it.
 
 Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
 the request; the frame that announces the start of work (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
@@ -44,7 +44,7 @@ TAKE_LIMIT_S = 60.0
 MAX_LIMIT_S = 7 * 86400.0
 """The longest limit that a grader may request."""
 WALL_FACTOR = 5.0
-"""Factor from the processor-time limit of a grader to its wall-clock limit, because the machine may be busy."""
+"""A grader's wall-clock limit as a multiple of its processor-time limit. Generous, because machines may be busy."""
 MIN_WAIT_S = 0.02
 """Shortest interval for polling the processor time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
@@ -113,7 +113,7 @@ class GraderProcess:
         self._write_lock = asyncio.Lock()
         self.dead = False
         self.missing: tuple[str, ...] = ()
-        """Parts of the confinement that the machine lacks."""
+        """Parts of the confinement that are missing on this machine."""
         self.num_reserved = 0
         """Number of requests assigned to this process. The pool updates it."""
 
@@ -286,5 +286,5 @@ class GraderProcess:
 
 
 def _import_path() -> list[str]:
-    """This process's import paths and current directory, for the worker."""
+    """Returns this process's import paths and current directory, for the worker."""
     return [os.path.abspath(p) for p in sys.path if p != ""] + [os.getcwd()]

@@ -87,7 +87,7 @@ class Server:
         """`rm_type` -> grader."""
 
     def configure(self, message: dict[str, Any]) -> tuple[str, ...]:
-        """Applies the settings of the first frame; returns the parts of the confinement that this machine lacks."""
+        """Applies the settings of the first frame; returns the parts of the confinement that are missing here."""
         sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.limit_s = message["limit_s"]
@@ -188,7 +188,7 @@ def _is_ended() -> bool:
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:
-    """A valid reward as JSON; for any other value, an object with the key `failure` and the reason."""
+    """Returns a valid reward as JSON; for any other value, an object with the key `failure` and the reason."""
     score = check_reward(value)
     if isinstance(score, Unscored):
         return {failure: score.reason}

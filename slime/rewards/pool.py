@@ -12,7 +12,7 @@ runs async graders, which wait for the network, many per process.
 
 Invariants
 1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
-   the settings say otherwise, an answer that a computing grader cannot handle scores like a wrong one.
+   the settings prevent it, an answer that a computing grader cannot handle scores like a wrong one.
 2. If a request exceeds its limit, its process is killed and replaced. Requests that shared the process are repeated,
    each in its own process, because it is unknown which one blocked it.
 3. Processes start on first use. After `close` all have ended.
@@ -47,7 +47,7 @@ from slime.settings.eval_config import eval_datasets
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""Number of tries for a request whose process dies, or lacks memory because of earlier gradings."""
+"""Number of tries for a request whose process dies, or has too little memory because of earlier gradings."""
 ASYNC_GRACE_S = 5.0
 """Extra time after the worker's own limit, before the pool kills the process of an async grader."""
 ENCODING_THREADS = 2
@@ -197,7 +197,7 @@ class GraderPool:
         self._threads.shutdown(wait=False)
 
     def _choose(self, sample: Sample) -> _Choice:
-        """The grader of a sample; the sample's own choice overrides the run's."""
+        """Returns the grader of a sample; the sample's own choice overrides the run's."""
         custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
             return self._function(custom)
@@ -230,7 +230,7 @@ class GraderPool:
         return _Choice(name, self._held if kind.held else self._offline, settings=settings, wrong=kind.wrong)
 
     def _settings_of(self, kind: type[Grader]) -> dict[str, Any]:
-        """The grader's fields from the settings, including its own secrets."""
+        """Returns the grader's fields from the settings, including its own secrets."""
         return {} if self._args is None else settings_of(kind, self._args)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
@@ -263,7 +263,7 @@ class GraderPool:
         return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
     def _failed(self, choice: _Choice, reason: str, *, by_answer: bool) -> Score:
-        """The score of a sample whose grader failed."""
+        """Returns the score of a sample whose grader failed."""
         if not by_answer or choice.wrong is None or not self._ungradable_is_wrong:
             return Unscored(reason)
         return Scored(copy.deepcopy(choice.wrong), ungradable=reason)
@@ -311,7 +311,7 @@ class GraderPool:
             process.num_reserved -= 1
 
     async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
-        """Reserves an idle process; else starts one; else shares the least busy one, if the lane allows it."""
+        """Reserves an idle process, starts one, or shares the least busy one if the lane allows it."""
         while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
@@ -360,7 +360,7 @@ class GraderPool:
 
 
 def _num_chars(value: Any) -> int:
-    """Number of characters of all text in nested lists and dicts."""
+    """Counts the characters of all text in nested lists and dicts."""
     if isinstance(value, dict):
         return sum(_num_chars(k) + _num_chars(v) for k, v in value.items())
     return (
@@ -369,9 +369,10 @@ def _num_chars(value: Any) -> int:
 
 
 def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
-    """The sample as JSON, without routed experts, which no grader needs.
+    """Returns the sample as JSON, without routed experts, which no grader needs.
 
-    Unless `whole`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use them.
+    Unless `whole`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use
+    them.
     """
     without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
@@ -384,7 +385,7 @@ ALLOW = "allow_unconfined_code"
 
 
 def code_problems(args: Args) -> list[str]:
-    """Why this machine cannot confine the code that the configured graders run; empty if it can.
+    """Returns why this machine cannot confine the code that the configured graders run; empty if it can.
 
     A grader that is named only in data rows is refused on first use: its samples stay unscored for the same reason.
     """

@@ -1,7 +1,7 @@
-"""Runs programs that a model wrote. Each run is a separate, limited process tree, which is gone before the next begins.
+"""Runs programs that a model wrote. Each run is a separate, limited process tree, which ends before the next run.
 
-A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because starting it
-is most of the cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which
+A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because its start
+is the largest cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which
 the supervisor forks and which makes new namespaces; the first process of the PID namespace, at whose end the kernel
 kills all others; and the child of that process, the program. The supervisor runs no code of the program: it only forks,
 kills and reports. Assertions run in a checker, which is confined like the program, has its own three processes, and is
@@ -109,11 +109,11 @@ class Ended:
     """[the function's return value, as JSON]; for assertions [True] if all hold, [False] if one does not, [reason] if
     that cannot be decided; None if there is no result."""
     missing: tuple[str, ...] = ()
-    """Parts of `WHAT_FOR` that the machine lacks."""
+    """Parts of `WHAT_FOR` that are missing on this machine."""
 
 
 def missing_here() -> tuple[str, ...]:
-    """Runs an empty program; returns the parts of `WHAT_FOR` that this machine lacks. Raises `OSError` on failure."""
+    """Runs an empty program. Returns the parts of `WHAT_FOR` that are missing here. Raises `OSError` on failure."""
     with Sandbox("", time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True) as sandbox:
         ended = sandbox.run({})
     if ended.code != 0:
@@ -208,7 +208,7 @@ class Sandbox:
         return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
 
     def _give(self, path: Path) -> None:
-        """Changes the owner of a file to the user that the supervisor switches to, if this process is root and may."""
+        """Changes the owner of a file to the user that the supervisor switches to, if root may do so."""
         if self._user != os.getuid():
             try:
                 os.chown(path, self._user, self._user)
@@ -238,7 +238,7 @@ class Sandbox:
 
 
 def readable() -> list[str]:
-    """Folders of Python and its packages, in addition to the system's folders in a view."""
+    """Returns the folders of Python and its packages, in addition to the system's folders in a view."""
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
     places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `sys.prefix` lacks it with `-S`
@@ -246,7 +246,7 @@ def readable() -> list[str]:
 
 
 def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """The process of the program or the checker: sets its limits, does its work, and returns the exit status.
+    """Runs as the process of the program or the checker: sets its limits, does its work, returns the exit status.
 
     `alone`: whether it is in namespaces. `report`: a pipe to which it first reports missing confinement. `channel`: the
     socket to the other process.
@@ -289,7 +289,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
 
 
 def bounds_of(time_limit_s: float, memory_bytes: int) -> dict[int, int]:
-    """RLIMIT -> value, for a process and its children."""
+    """Returns RLIMIT -> value, for a process and its children."""
     return {
         resource.RLIMIT_CPU: max(1, round(time_limit_s + 0.5)),
         resource.RLIMIT_AS: memory_bytes,
@@ -327,7 +327,7 @@ def run_program(request: dict[str, Any], result: int, channel: int) -> None:
 
 
 def assertions() -> Any:
-    """The module `assertions`, which the supervisor has already imported."""
+    """Returns the module `assertions`, which the supervisor has already imported."""
     from slime.rewards import assertions
 
     return assertions
@@ -352,8 +352,8 @@ def close(*descriptors: int) -> None:
 
 
 def first_process(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """The first process of the PID namespace: starts the program and returns the program's exit status. When this
-    process ends, the kernel kills all others in the namespace.
+    """Runs as the first process of the PID namespace: starts the program and returns the program's exit status. When
+    this process ends, the kernel kills all others in the namespace.
     """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     program = forked(lambda: become(role, scratch, limits, alone=alone, report=report, channel=channel))
@@ -375,7 +375,7 @@ def end_descendants() -> None:
 
 
 def keep(role: str, scratch: Path, limits: Limits, *, held: bool, report: int, channel: int) -> int:
-    """The keeper; returns the program's exit status. `held`: the supervisor is in namespaces, so `unshare` works."""
+    """Runs as the keeper. Returns the program's exit status. `held`: whether the supervisor is in namespaces."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
@@ -421,13 +421,13 @@ class _Clock:
 
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
-    """Whether the program or the checker has too many processes, or uses too much memory in all of them together."""
+    """Returns whether the program or the checker has too many processes, or too much memory in all of them together."""
     held = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
     return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in held)
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Seconds in which the process was runnable but not running; 0 if the kernel does not report it."""
+    """Returns the seconds in which the process was runnable but not running; 0 if the kernel does not report it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -466,7 +466,7 @@ def read_reports(told: int) -> list[list[str]]:
 
 
 def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool) -> dict[str, Any]:
-    """The supervisor's part of one run; returns its verdict.
+    """Does the supervisor's part of one run. Returns the verdict.
 
     The supervisor opens no file of the run, because programs would inherit what it read, even in freed memory.
     """
@@ -503,7 +503,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
 
 
 def main() -> None:
-    """The supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
+    """Is the supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
 
     Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, this does the run and prints the
     verdict.

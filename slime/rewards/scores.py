@@ -1,7 +1,7 @@
 """The result of a grading: a score, or the reason why there is none.
 
 Invariants
-1. A failure that the answer did not cause is never a number. It gives `Unscored`, and the rollout decides whether to
+1. A failure that the answer did not cause is never a number. It becomes `Unscored`, and the rollout decides whether to
    try again.
 2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle an answer, the answer
    scores like a wrong one, and `Scored.ungradable` says why.
@@ -61,7 +61,7 @@ def check_reward(value: Any) -> Score:
 
 
 def reason_kind(reason: str) -> str:
-    """Turns a reason into a metric name: its first four words, in lower case, joined by `_`."""
+    """Converts a reason to a metric name: its first four words, in lower case, joined by `_`."""
     reason = reason.partition(RAISED_AT)[0].lower()
     words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"

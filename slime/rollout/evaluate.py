@@ -1,12 +1,12 @@
 """Evaluation: samples `n` answers to every held-out prompt, with separate sampling parameters.
 
-All executions start at once; the client limits the requests in flight. The first error cancels the other executions.
+All executions start together; the client limits the requests in flight. The first error cancels the other executions.
 
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
 2. All samples of an evaluation come from one weight version. Several versions are an error and are never averaged.
 3. Failed executions, and answers that no grader can score, are counted but enter no score. If more than
-   `--eval-max-failed-fraction` of a dataset fail, the evaluation ends at once. An answer without a score is graded
+   `--eval-max-failed-fraction` of a dataset fail, the evaluation ends immediately. An answer without a score is graded
    again, at most `MAX_TRIES` times, but never sampled again: replacing answers that graders fail on would raise the
    score.
 4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
@@ -77,7 +77,7 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 @dataclass(slots=True)
 class _Losses:
-    """The executions of a dataset that failed for good, with the reasons."""
+    """The executions of a dataset that failed in every try, with the reasons."""
 
     name: str
     num_executions: int

@@ -113,7 +113,7 @@ def mask_older(sample: Sample) -> None:
 
 
 def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
-    """Whether every sibling is complete and, if `scored`, has a reward."""
+    """Returns whether every sibling is complete and, if `scored`, has a reward."""
     return all(s.status in FINISHED and (s.reward is not None or not scored) for s in samples)
 
 
@@ -234,7 +234,7 @@ async def _generate_and_score(
 
 
 def graded_together(context: RolloutContext, evaluation: bool) -> bool:
-    """Whether the executions of a group are graded together at the end."""
+    """Returns whether the executions of a group are graded together at the end."""
     return context.args.group_rm and not evaluation
 
 
@@ -264,7 +264,7 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
 
 
 def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
-    """Whether an error comes from a request that the run cancelled.
+    """Returns whether an error comes from a request that the run cancelled.
 
     Either the client sent the request, perhaps in a task that executions share, or a user's HTTP client sent it and a
     pause after `num_pauses` interrupted it (`compat/sglang_aborted_requests.py`).
@@ -274,7 +274,7 @@ def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseExcep
 
 
 def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
-    """Whether a score is missing because the run cancelled a request of the grader process."""
+    """Returns whether a score is missing because the run cancelled a request of the grader process."""
     asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
     return asked and count_pauses(context) > num_pauses
 
@@ -330,7 +330,7 @@ def by_execution(group: Group) -> list[list[Sample]]:
 
 
 def can_be_compared(group: Group) -> bool:
-    """Whether enough executions are scored: at least half, and at least two unless there is only one.
+    """Returns whether enough executions are scored: at least half, and at least two unless there is only one.
 
     Marks the siblings of an unscored sample as unscored.
     """

@@ -52,7 +52,7 @@ class Limits:
         evaluation: bool = False,
         dataset: EvalDatasetConfig | None = None,
     ) -> Limits:
-        """Returns the limits of training or evaluation; those of `dataset` if given."""
+        """Returns the limits of training or evaluation; those of `dataset` if it is set."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
         if dataset is not None:
             context, total = dataset.max_context_len, dataset.max_total_response_len

@@ -61,7 +61,7 @@ class Heartbeat:
         """Ids of the threads that run for the call now."""
 
     def beat(self) -> None:
-        """Notes progress; may be called from any thread."""
+        """Records progress; any thread may call this."""
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -90,14 +90,14 @@ HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("slime_heartbeat", default=
 
 
 def alive() -> None:
-    """Notes progress of the calling function (`--execution-timeout-s`); does nothing outside of a rollout."""
+    """Records progress of the calling function (`--execution-timeout-s`); does nothing outside of a rollout."""
     beat = HEARTBEAT.get()
     if beat is not None:
         beat.beat()
 
 
 class Waiting:
-    """The handle that `waiting` gives to its block."""
+    """The handle that `waiting` yields to its block."""
 
     def __init__(self, beat: Heartbeat | None) -> None:
         self._beat = beat
@@ -446,7 +446,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._longest_s, self._num_broken_off = 0.0, 0
         self.stall = ""
-        """Describes the code that blocks the loop now; empty while the loop turns."""
+        """Describes the code that blocks the loop now; empty while the loop runs."""
         self._path = last_words if limit_s else None
         self._file = None
         if self._path is not None:
@@ -461,7 +461,7 @@ class Watchdog:
         return longest_s
 
     def close(self) -> None:
-        """Stops watching, and removes the file for last words."""
+        """Stops watching, and removes the file of `last_words`."""
         self._closed.set()
         if self._path is not None and self._file is not None:
             faulthandler.cancel_dump_traceback_later()

@@ -68,7 +68,7 @@ class MismatchProbe:
         self._prompts: list[list[int]] = []
 
     def remember(self, groups: Sequence[Sequence[Sample]]) -> None:
-        """Keeps the first prompts of a batch."""
+        """Stores the first prompts of a batch."""
         firsts = [group[0] for group in groups[:NUM_PROMPTS]]
         prompts = [(column, one.prompt_length) for one in firsts if (column := one.column("tokens")) is not None]
         self._prompts = [column[:length].tolist() for column, length in prompts]

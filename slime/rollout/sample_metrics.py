@@ -225,7 +225,7 @@ def _comparable(reward: float | None) -> bool:
 
 
 class Showcase:
-    """Keeps the samples to show of each step and evaluation, as text, until they are logged with the metrics."""
+    """The samples to show for each step and evaluation, as text, until they are logged with the metrics."""
 
     def __init__(self, args: Args, tokenizer: Any) -> None:
         """`tokenizer`: the HF tokenizer; None: shows the samples' own text."""

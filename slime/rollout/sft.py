@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT = "rollout/num_rows_without_{}"
 MAX_BAD_FACTOR = 4
-"""The step gives up after this many unusable conversations per wanted conversation."""
+"""The step fails after this many unusable conversations for each conversation of the batch."""
 
 
 class TooLongError(DataError):

@@ -70,7 +70,7 @@ class _Answer:
         return sampled
 
     def ids(self) -> Ids:
-        """The prompt and the sampled ids."""
+        """Returns the prompt and the sampled ids."""
         parts, one = [self.tokens, self.new_ids], self.before
         while one is not None:
             parts += [one.tokens, one.new_ids]
@@ -186,8 +186,8 @@ class Transcript:
     def problem(self, sample: Sample) -> str:
         """Describes the first violation of invariant 1 in a sample; empty without one.
 
-        If the execution sent no request, a sample without log-probs and versions is a given conversation and may be
-        trained.
+        If the execution sent no request, a sample without log-probs and versions is a conversation from the dataset and
+        may be trained.
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
@@ -322,7 +322,7 @@ def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def _claims(sample: Sample) -> bool:
-    """Whether the sample claims that any of its tokens was sampled."""
+    """Returns whether the sample claims that any of its tokens was sampled."""
     said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
     known = versions is not None and bool((versions != NOT_SAMPLED).any())
     return known or (said is not None and bool((said != 0).any()))

@@ -73,7 +73,7 @@ class Progress:
         self.num_failures, self.last_failure = 0, ""
 
     def failed(self, reason: str) -> str:
-        """Counts a failure, so that users see it before the step gives up. Returns the reason."""
+        """Counts a failure, so that users see it before the step fails. Returns the reason."""
         self.num_failures, self.last_failure = self.num_failures + 1, reason
         return reason
 

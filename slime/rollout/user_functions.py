@@ -33,7 +33,7 @@ def _load(path: str, kind: str) -> Hook:
 
 @dataclass(frozen=True, slots=True)
 class RolloutHooks:
-    """The user functions of a run; None where the setting is not given."""
+    """The user functions of a run; None where the setting is not set."""
 
     generate: Hook
     dynamic_filter: Hook | None = None

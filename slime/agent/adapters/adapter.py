@@ -8,17 +8,17 @@
 
 The adapter reads requests of agents and parts of an engine's answers. It writes responses, with events in the order of
 the text, and makes samples. It waits for engines through the client, which continues requests after weight syncs and
-lost engines and has its own limit. It is woken by requests, by parts of answers, and by agents that hang up, whose
-requests then end in the engine.
+lost engines and has its own limit. It is woken by requests, by parts of answers, and by agents that disconnect, whose
+requests are then aborted in the engine.
 
 Invariants
 1. A key identifies one session and cannot be guessed: 256 random bits. Requests without a valid key are refused.
 2. The run's sampling parameters override an agent's, because training computes log-probs under them. With
-   `agent_sampling` an agent may choose others, but turns sampled with them are not trained. An agent may always lower
+   `agent_sampling` an agent may use its own, but turns sampled with those are not trained. An agent may always lower
    the token limit.
-3. A session that is finished or dropped is removed at once, and its running requests end.
+3. A session that is finished or dropped is removed immediately, and its running requests end.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
-5. The agent reads what was sampled. Text that may turn out to begin a call is held back until that is clear.
+5. The agent reads what was sampled. Text that may begin a call is buffered until that is clear.
 6. A turn that is cancelled before its end leaves nothing in the session.
 """
 
@@ -60,15 +60,15 @@ class Request:
     tools: tuple[Any, ...] = ()
     """In the form that chat templates read: `{"type": "function", "function": {...}}`."""
     max_tokens: int | None = None
-    """The agent's limit for the answer."""
+    """The agent's limit on the length of the answer."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the agent requests, such as the temperature."""
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
-    """The agent's name for the model, repeated in the answer."""
+    """The agent's name for the model, repeated in the response."""
     thinks: bool = False
-    """Whether the wire format carries thinking in requests as well as answers."""
+    """Whether the wire format carries thinking in requests as well as in responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ Event = Thought | Said | Answer
 
 
 class Engine(Protocol):
-    """The part of `slime.rollout.client.engine_client.EngineClient` that a turn needs."""
+    """The methods of `slime.rollout.client.engine_client.EngineClient` that a turn needs."""
 
     def stream(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
@@ -116,13 +116,13 @@ class Turn:
     limits: Limits
     """Token limits of the execution: per conversation, and for all its sampled tokens."""
     decode: Callable[[Sequence[int]], str]
-    """Ids to text, control tokens included."""
+    """Converts ids to text, including control tokens."""
     reader: Callable[[Sequence[Any], str], AnswerReader]
-    """(tools, last text of the prompt) -> a reader for the answer."""
+    """(tools, end of the prompt) -> a reader for the answer."""
     call_id: Callable[[str, int], str]
     """(function, number of the call in its conversation) -> the call's id."""
     end_ids: frozenset[int]
-    """Tokens that end an answer. Its text leaves out these tokens, unless the reader needs them."""
+    """Tokens that end an answer. The answer's text leaves out these tokens, unless the reader needs them."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
         """Yields the answer as it arrives; the last event is an `Answer`.
@@ -212,12 +212,12 @@ class Text:
 
 
 def said(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
-    """Events from a reader's (kind, text) parts."""
+    """Converts a reader's (kind, text) parts to events."""
     return [Thought(text) if kind == "thinking" else Said(text) for kind, text in parts if text]
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
-    """A stream's parts as one answer; without parts, an empty answer that hit a length limit."""
+    """Joins the parts of a stream. Without parts, returns an empty answer that hit a length limit."""
     if not parts:
         return Generation((), (), "length", NOT_SAMPLED, "")
     last = parts[-1]
@@ -263,21 +263,21 @@ class Stream(ABC):
 
     @abstractmethod
     def begin(self) -> Iterable[Frame]:
-        """The frames that precede all sampled text."""
+        """Returns the frames that precede all sampled text."""
 
     @abstractmethod
     def frames(self, event: Event) -> Iterable[Frame]:
-        """The frames for an event. The `Answer` ends the stream."""
+        """Returns the frames for an event. The `Answer` ends the stream."""
 
     @abstractmethod
     def broken(self, message: str, status: int) -> Iterable[Frame]:
-        """The frames that end a stream after an error."""
+        """Returns the frames that end a stream after an error."""
 
 
 class Wire(ABC):
     path: ClassVar[str]
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
-    """POST routes that count a request's tokens -> function that turns the count into their answer."""
+    """POST routes that count a request's tokens -> function that converts the count to the response."""
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> Request:
@@ -285,19 +285,19 @@ class Wire(ABC):
 
     @abstractmethod
     def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of a response that is not streamed."""
 
     @abstractmethod
     def stream(self, request: Request) -> Stream:
-        """The frames of a streamed answer."""
+        """Returns the frames of a streamed response."""
 
     @abstractmethod
     def error(self, message: str, status: int) -> dict[str, Any]:
-        """The body of an error response."""
+        """Returns the body of an error response."""
 
 
 def wanted(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The entries of `body` under `names` that are not None."""
+    """Returns the entries of `body` under `names` that are not None."""
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
@@ -372,7 +372,7 @@ class Adapter:
     ) -> None:
         """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: derived from
         the chat template. `sampling`: the run's parameters, for all sessions. `max_turns`: limit per session; further
-        requests get HTTP 400, which clients do not repeat.
+        requests get HTTP 400, which clients do not retry.
         """
         self._engine, self._template, self._decode = engine, template, decode
         self.no_tools = ""
@@ -397,7 +397,7 @@ class Adapter:
     ) -> str:
         """Opens a session; returns its API key. `sampling` and the limits override the adapter's for this session.
 
-        `limits`: by default those of the calling execution; `max_context_tokens` replaces one of them. After
+        `limits`: by default those of the calling execution; `max_context_tokens` overrides one of them. After
         `time_limit_s` running requests end, further ones get HTTP 400, and the last branch's sample is TRUNCATED.
         """
         key = session_id or secrets.token_urlsafe(32)
@@ -420,7 +420,7 @@ class Adapter:
         return key
 
     def session(self, key: str) -> Session:
-        """An open session, for inspection. Raises `KeyError`."""
+        """Returns an open session, for inspection. Raises `KeyError`."""
         return self._sessions[key].session
 
     def finish_session(
@@ -489,7 +489,7 @@ class Adapter:
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     def _handler(self, wire: Wire, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
-        """An aiohttp handler. `answer`: async, makes the response from (session, request, HTTP request)."""
+        """Returns an aiohttp handler. `answer`: async; makes the response from (session, request, HTTP request)."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
             try:

@@ -132,7 +132,7 @@ def _call(given: Any) -> ToolCall:
 
 
 def text_of(content: Any) -> str:
-    """The text of a string or of text parts. Raises `BadRequest` for other parts."""
+    """Returns the text of a string or of text parts. Raises `BadRequest` for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -147,7 +147,7 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The tools in the form that chat templates read; none if the agent forbids calls. Raises `BadRequest`."""
+    """Returns the tools in the form that chat templates read; none if the agent forbids calls. Raises `BadRequest`."""
     if body.get("tool_choice") == "none":
         return ()
     tools = body.get("tools") or ()

@@ -227,7 +227,7 @@ def _add(messages: list[Message], item: Any) -> None:
 
 
 def _turn(messages: list[Message]) -> Message | None:
-    """The assistant message that an item continues; None if the last message is not one."""
+    """Returns the assistant message that an item continues; None if the last message is not one."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -237,7 +237,7 @@ def _begun(messages: list[Message]) -> Message:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The functions in the form that chat templates read. Drops tools that the provider would run."""
+    """Returns the functions in the form that chat templates read. Drops tools that the provider would run."""
     if body.get("tool_choice") == "none":
         return ()
     tools = []

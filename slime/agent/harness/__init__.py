@@ -35,7 +35,7 @@ MODEL = "slime"
 
 
 class Shell(Protocol):
-    """The part of a sandbox that a harness needs."""
+    """The methods of a sandbox that a harness needs."""
 
     async def exec(self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float = ...) -> Any: ...
 
@@ -75,14 +75,14 @@ class Harness(ABC):
 
     @abstractmethod
     def command(self, prompt: str, place: Place) -> Sequence[str]:
-        """The command that makes the program work on `prompt` without asking for confirmation, and then exit."""
+        """Returns the command that makes the program work on `prompt` without confirmations, and then exit."""
 
     def files(self, place: Place) -> Mapping[str, str]:
-        """The program's settings files: absolute path -> content."""
+        """Returns the program's settings files: absolute path -> content."""
         return {}
 
     def environment(self, place: Place) -> Mapping[str, str]:
-        """The program's environment variables, except HOME."""
+        """Returns the program's environment variables, except HOME."""
         return {}
 
     async def install(self, sandbox: Shell, *, prefix: str = "/opt/agents", limit_s: float = 600.0) -> None:

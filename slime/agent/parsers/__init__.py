@@ -62,13 +62,13 @@ class ToolFormat(ABC):
         """Parses `text`, which begins with one of `marks`."""
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """A reader for one answer. `tools`: in the form of chat templates; without any, nothing counts as a call.
-        `prompt_end`: the end of the prompt, which may have opened the thinking.
+        """Returns a reader for one answer. `tools`: in the form of chat templates; without tools, nothing counts as a
+        call. `prompt_end`: the end of the prompt, which may have opened the thinking.
         """
         return Reader(self, tools, prompt_end)
 
     def call_id(self, name: str, number: int) -> str:
-        """A new id for a call. `number`: position of the call in its conversation, from 0.
+        """Returns a new id for a call. `number`: position of the call in its conversation, from 0.
 
         The tool result refers to the call by this id, and some chat templates show the id to the model.
         """
@@ -90,7 +90,7 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """Ends the answer; returns the parts that were held back, and the whole answer."""
+        """Ends the answer; returns the parts that were buffered, and the complete answer."""
 
     def all(self, text: str) -> Parsed:
         self.feed(text)
@@ -106,7 +106,7 @@ class Reader(AnswerReader):
         self._thinks = prompt_end.rstrip().endswith(OPEN)
         self._begun, self._held = self._thinks, ""
         self._trims = self._thinks
-        """Whether to drop the next line feeds, because they belong to a mark of thinking."""
+        """Whether to drop the next newlines, because they belong to a mark of thinking."""
         self._thoughts: list[str] = []
         self._words: list[str] = []
         self._calls: list[str] | None = None
@@ -193,7 +193,7 @@ class Reader(AnswerReader):
         self._trims = not self._held
 
     def _opened(self, last: bool) -> bool:
-        """Whether enough text has arrived to tell if the answer begins with thinking."""
+        """Returns whether enough text has arrived to tell if the answer begins with thinking."""
         start = self._held.lstrip()
         if start.startswith(OPEN):
             self._thinks, self._held = True, start[len(OPEN) :].lstrip("\n")
@@ -219,20 +219,20 @@ class Reader(AnswerReader):
 
 
 def begins(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at the end of `text` that may be the beginning of a mark."""
+    """Returns the number of characters at the end of `text` that may be the beginning of a mark."""
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
     return next(ends, 0)
 
 
 def format_of(template: str) -> str | None:
-    """Name of the format whose signs all occur in a chat template, if several: with most signs. None if none fits."""
+    """Returns the format whose signs all occur in a chat template; of several, the one with the most signs."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
 def known_format(template: str, name: str | None = None) -> ToolFormat:
-    """The format `name`, or the format that the chat template uses. Raises `ConfigError` if the format is unknown."""
+    """Returns the format `name`, or the format of the chat template. Raises `ConfigError` if the format is unknown."""
     name = name or format_of(template)
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))

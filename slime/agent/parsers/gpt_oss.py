@@ -150,7 +150,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """Turns the held-back header or call into text, and continues as text."""
+        """Converts the buffered header or call to text, and continues as text."""
         held, tried = "".join(self._raw), self._kind is _Kind.CALL
         self._raw = []
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))

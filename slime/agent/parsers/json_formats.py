@@ -32,7 +32,7 @@ _DEEPSEEK_BARE = re.compile(rf"{_DEEPSEEK_BEGIN}([^<\n]*){_DEEPSEEK_SEP}|{_DEEPS
 
 
 def _json_call(head: re.Match[str], ends: Sequence[str], name: str | None = None) -> Found | None:
-    """The call in the JSON between `head` and `ends`. `name`: the function, if the JSON contains only its arguments."""
+    """Reads the call in the JSON between `head` and `ends`. `name`: the function, if the JSON has only arguments."""
     got = json_at(head.string, head.end())
     if got is None:
         return None
@@ -74,7 +74,7 @@ class KimiK2(ToolFormat):
         return scan(text, _KIMI_HEAD, call, frames=(_KIMI_ALL_BEGIN, _KIMI_ALL_END), end=_KIMI_END)
 
     def call_id(self, name: str, number: int) -> str:
-        """The model's own numbering of calls, which the template repeats before each result."""
+        """Returns an id in the model's numbering of calls. The template repeats the id before each result."""
         return f"functions.{name}:{number}"
 
 
@@ -92,7 +92,7 @@ class Mistral(ToolFormat):
         return scan(text, _MISTRAL_HEAD, _mistral_call)
 
     def call_id(self, name: str, number: int) -> str:
-        """Nine letters and digits, because the template refuses any other id."""
+        """Returns nine letters and digits, because the template refuses any other id."""
         return secrets.token_hex(5)[:9]
 
 
@@ -127,7 +127,7 @@ class Llama3(ToolFormat):
 
 
 def _llama_call(head: re.Match[str]) -> Found | None:
-    """The call at `head`. Skips JSON that is broken or not a call, so that nothing inside it counts as a call."""
+    """Reads the call at `head`. Skips JSON that is broken or not a call, so that nothing inside counts as a call."""
     got = json_or_break(head.string, head.end())
     if isinstance(got, int):
         return [], got

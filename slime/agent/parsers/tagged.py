@@ -74,13 +74,13 @@ def scan(
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """(JSON value at position `at`, its end); None if it cannot be read."""
+    """Returns (JSON value at position `at`, its end); None if it cannot be read."""
     got = json_or_break(text, at)
     return None if isinstance(got, int) else got
 
 
 def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
-    """Like `json_at`, but for unreadable JSON the position of the error (the end of the text if it nests too deep)."""
+    """Like `json_at`, but returns the position of an error (the end of the text if the JSON nests too deep)."""
     try:
         value, end = _SCAN(text, _skip(text, at))
     except StopIteration:  # nothing begins there
@@ -95,7 +95,7 @@ def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
 
 
 def followed(text: str, at: int, by: str) -> int | None:
-    """The end of `by`, if it follows position `at` after optional white space; else None."""
+    """Returns the end of `by` if `by` follows position `at`, after optional white space; else None."""
     at = _skip(text, at)
     return at + len(by) if text.startswith(by, at) else None
 
@@ -111,14 +111,14 @@ def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
 
 
 def call_of(value: Any) -> tuple[str, str] | None:
-    """The call in a JSON object with `name` and `arguments` (or `parameters`); None if it is not one."""
+    """Returns the call in a JSON object with `name` and `arguments` (or `parameters`); None if it is not one."""
     if not isinstance(value, dict):
         return None
     return named_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
 
 
 def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
-    """Function name -> JSON schema of its parameters."""
+    """Returns function name -> JSON schema of its parameters."""
     out: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -129,14 +129,14 @@ def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def typed_arguments(name: str, values: Mapping[str, str], tools: Sequence[Any]) -> tuple[str, str] | None:
-    """A call from textual values, each converted to the type in its parameter's schema; None if that fails."""
+    """Makes a call from textual values, each converted to the type in its parameter's schema; None if that fails."""
     properties = functions(tools).get(name, {}).get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     return named_call(name, {key: _typed(text, known.get(key)) for key, text in values.items()})
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The text as JSON if it is valid and the schema allows its type (or names none); else the text itself."""
+    """Returns the text as JSON if it is valid and the schema allows its type (or names none); else the text itself."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
@@ -155,7 +155,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """The JSON types that a schema allows; empty if it names none."""
+    """Returns the JSON types that a schema allows; empty if it names no type."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     said = schema.get("type")
@@ -288,7 +288,7 @@ class _Pairs:
         """Ends of runs of pairs that contain an unreadable value."""
 
     def end(self, at: int) -> int:
-        """The end of the run of pairs that begins at `at`; `at` itself if there are none."""
+        """Returns the end of the run of pairs that begins at `at`; `at` itself if there are none."""
         passed: list[int] = []
         while at not in self._leads and (pair := self._pair(at)) is not None:
             passed.append(at)
@@ -304,7 +304,7 @@ class _Pairs:
             yield head, self._text[head.end() : start]
 
     def _pair(self, at: int) -> tuple[re.Match[str], int, int] | None:
-        """(match of `key`, end of the pair, end of its value)."""
+        """Returns (match of `key`, end of the pair, end of its value)."""
         head = self._key.match(self._text, at)
         if head is None:
             return None

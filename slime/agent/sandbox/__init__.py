@@ -87,7 +87,7 @@ class Sandbox(ABC):
         idempotent: bool = False,
     ) -> ExecResult:
         """Runs a shell command line in `folder`. `check`: raise `CommandFailed` if the status is not 0. `idempotent`: a
-        remote sandbox may send the command again if its answer is lost."""
+        remote sandbox may send the command again if the response is lost."""
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):

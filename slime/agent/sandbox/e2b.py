@@ -36,7 +36,7 @@ IMAGE_KEY, SIZE = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SLIME_AGENT_E2B_SAN
 
 
 def package() -> Any:
-    """The package `e2b`. Raises `ConfigError` if it is not installed."""
+    """Imports the package `e2b`. Raises `ConfigError` if it is not installed."""
     try:
         import e2b
     except ImportError as error:

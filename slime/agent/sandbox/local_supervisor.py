@@ -103,15 +103,15 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
-    """RLIMIT -> value: the number of processes, if only the sandbox uses this user; file sizes, if no file system
-    limits them."""
+    """Returns RLIMIT -> value: the number of processes, if only the sandbox uses this user; file sizes, if no file
+    system limits them."""
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unheld"] else {}
     alone = not settings["unheld"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}
 
 
 def processes(settings: dict[str, Any]) -> list[int]:
-    """Pids of the sandbox's processes, except this one."""
+    """Returns the pids of the sandbox's processes, except this one."""
     from slime.core.confine import view
 
     me = os.getpid()
@@ -162,7 +162,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def wake_on_ends() -> int:
-    """A pipe that becomes readable when a process ends."""
+    """Returns a pipe that becomes readable when a process ends."""
     ends, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -170,7 +170,7 @@ def wake_on_ends() -> int:
 
 
 def handle_request(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
-    """Handles one request and updates `running` (pid -> number of the command). False if the socket is closed."""
+    """Handles one request and updates `running` (pid -> number of the command). Returns False on a closed socket."""
     message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
     if not message:
         return False

@@ -8,7 +8,7 @@
         "Its help text; the flag is --some-setting."
         def get_samples(self, num_samples): ...
 
-`--data-source` names a source, or gives the import path of a user's source. This module defines `prompt_data` (the file
+`--data-source` is a registered name or the import path of a user's source. This module defines `prompt_data` (the file
 of `--prompt-data`) and `user_class` (any class at `--data-source-path`); other sources are modules of this package. A
 run opens its source once, as a `DataBuffer`, which assigns ids, keeps the ledger and records the groups in flight. Most
 sources need only `SampleSource`, with the methods of a class at `--data-source-path` and their own settings. The
@@ -42,20 +42,18 @@ class SourceContext:
 
 
 class DataSource(ABC):
-    """One way of getting prompts; its fields are its settings."""
+    """A source of prompts. Its fields are its settings."""
 
     name: ClassVar[str]
     reads_prompt_data: ClassVar[bool] = False
-    """Whether it needs `--prompt-data`."""
+    """Whether the source needs `--prompt-data`."""
 
     @abstractmethod
     def open(self, context: SourceContext) -> DataBuffer:
         """Returns the buffer over this source. Called once per run."""
 
     def check(self, args: Args) -> str | None:
-        """A message if the settings cannot work with this source (what is wrong, why, what to do), else None. Called at
-        start.
-        """
+        """Returns what is wrong with the settings, why, and what to do; None if they are valid. Called at start."""
         return None
 
 
@@ -80,7 +78,7 @@ class SampleSource(DataSource):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Returns the number of prompts per epoch."""
 
     def open(self, context: SourceContext) -> DataBuffer:
         """Raises `HookError` with `--buffer-filter-path`."""
@@ -96,7 +94,7 @@ SOURCES: Registry[DataSource] = Registry(
 
 @SOURCES.register("prompt_data")
 class PromptData(DataSource):
-    """Prompts from a file, epoch after epoch. Without a file they are blank, and the rollout function makes its own."""
+    """Prompts from a file, epoch after epoch. Without a file, they are blank, and the rollout function writes them."""
 
     reads_prompt_data = True
 
@@ -135,7 +133,7 @@ class UserClass(DataSource):
         return "--data-source user_class needs a class; give its path as --data-source-path"
 
     def open(self, context: SourceContext) -> DataBuffer:
-        """Raises `HookError` if the class lacks a method, or with `--buffer-filter-path`."""
+        """Raises `HookError` if a method of the class is missing, or with `--buffer-filter-path`."""
         from slime.buffer.data_source import behind_buffer
         from slime.settings.hook_contracts import load_hook
 

@@ -10,8 +10,8 @@ Each scheme is one module of this package: `reasoning_gym` (`rg:`). A slice coun
 Command-line parsing imports the modules, so they import libraries for making rows only inside functions.
 
 Invariants
-1. The same name gives the same rows in every process, so that a data cursor in a checkpoint stays valid.
-2. Training rows (`held_out` False) and held-out rows share no prompt, unless the name itself asks for it.
+1. The same name yields the same rows in every process, so that a data cursor in a checkpoint stays valid.
+2. Training rows (`held_out` False) and held-out rows share no prompt, unless the name itself requests it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INPUT, LABEL, METADATA, TOOLS = "input", "label", "metadata", "tools"
 
 
 class DataScheme(ABC):
-    """Rows made from a name. Raises `ConfigError` with what is wrong, why, and what to do."""
+    """Rows made from a name. Methods raise `ConfigError` with what is wrong, why, and what to do."""
 
     name: ClassVar[str]
     grader: ClassVar[str | None] = None
@@ -42,7 +42,7 @@ class DataScheme(ABC):
         """Yields rows with `input` (text or messages), and optionally `label`, `metadata` and `tools`."""
 
     def makes_messages(self, rest: str) -> bool:
-        """Whether prompts are messages, which need a chat template. Makes no rows."""
+        """Returns whether prompts are messages, which need a chat template. Makes no rows."""
         return False
 
     def check(self, rest: str, *, held_out: bool) -> None:

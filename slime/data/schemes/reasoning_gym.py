@@ -1,7 +1,7 @@
 """`rg:TASK?size=500&seed=1`: a task of reasoning-gym, by its name there.
 
     size    number of rows (500)
-    seed    a different seed gives different rows of the same kind (0)
+    seed    a different seed makes different rows of the same kind (0)
     split   train, eval or all. Default: train for training data, eval for held-out data
     system  a system prompt of reasoning-gym before each question: default, simple, direct, ... (messages, which need
             --apply-chat-template)

@@ -6,9 +6,9 @@
         def grade(self, sample, limit_s): ...
 
 Built-in graders are in the modules of this package. A user's grader is selected by its import path (`--rm-type
-my_pkg.my_grader`). If a grader is a dataclass, its fields are settings with the same names. It gets nothing else of the
-run. Graders run in separate processes (`slime.rewards.grader_worker`), so modules here import libraries only inside
-methods.
+my_pkg.my_grader`). If a grader is a dataclass, its fields are settings with the same names. It gets no other settings
+of the run. Graders run in separate processes (`slime.rewards.grader_worker`), so modules here import libraries only
+inside methods.
 
 With the prefix `boxed_` a grader sees only the content of the last `\\boxed{}`.
 """
@@ -46,29 +46,29 @@ class Grader(ABC):
     waits: ClassVar[bool] = False
     """Whether `grade` is async and mostly waits. Many such gradings share one process, which has the network."""
     is_slow: ClassVar[bool] = False
-    """Whether it computes more than a formula and may use the whole `limit_s`."""
+    """Whether the grader computes more than a formula and may use the whole `limit_s`."""
     needs_network: ClassVar[bool] = False
-    """Whether its process keeps the network. A grader with `waits` always keeps it; any other loses it if the kernel
-    permits."""
+    """Whether its process keeps the network. A grader with `waits` always keeps it; any other loses the network if
+    the kernel permits."""
     held: ClassVar[bool] = False
-    """Whether it needs only the sample and libraries. Its process then gives up everything else
+    """Whether the grader needs only the sample and libraries. Its process then gives up everything else
     (`slime.rewards.grader_confinement`) and never runs an answer as a program."""
     runs_code: ClassVar[bool] = False
-    """Whether it runs a model's code in the sandbox (`program_sandbox`). Machines that cannot confine code are refused
-    at start."""
+    """Whether the grader runs a model's code in the sandbox (`program_sandbox`). Machines that cannot confine code are
+    refused at start."""
     finds_box: ClassVar[bool] = False
-    """Whether it needs the text around the box, so that the prefix `boxed_` makes no sense."""
+    """Whether the grader needs the text around the box, so that the prefix `boxed_` makes no sense."""
     needs_label: ClassVar[bool] = False
-    """Whether it cannot score without a label."""
+    """Whether the grader cannot score without a label."""
     score_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys that `--reward-key` may pick, if it returns several numbers."""
+    """The keys that `--reward-key` may pick, if the grader returns several numbers."""
     wrong: ClassVar[Reward | None] = None
     """For graders that only compute: the reward of a wrong answer, and of an answer that the grader cannot handle.
     None: a service may be the cause of a failure, so the sample stays unscored."""
 
     @abstractmethod
     def grade(self, sample: Sample, limit_s: float) -> Reward | Awaitable[Reward]:
-        """The reward of one finished sample. `limit_s`: the result of `limit_of`.
+        """Returns the reward of one finished sample. `limit_s`: the result of `limit_of`.
 
         An exception leaves the sample unscored. If the grader has `wrong`, the answer is blamed and gets that reward,
         except for exceptions in `NOT_OF_THE_ANSWER`.
@@ -82,8 +82,8 @@ class Grader(ABC):
         return
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Time limit for this sample in seconds: processor time for graders with `wrong`, else wall-clock time.
-        `limit_s`: `--reward-timeout-s`.
+        """Returns the time limit for this sample in seconds: processor time for graders with `wrong`, else wall-clock
+        time. `limit_s`: `--reward-timeout-s`.
         """
         return limit_s if self.waits or self.is_slow else min(limit_s, BUILT_IN_LIMIT_S)
 
@@ -92,13 +92,13 @@ class Grader(ABC):
         return
 
     def check(self, args: Args) -> str | None:
-        """Why the settings cannot work with this grader, checked before the start; None if they can."""
+        """Returns why the settings cannot work with this grader, checked before the start; None if they can."""
         return None
 
 
 class GraderRegistry(Registry[Grader]):
     def get(self, name: str) -> type[Grader]:
-        """The grader class for a name. Raises `ConfigError` if it is unknown, or cannot have the prefix `boxed_`."""
+        """Returns the grader class. Raises `ConfigError` for an unknown name, or a prefix `boxed_` without sense."""
         base = name.removeprefix(BOXED_PREFIX)
         grader = super().get(base)
         if grader.finds_box and base != name:
@@ -106,7 +106,7 @@ class GraderRegistry(Registry[Grader]):
         return grader
 
     def get_registered(self, name: str) -> type[Grader]:
-        """The grader class for a name in the data. Refuses import paths, because data may not choose code."""
+        """Returns the grader class for a name in the data. Refuses import paths, because data may not choose code."""
         if name.removeprefix(BOXED_PREFIX) not in self:
             raise ConfigError(
                 f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())}, or what "
@@ -119,7 +119,7 @@ GRADERS = GraderRegistry("grader", flag="--rm-type", package="slime.rewards.grad
 
 
 def make_grader(rm_type: str, settings: Mapping[str, Any] | None = None) -> Grader:
-    """An instance of the named grader, with `settings` as its fields. Raises `ConfigError`."""
+    """Returns an instance of the named grader, with `settings` as its fields. Raises `ConfigError`."""
     grader = GRADERS.get(rm_type)(**(settings or {}))
     return Boxed(grader) if rm_type.startswith(BOXED_PREFIX) else grader
 

@@ -21,12 +21,12 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 
 def after_thinking(text: str) -> str:
-    """The text after the last `</think>`, or the whole text if there is none."""
+    """Returns the text after the last `</think>`, or the whole text if there is none."""
     return text.rpartition("</think>")[2]
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{...}` (or `\\fbox{...}`) with balanced braces; None without one.
+    """Returns the content of the last complete `\\boxed{...}` or `\\fbox{...}`, with balanced braces; else None.
 
     Only the last box counts, so boxing every candidate does not help. Takes linear time per unclosed box.
     """
@@ -47,14 +47,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_answer_element(text: str) -> str | None:
-    """The content of the last `<answer>...</answer>`; None if there is none."""
+    """Returns the content of the last `<answer>...</answer>`; None if there is none."""
     close = text.rfind(ANSWER_CLOSE)
     start = text.rfind(ANSWER_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(ANSWER_OPEN) : close].strip() if start >= 0 else None
 
 
 def final_answer(text: str) -> str:
-    """The `<answer>` element, else the last box, else the whole text, stripped."""
+    """Returns the `<answer>` element, else the last box, else the whole text, stripped."""
     for candidate in (last_answer_element(text), last_boxed(text)):
         if candidate is not None:
             return candidate
@@ -69,7 +69,7 @@ TAIL_CHARS = 4_000
 
 @functools.lru_cache(maxsize=256)
 def reference(label: str) -> list[Any]:
-    """The label, parsed by math-verify. Raises `DataError` if it contains no expression.
+    """Parses the label with math-verify. Raises `DataError` if it contains no expression.
 
     Compares the label with a number once, so that no answer is blamed for a label that takes too long.
     """
@@ -84,7 +84,7 @@ def reference(label: str) -> list[Any]:
 
 
 def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
-    """Whether math-verify finds answer and label equal. `boxed`: whether the answer came from a box.
+    """Returns whether math-verify finds answer and label equal. `boxed`: whether the answer came from a box.
 
     Raises `DataError` if the label contains no expression.
     """
@@ -109,7 +109,7 @@ class WithLabel(Grader):
         self.label_of(sample)
 
     def label_of(self, sample: Sample) -> str:
-        """The label as text. Raises `DataError` if it is missing."""
+        """Returns the label as text. Raises `DataError` if it is missing."""
         if sample.label is None:
             raise DataError(f"the {self.name} grader needs a label; set --label-key")
         return str(sample.label)
@@ -119,7 +119,7 @@ class WithMathLabel(WithLabel):
     """Base of graders with a label that math-verify must be able to parse."""
 
     def label_of(self, sample: Sample) -> str:
-        """The label as text. Raises `DataError` if it is missing or math-verify cannot parse it."""
+        """Returns the label as text. Raises `DataError` if it is missing or math-verify cannot parse it."""
         label = super().label_of(sample)
         reference(label)
         return label
@@ -159,7 +159,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """The lower-case words of a text, without punctuation and articles."""
+    """Returns the lower-case words of a text, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
@@ -199,7 +199,7 @@ class Dapo(WithMathLabel):
     wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """`{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare` does."""
+        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare` does."""
         label = self.label_of(sample)
         tail = sample.response[-DAPO_TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
@@ -218,7 +218,7 @@ class DeepScaler(WithMathLabel):
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """0.0 if the response never ends its thinking or has no box after it. Raises as `prepare` does."""
+        """Scores 0.0 also if the response never ends its thinking or has no box after it. Raises as `prepare` does."""
         for marker in MARKERS:
             _, found, answer = sample.response.rpartition(marker)
             if found:
@@ -239,6 +239,6 @@ def dapo_score(solution: str, label: object) -> dict[str, Any]:
 
 
 def boxed_equals(solution: str, label: object) -> bool:
-    """Whether the last box of a solution equals the label. Raises `DataError` for a label without an expression."""
+    """Compares the last box of a solution with the label. Raises `DataError` for a label without an expression."""
     answer, reference = last_boxed(solution), str(label)
     return answer is not None and equal_answers(answer, last_boxed(reference) or reference, boxed=True)

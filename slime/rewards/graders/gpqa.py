@@ -40,7 +40,7 @@ _PROSE = re.compile(r"\s+(?!because|since|as\b|due|for\b|which|given|based|with|
 
 
 def plain(text: str) -> str:
-    """The text without LaTeX and Markdown markup, with full-width letters converted to ASCII."""
+    """Returns the text without LaTeX and Markdown markup, with full-width letters converted to ASCII."""
     text = unicodedata.normalize("NFKC", text)
     for _ in range(3):  # \text{\textbf{C}}
         text = _WRAPPED.sub(r" \1 ", text)
@@ -48,12 +48,12 @@ def plain(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """The text of a choice in normalised form, for comparisons."""
+    """Returns the text of a choice in normalised form, for comparisons."""
     return " ".join(plain(text).split()).casefold().rstrip(".")
 
 
 def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
-    """The letter with which `text` begins; None if the letter is a word of prose or the first of several letters."""
+    """Returns the letter with which `text` begins; None for a word of prose, or the first of several letters."""
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
@@ -70,7 +70,7 @@ def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
 
 
 def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """The letter of a marked answer, which may be a letter or the text of a choice."""
+    """Returns the letter of a marked answer, which may be a letter or the text of a choice."""
     words = folded(text)
     same = [letter for letter, choice in zip(letters, choices, strict=False) if words == choice]
     if len(same) == 1:
@@ -81,7 +81,7 @@ def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 
 def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
-    """The letter to which the response commits; None if it commits to none. `choices`: folded texts in letter order."""
+    """Returns the letter to which the response commits, if any. `choices`: folded texts in letter order."""
     answer = after_thinking(response)
     for marked in (last_answer_element(answer), last_boxed(answer)):
         if marked is not None:
@@ -99,12 +99,12 @@ def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> 
 
 
 def choices_of(sample: Sample) -> list[str]:
-    """The row's choices as `folded` texts."""
+    """Returns the row's choices as `folded` texts."""
     return [folded(str(choice)) for choice in sample.metadata.get("choices") or ()]
 
 
 def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
-    """The letter of the correct choice. Raises `DataError` if the label names no choice."""
+    """Returns the letter of the correct choice. Raises `DataError` if the label names no choice."""
     label = sample.label
     if label is None:
         label = sample.metadata.get("correct_letter")

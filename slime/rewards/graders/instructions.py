@@ -41,7 +41,7 @@ def words(text: str) -> list[str]:
 
 
 def num_sentences(text: str) -> int:
-    """The number of sentence ends. Ignores full stops after abbreviations, initials and numbers of list items."""
+    """Counts the sentence ends. Ignores full stops after abbreviations, initials and numbers of list items."""
     count, start = 0, 0
     for mark in _SENTENCE_END.finditer(text):
         before = text[max(start, mark.start() - 40) : mark.start()].split()
@@ -56,24 +56,24 @@ def num_sentences(text: str) -> int:
 
 
 def compare(value: int, target: Any, relation: str | None) -> bool:
-    """Whether `value` is in `relation` (default: at least) to `target`. Raises KeyError for an unknown relation."""
+    """Compares `value` with `target` by `relation` (default: at least). Raises KeyError for an unknown relation."""
     return RELATIONS[relation or "at least"](value, int(target))
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether the word or phrase occurs in the text, ignoring case, and not as part of a longer word."""
+    """Returns whether the word or phrase occurs in the text, ignoring case, and not as part of a longer word."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def paragraphs(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str] | None:
-    """The texts between dividers, without empty ones at either end; None if one in between is empty."""
+    """Returns the texts between dividers, without empty ones at either end; None if one in between is empty."""
     parts = [part.strip() for part in re.split(divider, text)]
     parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
     return parts if all(parts) else None
 
 
 def is_json(text: str) -> bool:
-    """Whether the text is a JSON object or list, with or without a code fence."""
+    """Returns whether the text is a JSON object or list, with or without a code fence."""
     body = re.sub(r"^```\w*\s*\n?|\n?```$", "", text.strip()).strip()
     try:
         return isinstance(json.loads(body), dict | list)
@@ -82,7 +82,7 @@ def is_json(text: str) -> bool:
 
 
 def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Whether there are `num_paragraphs`, separated by empty lines, and the n-th (from 1) begins with `first_word`."""
+    """Returns whether there are `num_paragraphs`, split at empty lines, and the n-th (from 1) begins `first_word`."""
     parts = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(parts) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(parts):
         return False
@@ -91,25 +91,25 @@ def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def two_responses(text: str) -> bool:
-    """Whether the text consists of two different texts, separated by six asterisks."""
+    """Returns whether the text consists of two different texts, separated by six asterisks."""
     parts = paragraphs(text, r"\*{6}")
     return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
 def postscript(text: str, postscript_marker: str = "P.S.") -> bool:
-    """Whether a line begins with the marker, allowing a blank between its letters."""
+    """Returns whether a line begins with the marker, allowing a blank between its letters."""
     marker = r"\s?".join(re.escape(c) for c in postscript_marker if not c.isspace())
     return re.search(rf"^\s*{marker}.+$", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def sections(text: str, num_sections: int, section_spliter: str = "Section") -> bool:
-    """Whether there are at least `num_sections` headings of the form `<section_spliter> <number>`."""
+    """Returns whether there are at least `num_sections` headings of the form `<section_spliter> <number>`."""
     found = re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)
     return len(found) >= int(num_sections)
 
 
 def highlights(text: str, num_highlights: int) -> bool:
-    """Whether there are at least `num_highlights` parts marked as `*highlighted*` or `**highlighted**`."""
+    """Returns whether there are at least `num_highlights` parts marked as `*highlighted*` or `**highlighted**`."""
     found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
     return sum(1 for part in found if part.strip("* ")) >= int(num_highlights)
 
@@ -132,7 +132,7 @@ def one_case(text: str, *, upper: bool) -> bool:
 
 
 def _count(measure: Callable[[str], int], target: str, default: str = "at least") -> Check:
-    """A check that compares a count with the argument named `target`, by `relation`."""
+    """Returns a check that compares a count with the argument named `target`, by `relation`."""
 
     def check(text: str, relation: str | None = None, **kwargs: Any) -> bool:
         return compare(measure(text), kwargs[target], relation or default)
@@ -186,7 +186,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(id, arguments) of each instruction. Raises `DataError` if the row has none, or if one is unknown."""
+    """Returns (id, arguments) of each instruction. Raises `DataError` if the row has none, or if one is unknown."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
         raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
@@ -200,12 +200,12 @@ def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether the text follows the instruction `name`. An empty text follows none."""
+    """Returns whether the text follows the instruction `name`. An empty text follows none."""
     return bool(text.strip()) and CHECKS[name](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
-    """The variants of the text for the loose score (`InstructionFollowing`)."""
+    """Returns the variants of the text for the loose score (`InstructionFollowing`)."""
     lines = text.split("\n")
     shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
@@ -233,7 +233,7 @@ class InstructionFollowing(Grader):
                 raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """`score` and `loose` (1.0 if all instructions are followed, else 0.0), and the share of instructions followed.
+        """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the share that is followed.
 
         Raises as `prepare` does.
         """

@@ -48,13 +48,13 @@ class Case:
 
 
 def last_program(response: str) -> str | None:
-    """The last complete code block that is marked as Python or has no language; None if there is none."""
+    """Returns the last complete code block that is marked as Python or has no language; None if there is none."""
     blocks = [body for language, body in _BLOCK.findall(after_thinking(response)) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """The tests of a row. Raises `DataError` if the row has none, or if their form is unknown."""
+    """Returns the tests of a row. Raises `DataError` if the row has none, or if their form is unknown."""
     tests = sample.metadata.get("tests", sample.label)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
@@ -118,7 +118,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether the outputs are equal, except for trailing white space; or word by word, with floats within 1e-6."""
+    """Compares outputs without trailing white space, or else word by word, with floats within 1e-6."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()
@@ -135,7 +135,7 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Whether two values are equal as JSON (a tuple equals a list), with floats within 1e-6; True does not equal 1.
+    """Compares values as JSON, with floats within 1e-6. A tuple equals a list; True does not equal 1.
 
     Values that cannot be compared, such as a float and an integer beyond the range of floats, are not equal.
     """
@@ -168,17 +168,17 @@ class ProgramTests(Grader):
     """Run programs even if this machine cannot confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """The time limit for all tests, on the program's clock. Raises `DataError` for a row without tests."""
+        """Returns the time limit for all tests, on the program's clock. Raises `DataError` for a row without tests."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """The share of passed tests, or 0.0 or 1.0 with `code_reward` "all"; 0.0 without a complete code block.
+        """Returns the share of passed tests, or 0.0 or 1.0 with `code_reward` "all"; 0.0 without a complete code block.
 
         Raises `DataError` for a row without tests, or with a test that cannot be checked from outside the program;
-        `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not given; `OSError` if
+        `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not set; `OSError` if
         the machine cannot run the program.
         """
         from slime.rewards.program_sandbox import Sandbox

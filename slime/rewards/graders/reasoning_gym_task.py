@@ -29,7 +29,7 @@ BOARDS = ("arc_agi", "rearc")
 
 @functools.lru_cache(maxsize=256)
 def score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
-    """The verifier of a task. `settings`: the task's settings, as JSON."""
+    """Returns the verifier of a task. `settings`: the task's settings, as JSON."""
     import reasoning_gym
 
     function: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
@@ -50,7 +50,7 @@ def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
-    """(name of the task, its entry). Raises `DataError` if the metadata lack either."""
+    """Returns (name of the task, its entry). Raises `DataError` if one of them is missing from the metadata."""
     metadata = sample.metadata
     task = metadata.get("reasoning_gym")
     if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):
@@ -68,7 +68,7 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
 
 
 def bare_answer(response: str, reference: str) -> str:
-    """The `<answer>` element, else the last box, the last number (if the reference is a number), or the last line."""
+    """Returns the `<answer>` element, else the last box, the last number (for a reference number), or the last line."""
     for marked in (last_answer_element(response), last_boxed(response)):
         if marked is not None:
             return marked

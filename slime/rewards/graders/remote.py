@@ -81,7 +81,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """The service's response for one sample. Raises as `post` does, and `DataError` for a list of wrong length."""
+        """Returns the service's response for one sample. Raises like `post`; `DataError` for a list of wrong length."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -112,7 +112,7 @@ class Batcher:
                 future.set_result(reward)
 
     async def _rewards(self, payloads: list[dict[str, Any]]) -> list[Any]:
-        """A reward or an exception for each payload."""
+        """Returns a reward or an exception for each payload."""
         try:
             answer = await post(self.session, self._url, payloads) if payloads else []
         except RequestRejected:
@@ -149,7 +149,7 @@ class RemoteReward(Grader):
         self.batcher: Batcher | None = None
 
     async def grade(self, sample: Sample, limit_s: float) -> Any:
-        """The service's reward. Raises `RequestRejected` if it refuses. The pool's limit ends retries."""
+        """Returns the service's reward. Raises `RequestRejected` if refused. The pool's limit ends retries."""
         if not self.rm_url:
             raise ConfigError("--rm-type remote_rm has no address; set --rm-url")
         if self.batcher is None:

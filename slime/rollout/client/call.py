@@ -8,13 +8,13 @@ Invariants
    with the log-prob and version it was sampled with. The next request reads all tokens so far, and its `max_new_tokens`
    and `min_new_tokens` are reduced by their number.
 2. An answer ends where one request would have ended. An interruption at the last allowed token, at an end token or at
-   the end of a stop string ends the answer, and so does a stop string across the joint of two requests. Engines search
-   only new text for stop strings, so `EndOfText` searches across the joint.
+   the end of a stop string ends the answer, and so does a stop string that two requests sampled together. Engines
+   search only new text for stop strings, so `EndOfText` searches the text of both requests.
 3. An answer under a grammar starts over after an interruption, because the engine would restart the grammar.
 4. Penalties count only the tokens of the running request. Log-probs are exact.
 5. Requests that an engine or the router is known to mishandle are not sent: an id outside the vocabulary kills the
    scheduler of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
-6. The ids of a `Generation` are those the engine sampled, including an end or stop token. Its text lacks the end token
+6. The ids of a `Generation` are those the engine sampled, including an end or stop token. Its text has no end token
    but keeps a matched stop string.
 7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, ids have separate versions;
    otherwise all ids share one.
@@ -61,7 +61,7 @@ class Generation:
     weight_version: WeightVersion | tuple[WeightVersion, ...]
     """One version for all tokens, or [T] versions; `NOT_SAMPLED` only if no request reached an engine."""
     text: str
-    """Lacks the end token, but keeps a matched stop string."""
+    """Without the end token, but with a matched stop string."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""
@@ -189,7 +189,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
 
 
 def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
-    """Returns the counts of speculative decoding so far; None without any."""
+    """Returns the counts of speculative decoding so far; None without speculative decoding."""
     meta = event.get("meta_info") or {}
     if not meta.get("spec_verify_ct"):
         return None
@@ -227,7 +227,7 @@ class Pictures:
     A prompt has one placeholder for each token of an image, but SGLang 0.5.16 expects one placeholder per image and
     expands it. `Call` checks the prompt length that SGLang reports. Images are sent as PNG in data URIs, because SGLang
     mistakes bare base64 that begins with a slash (as a JPEG's does) for a path, and may decode a JPEG on a GPU, which
-    gives different pixels.
+    produces different pixels.
     """
 
     token_id: int
@@ -271,7 +271,7 @@ class EndOfText:
     token_ids: frozenset[int] = frozenset()
     """Tokens that end any answer."""
     decode: Callable[[Sequence[int], bool], str] | None = None
-    """(ids, skip_special_tokens) -> text; without this function, stop strings across a joint are not found."""
+    """(ids, skip_special_tokens) -> text; without this function, stop strings that span two requests are not found."""
 
 
 class Refused(Exception):
@@ -388,7 +388,7 @@ class Call:
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
     def settle(self) -> None:
-        """Sets `finish` if the tokens are already a whole answer. Called after an interruption."""
+        """Sets `finish` if the tokens are already a complete answer. Called after an interruption."""
         if not self.tokens:
             return
         most = self._params["max_new_tokens"]
@@ -461,7 +461,7 @@ class Call:
     # ---- the end of the text ---------------------------------------------------------------------------------------
 
     def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
-        """Returns the part up to a stop string that began before the joint, and whether such a string was found."""
+        """Returns the part up to a stop string that an earlier request began, and whether such a string was found."""
         before, joint = len(self.tokens), self._joint
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
@@ -472,7 +472,7 @@ class Call:
         return part, False
 
     def _stopped_at(self, num: int, tokens: Sequence[int] | None = None) -> bool:
-        """Whether a stop string ends at, or just before, token `num`."""
+        """Returns whether a stop string ends at, or just before, token `num`."""
         if not self._stops or self._end.decode is None:
             return False
         tail = self._end.decode((tokens or self.tokens)[max(0, num - self._window) : num], False)
@@ -485,7 +485,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """Returns the engine's text. After a joint, where that text may lack a character, decodes the tokens."""
+        """Returns the engine's text, or decodes all tokens after the first request, whose text may miss a character."""
         if not self._joint or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))

@@ -9,7 +9,7 @@ Invariants
 1. A call outlives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status, the
    call sends a new request with the tokens sampled so far (`call`); the answer contains all tokens. Only the run itself
    ends a call early: it aborts the `RequestScope`, or pauses and hands back. The caller then gets `TakenBack`, so that
-   a partial answer is never mistaken for a whole one; with `returns_partial` the caller gets an answer with finish
+   a partial answer is never mistaken for a complete one; with `returns_partial` the caller gets an answer with finish
    reason `abort`. In both cases the transcript marks the execution as not finished, regardless of what its code
    returns.
 2. A call is retried only after errors that a retry can fix (`Job`). A request that kills engines is not retried
@@ -17,7 +17,7 @@ Invariants
 3. Each request has its own id, because an engine refuses an id that it is still working on. One abort per engine ends
    many requests of this client, but none of other clients (`wire`). Only `pause` also ends requests of other clients,
    because it needs idle engines. Each engine of a pair gets its own request (`pairing`).
-4. Work on many requests at once is spread over several turns of the event loop.
+4. Work on many requests is spread over several turns of the event loop.
 5. The length of an answer and the time in a queue are not limited.
 """
 
@@ -53,11 +53,12 @@ logger = logging.getLogger(__name__)
 TOGETHER = 8
 """An engine with at least this many requests of a scope gets one abort for all these requests."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
-"""An aborted scope is ended at `ENGINES_AT_ONCE` engines at a time. The next engines follow when these are done, or
-after `NEXT_ENGINES_S`. The responses of an engine arrive all at once, and reading them blocks the event loop.
+"""The requests of an aborted scope are ended at `ENGINES_AT_ONCE` engines at a time. The next engines follow when these
+are done, or after `NEXT_ENGINES_S`. The responses of an engine arrive together, and reading them blocks the event
+loop.
 """
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
-"""An abort can overtake a request on its way to the engine, so it is repeated."""
+"""An abort can overtake a request on its way to the engine, so aborts are repeated."""
 STREAM_INTERVAL = 64
 """Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and costs the engine's
 processes more. (Without streaming, the processes still exchange a message every 50 tokens.) Tokens that a dead engine
@@ -70,7 +71,7 @@ IDS_OF_A_REQUEST = 1024
 
 
 class EngineClient:
-    """Use it on one event loop; call `close` at the end."""
+    """A client of the engines of one model. Use it on one event loop; call `close` at the end."""
 
     def __init__(
         self,
@@ -196,11 +197,11 @@ class EngineClient:
         return [one.url for one in self._pool.upstreams if one.served >= 0 and one.progress_at >= since]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Adds engines; waiting requests may use them too. `prefill`: the engines read prompts for others."""
+        """Adds engines; waiting requests may use them too. `prefill`: the engines read prompts for other engines."""
         self._pool.admit(urls, prefill=prefill)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:
-        """Removes engines. Their requests go to other engines at once, or wait for one.
+        """Removes engines. Their requests continue at other engines immediately, or wait for an engine.
 
         `died`: these engines died or hang, and one of the requests may be the cause.
         """
@@ -211,7 +212,7 @@ class EngineClient:
             if upstream.tries:
                 self._wire.abort_together(upstream.url, upstream.prefix, [one.rid for one in upstream.tries])
 
-    # ---- all requests at once --------------------------------------------------------------------------------------
+    # ---- all requests ----------------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
         """Cancels all requests of a scope, including those of other clients, and refuses later requests."""
@@ -310,7 +311,7 @@ class EngineClient:
         return Job(call, scope, transcript, session, interval, streams, self._suspects)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends requests until the answer is whole or the call is cancelled."""
+        """Sends requests until the answer is complete or the call is cancelled."""
         transcript = (job.transcript or STRAYS) if self._trained else None
         if transcript is not None:
             transcript.begin_call(job.call)

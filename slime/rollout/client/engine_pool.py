@@ -10,8 +10,8 @@ Invariants
 2. The requests of a session go to one engine while that engine lives. Requests with the same prompt also go to one
    engine, to use its prefix cache, unless its load is far above the lowest. All other requests go to the least loaded
    engine.
-3. A dismissed engine gets no more requests, and its tries are interrupted at once. If it is admitted again, it counts
-   as a new engine.
+3. A dismissed engine gets no more requests, and its tries are interrupted immediately. If it is admitted again, it
+   counts as a new engine.
 4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
    in each turn of the event loop (`Slices`); interrupted tries are woken in the same way.
 """
@@ -47,7 +47,7 @@ class Loads:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
         self._load: dict[Upstream, int] = {}
         self._least = 0
-        """No lower bucket has an engine."""
+        """The buckets below this one are empty."""
 
     def __len__(self) -> int:
         return len(self._load)
@@ -91,7 +91,7 @@ LOOKS = 8
 
 
 class EnginePool:
-    """Use it on the event loop of the requests."""
+    """The engines of one client. Use it on the event loop of the requests."""
 
     def __init__(
         self,
@@ -227,14 +227,14 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """Notes that the engine answers. After a stall, only a token makes the engine reachable again."""
+        """Records that the engine answers. After a stall, only a token makes the engine reachable again."""
         if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:
                 self._wake_for(upstream)
 
     def failed(self, upstream: Upstream) -> None:
-        """Notes that the engine could not be reached, or broke a connection."""
+        """Records that the engine could not be reached, or broke a connection."""
         now = _now()
         if self._upstreams.get(upstream.url) is not upstream or now < upstream.down_until:
             return  # dismissed, or already noted for a try that broke at the same time

@@ -127,7 +127,7 @@ class PairPool(EnginePool):
         await super().close()
 
     def _gives_up(self, one: Try, is_over: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function that says whether a request stops waiting for a reader."""
+        """Returns a function that decides whether a request stops waiting for a reader."""
         return lambda: is_over() or one.interrupted is not None or not self.is_open
 
     def _has_read(self, reader: Try) -> None:
@@ -166,7 +166,7 @@ class PairPool(EnginePool):
 
 
 async def _end_of(reader: Try, events: Events) -> bool:
-    """Whether the answer ended with an abort. Raises `Refused` if the engine refused the request."""
+    """Returns whether the answer ended with an abort. Raises `Refused` if the engine refused the request."""
     while True:
         for event in await reader.wait(events.next):
             refuse(event)

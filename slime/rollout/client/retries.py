@@ -53,7 +53,7 @@ class Suspects:
     """The requests of one client that may kill engines.
 
     An engine that dies also ends healthy requests, so one death proves nothing. After `MAX_DEATHS - 1` deaths a request
-    is on trial: no other suspect is sent during the trial. A whole answer, or `TRIAL_TOKENS` more tokens, clears the
+    is on trial: no other suspect is sent during the trial. A complete answer, or `TRIAL_TOKENS` more tokens, clears the
     request. If its engine dies during the trial, the request ends with `DeadlyRequest`, and other requests for the same
     ids are not sent at all. A suspect waits until the previous trial has ended.
     """
@@ -72,7 +72,7 @@ class Suspects:
             raise _deadly(call, said)
 
     def note_death(self, call: Call, deaths: Deaths, said: str) -> None:
-        """Notes that the request's engine died. Raises `DeadlyRequest` if the request was on trial."""
+        """Records that the request's engine died. Raises `DeadlyRequest` if the request was on trial."""
         deaths.number += 1
         if deaths.on_trial_from is not None:
             self._deadly[_prompt_of(call)] = said
@@ -105,7 +105,7 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""Sent by a proxy or the engine itself if the engine is gone or not ready."""
+"""Sent by a proxy or the engine itself if the engine has died or is not ready."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
 """The engine may still work on the request."""
 MAX_TRIES = 5
@@ -137,17 +137,17 @@ class Job:
     taken_back: bool = False
     """Whether the run ended the call early."""
     left_stalled: bool = False
-    """Whether the call has left a stalled engine; a second stall counts as the call's own fault."""
+    """Whether the call has moved away from a stalled engine. A second stall counts as the fault of the call."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
-        """Whether the run has cancelled the call."""
+        """Returns whether the run has cancelled the call."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
     def take_back(self) -> None:
-        """Ends the call before its answer is whole. The execution then counts as not finished, regardless of what its
-        code returns.
+        """Ends the call before its answer is complete. The execution then counts as not finished, regardless of what
+        its code returns.
         """
         self.taken_back = True
         if self.transcript is not None:
@@ -206,7 +206,7 @@ class Job:
                 raise problem
 
     def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
-        """Notes that the engine broke the connection or is not ready. The try counts only if the engine was reachable
+        """Records that the engine broke the connection or is not ready. The try counts only if the engine was reachable
         before.
 
         Raises as `count_try` does.

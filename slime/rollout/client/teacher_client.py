@@ -27,7 +27,7 @@ from slime.rollout.guard import waiting
 
 
 class TeacherClient:
-    """Call `close` at the end."""
+    """A client of a served teacher. Call `close` at the end."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TeacherClient:
         vocab_size: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`max_concurrency`: requests at once. The other parameters are those of `EngineClient`."""
+        """`max_concurrency`: number of concurrent requests. The other parameters are those of `EngineClient`."""
         self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
         self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(EngineKeys(api_key))
 

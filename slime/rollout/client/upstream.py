@@ -63,7 +63,7 @@ class Interrupted(Exception):
 
 
 class Upstream:
-    """One engine as its client sees it. `asked`: number of requests sent."""
+    """One engine as its client sees it."""
 
     def __init__(self, url: str, prefix: str, now: float) -> None:
         """`prefix`: the beginning of all its request ids."""
@@ -125,7 +125,7 @@ class Try:
         upstream.asked += 1
 
     def got_tokens(self, now: float) -> None:
-        """Notes new tokens. If no more tokens come, the engine may have put the try at the end of its queue."""
+        """Records new tokens. If no more tokens come, the engine may have put the try at the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
@@ -166,7 +166,7 @@ class Try:
         raise Interrupted(self.interrupted)
 
 
-# ---- work in slices: a thousand tasks woken at once would run in one turn and block everything else --------------
+# ---- work in slices: a thousand tasks woken together would run in one turn and block everything else --------------
 
 CALLS_PER_TURN = 64
 

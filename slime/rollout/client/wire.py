@@ -31,7 +31,7 @@ from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
-"""A reachable engine accepts at once; a host that is gone never does."""
+"""A reachable engine accepts immediately; a host that no longer exists never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
 """A connection whose response does not end in this time is closed instead of reused."""
@@ -46,7 +46,7 @@ MARKER_TOKENS = 64
 REFUSED = re.compile(rb'"status_code":\s*\d')
 """Part of the response if the engine refused the request, as a paired engine refuses a request without a partner."""
 MARKER_REPEAT_S = 0.25
-"""An abort can overtake its marker on the way to the engine, so it is repeated."""
+"""An abort can overtake its marker on the way to the engine, so aborts are repeated."""
 
 
 class Events:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSchedule(ABC):
-    """A schedule is built once per run, from the settings that its fields declare, and runs on one event loop."""
+    """A schedule, built once per run from the settings that its fields declare. Runs on one event loop."""
 
     name: ClassVar[str]
     continuous: ClassVar[bool] = False

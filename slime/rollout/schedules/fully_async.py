@@ -7,11 +7,11 @@ worker wakes `step` when a batch is full or when the worker has failed. Everythi
 Invariants
 1. At most `--max-groups-in-flight` groups run or wait finished. The worker is idle only when finished groups alone
    reach that bound.
-2. Requests continue after weight syncs. With `--pause-generation-mode abort` the client ends each request, and sends
-   it again with its tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the
-   group goes back to the buffer, so that the checkpoint has its tokens, and is issued again at once. A group that is
-   interrupted `MAX_TRIES` times in one step counts as failed.
-3. A batch holds no token older than `--max-weight-staleness`: the buffer checks a group when it is issued and when it
+2. Requests continue after weight syncs. With `--pause-generation-mode abort` the client ends each request, and sends it
+   again with its tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the
+   group goes back to the buffer, so that the checkpoint has its tokens, and is issued again immediately. A group that
+   is interrupted `MAX_TRIES` times in one step counts as failed.
+3. A batch has no token older than `--max-weight-staleness`: the buffer checks a group when it is issued and when it
    is taken. No group starves: while the trainer waits for a batch it syncs no weights, so running groups can finish in
    time.
 4. If the worker fails, its groups are put back, and the current or next step raises the error.
@@ -78,7 +78,7 @@ class BoundedPolicy(Policy):
         return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """True for the first `MAX_TRIES - 1` interruptions of a group in a step, which weight syncs cause."""
+        """Returns True for the first `MAX_TRIES - 1` interruptions of a group in a step: weight syncs cause them."""
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 

@@ -16,9 +16,9 @@ Invariants
 2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop, its
    group is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
 3. The numbers of filtered and of failed groups in a step are bounded. Beyond a bound, the step raises an error.
-4. If a request of a group gets no answer in time, the group is quarantined: `end_quarantine` puts it back, so it is not
-   retried before the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed engines is
-   dropped at once.
+4. If a request of a group gets no answer in time, the group is quarantined: `end_quarantine` puts the group back, so it
+   is not retried before the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed
+   engines is dropped immediately.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepCounts:
     num_surplus: int = 0
     num_aborted: int = 0
     num_reset: int = 0
-    """Groups that started over, because an earlier step had begun them."""
+    """Groups that started over, because an earlier step had started them."""
     num_quarantined: int = 0
     dropped: list[Held] = field(default_factory=list)
     """Groups dropped by the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
@@ -88,32 +88,32 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 MAX_FILTERED_FACTOR = 32
-"""The step gives up after this many filtered groups per wanted group."""
+"""The step fails after this many filtered groups for each group of the batch."""
 MIN_FAILED_GROUPS = 4
-"""A step may lose this many groups, or its target number of groups if that is more."""
+"""In a step, this many groups may fail, or the target number of groups if that is more."""
 
 
 class Policy(ABC):
-    """The decisions of a schedule. Its methods must not block."""
+    """The decisions of a schedule. No method may block."""
 
     @abstractmethod
     def num_missing(self, loop: GroupLoop) -> int:
         """Returns how many more groups to start; zero or less starts none."""
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
-        """Called before a group starts; returns the group to work on."""
+        """Returns the group to work on. Called before a group starts."""
         return group
 
     @abstractmethod
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Whether the group was interrupted on purpose, which is not a failure."""
+        """Returns whether the group was interrupted on purpose, which is not a failure."""
 
     def is_surplus(self, loop: GroupLoop) -> bool:
-        """Whether a finished group goes back to the buffer, because the batch is full."""
+        """Returns whether a finished group goes back to the buffer, because the batch is full."""
         return False
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Whether the batch will be full without the current group."""
+        """Returns whether the batch will be full without the current group."""
         return len(loop.running) >= loop.target
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Policy(ABC):
 
 
 class GroupLoop:
-    """Holds the running groups, the tries of each group, and the counts of the step."""
+    """The running groups, the tries of each group, and the counts of the step."""
 
     def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: DataBuffer, policy: Policy) -> None:
         self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
@@ -203,7 +203,7 @@ class GroupLoop:
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
     def time_left_s(self, began: float) -> float | None:
-        """Returns the seconds left to a step that began at `began`; None without a limit. Raises `DeadlineExceeded`."""
+        """Returns the seconds left to a step started at `began`; None without a limit. Raises `DeadlineExceeded`."""
         limit_s = self.args.rollout_global_timeout_s
         if limit_s is None:
             return None

@@ -1,13 +1,13 @@
 """The step schedule: starts groups until a batch is finished, then ends the groups that still run.
 
-The schedule issues the number of groups that the batch lacks, times `--over-sampling-batch-size` /
+The schedule issues the number of groups missing from the batch, times `--over-sampling-batch-size` /
 `--rollout-batch-size`, and returns exactly `--rollout-batch-size` groups. It waits for any group to end, within
 `--rollout-global-timeout-s`.
 
 Invariants
 1. Once a step has returned or raised, none of its work still runs: each group is in the batch, put back, filtered or
    failed, and no request is left in an engine.
-2. Without `--partial-rollout` a group holds only work of this step: work of an earlier step may come from older weights
+2. Without `--partial-rollout` a group has only work of this step: work of an earlier step may come from older weights
    and is dropped when the group is issued. `--max-weight-staleness` keeps work that is finished and recent enough.
 3. Groups that the step itself ends do not count as failures.
 """
@@ -30,7 +30,7 @@ from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 
 ABORT_REPEAT_S = 0.5
-"""An abort can overtake its request on the way to the engine, so it is repeated."""
+"""An abort can overtake its request on the way to the engine, so aborts are repeated."""
 ABORT_LIMIT_S = 30.0
 """After this time, tasks that still run (tools, sandboxes) are cancelled."""
 
@@ -70,7 +70,7 @@ async def generate_step(
 
 class BatchPolicy(Policy):
     waits_for_all: bool = False
-    """Whether to wait for groups that still run when the batch is full; otherwise they are ended."""
+    """Whether to wait for groups that still run when the batch is full; otherwise they are cancelled."""
 
     def __init__(self, context: RolloutContext, source: DataBuffer) -> None:
         self.accepted: list[Held] = []
@@ -82,7 +82,7 @@ class BatchPolicy(Policy):
         return len(self.accepted) >= self.target
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """Returns how many groups the batch lacks beyond the running groups, times the over-sampling ratio."""
+        """Returns how many groups the batch needs beyond the running groups, times the over-sampling ratio."""
         missing = self.target - len(self.accepted) - len(loop.running)
         return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
@@ -98,7 +98,7 @@ class BatchPolicy(Policy):
         return self._source.start_over(group)
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """The step interrupts only surplus groups; any other interruption is a failure."""
+        """Returns whether the step ends its surplus groups; any other interruption is a failure."""
         return loop.scope.aborted
 
     def is_surplus(self, loop: GroupLoop) -> bool:

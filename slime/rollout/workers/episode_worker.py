@@ -47,7 +47,7 @@ def share_of(args: Args, num_workers: int) -> Args:
 
 
 class EpisodeWorker:
-    """Built once per process, before or after its event loop starts."""
+    """A worker, built once per process, before or after its event loop starts."""
 
     def __init__(
         self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None

@@ -8,7 +8,7 @@ Invariants
 1. A group goes to the worker with the fewest groups. A new process replaces a dead worker and receives the current
    engines and the current pause. The groups of the dead worker are sent again, as they were issued; none is lost.
 2. If `SUSPECT` workers died while they ran a group, the group runs alone in its own process. If that process dies too,
-   the group fails, but the groups that ran beside it before do not.
+   the group fails, but groups that earlier ran beside it do not.
 3. Orders reach each worker, and the clients of this process, in the order in which they were given.
 4. If a worker dies `MAX_DEATHS` times in a row without a finished group, or does not start, the run ends.
 """
@@ -77,11 +77,11 @@ class WorkerPort(Protocol):
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         """Calls a method of the `EpisodeWorker`. The worker begins calls in the order in which they were made.
 
-        Awaiting the answer raises `ActorDied` if the process is gone, and errors of the method.
+        Awaiting the answer raises `ActorDied` if the process has died, and errors of the method.
         """
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kills the process immediately."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class WorkerFleet(Episodes):
     """All workers of a run. Use it on one event loop; call `close` at the end."""
 
     def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
-        """`start`: starts the process of the worker with the given number, and returns at once. `start_limit_s`:
+        """`start`: starts the process of the worker with the given number, and returns immediately. `start_limit_s`:
         `--engine-start-timeout-s`.
         """
         self._start_limit_s = start_limit_s
@@ -357,7 +357,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Sends an order to all workers; waits until each has carried it out, is gone or takes too long."""
+        """Sends an order to all workers; waits until each has carried it out, has died or takes too long."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -399,7 +399,7 @@ class WorkerFleet(Episodes):
             logger.warning("%s of rollout worker %d: %s", method, member.number, error)
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Returns the answers of all workers; None for a worker that does not answer in time or is gone."""
+        """Returns the answers of all workers; None for a worker that does not answer in time or has died."""
         return await asyncio.gather(*(self._asked(member, method, *arguments) for member in list(self._members)))
 
     async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:

@@ -1,12 +1,12 @@
 """On-policy distillation with a teacher that SGLang serves (`--opd-type sglang --opd-teacher-url URL`).
 
-The student samples; the teacher gives the log-prob of each response token (`slime.rollout.client.teacher_client`).
+The student samples; the teacher returns the log-prob of each response token (`slime.rollout.client.teacher_client`).
 `judge` is a sample hook, so it works with every generate function, fan-outs included. Without a grader, samples get
 reward 0.0, because they learn from the teacher alone.
 
 Invariants
 1. The teacher's log-probs belong to the sampled ids. Teacher and student share one vocabulary.
-2. If the teacher fails or exceeds the time limit, the execution fails, and is retried or given up like any other.
+2. If the teacher fails or exceeds the time limit, the execution fails, and is retried or dropped like any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A name of the public slime that implies `--opd-teacher-url`. A call raises `HookError`."""
+    """A name of the public slime that implies `--opd-teacher-url`. Raises `HookError` if called."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 
