@@ -31,7 +31,7 @@ from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.settings import Args
 from slime.settings.hook_contracts import load_hook
 from slime.training.backend import MegatronBackend
-from slime.weights.delivery import Words
+from slime.weights.delivery import SenderMessages
 from slime.weights.quantised.formats import format_of_folder
 from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
@@ -66,14 +66,14 @@ class RankWeightSync:
         self._rank = rank
         limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
-        self._words = self._meet(address, args.weight_sync_timeout_s)
+        self._messages = self._meet(address, args.weight_sync_timeout_s)
         self._peers = Peers(
             rank=rank,
             broadcast=self._broadcast,
             gather=self._gather,
             share=self._share,
-            tell=self._words.tell,
-            hear=self._words.hear,
+            tell=self._messages.tell,
+            hear=self._messages.hear,
         )
         dtype = getattr(torch, args.sglang["dtype"])
         weights = backend.outgoing(dtype)
@@ -127,7 +127,7 @@ class RankWeightSync:
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
 
     def _send(self) -> dict[str, float]:
-        self._words.begin()
+        self._messages.begin()
         return sync_weights(
             self._outgoing,
             receivers=list(self._known.values()),
@@ -173,17 +173,17 @@ class RankWeightSync:
         dist.all_gather_object(everyone, mine, group=self._group)
         return dict(everyone)
 
-    def _meet(self, address: str, limit_s: float) -> Words:
+    def _meet(self, address: str, limit_s: float) -> SenderMessages:
         """Opens the store on the conductor, or joins it on other ranks. Collective."""
         if dist.get_world_size() == 1:
-            return Words(HashStore(), limit_s=limit_s)
+            return SenderMessages(HashStore(), limit_s=limit_s)
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
         if self._rank == CONDUCTOR:
             listener = listen_on(address)
         at = self._broadcast(listener.getsockname()[:2] if listener is not None else None)
         if listener is not None:
-            return Words(open_store(listener, world_size=size, timeout=limit, wait=False), limit_s=limit_s)
-        return Words(join_store(*at, world_size=size, timeout=limit), limit_s=limit_s)
+            return SenderMessages(open_store(listener, world_size=size, timeout=limit, wait=False), limit_s=limit_s)
+        return SenderMessages(join_store(*at, world_size=size, timeout=limit), limit_s=limit_s)
 
     def _broadcast(self, value: Any) -> Any:
         box = [value]

@@ -1,8 +1,8 @@
 """Model families: one folder each, or a user's own file.
 
 A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its
-FLOPs; see `Family`. `common/` has the parts that families share. A folder registers its class under the `model_type`
-values of `config.json` that it serves:
+FLOPs; see `Family`. `common/` has the code that families share. A folder registers its class under the `model_type`
+values of `config.json` that the class supports:
 
     @FAMILIES.register("my_model")
     class MyModel(Family): ...
@@ -55,7 +55,7 @@ def load_family(path: str) -> None:
 
 
 def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
-    """The family of a checkpoint, with its own settings from `settings` or their defaults.
+    """Returns the family of a checkpoint. `settings` has the family's settings; None means their defaults.
 
     Raises `ConfigError` for an unknown `model_type`, as do all functions below.
     """
@@ -63,13 +63,13 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
     if model_type not in FAMILIES:
         raise ConfigError(
             f"the checkpoint has model_type {model_type!r}; this release trains {', '.join(FAMILIES.names())}; choose "
-            "one of these, or give your own family with --model-family"
+            "one of these, or pass your own family with --model-family"
         )
     return FAMILIES.get(model_type)() if settings is None else FAMILIES.build(model_type, settings)
 
 
 def architecture(hf_config: HfConfig) -> dict[str, Any]:
-    """Megatron settings by field name. Raises `ConfigError` for a model that the family does not train."""
+    """Returns Megatron settings by field name. Raises `ConfigError` for a model that the family cannot train."""
     return family_of(hf_config).architecture(hf_config)
 
 
@@ -80,8 +80,7 @@ def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Returns why this model's layer of multi-token prediction cannot be trained, as a clause for a message; None if it
-    can."""
+    """Returns why this model's MTP layer cannot be trained, as a clause for a message; None if it can."""
     try:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
@@ -98,11 +97,11 @@ def images_problem(hf_config: HfConfig) -> str | None:
     """Returns why this model cannot be trained on images, as a clause for a message; None if it can."""
     if not family_of(hf_config).sees_images:
         readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
-        return f"a {hf_config.get('model_type')} is not trained on images; {readers} can be"
+        return f"a {hf_config.get('model_type')} cannot be trained on images; {readers} can"
     vision = hf_config.get("vision_config")
     return None if vision else "its config.json has no vision_config: this is only the language model"
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:
-    """The weight map of a model: one row per parameter."""
+    """Returns the weight map of a model: one row per parameter."""
     return family_of(hf_config).weight_map(hf_config)

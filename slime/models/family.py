@@ -1,7 +1,7 @@
 """`Family`: the contract of a model family. The defaults describe a plain pre-norm decoder.
 
-A family is an entry of `slime.models.FAMILIES` without state: every method gets the checkpoint's `config.json`. The
-fields of a family that is a frozen dataclass are settings, as in every registry.
+A family is a stateless entry of `slime.models.FAMILIES`: every method gets the checkpoint's `config.json`. If a family
+is a frozen dataclass, its fields are settings, as in every registry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 class Family(ABC):
     name: ClassVar[str]
-    """The first `model_type` that it is registered for."""
+    """The first `model_type` for which the family is registered."""
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3")
     """Supported rotary scalings."""
     layer_kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
@@ -37,14 +37,14 @@ class Family(ABC):
     refused_biases: ClassVar[tuple[str, ...]] = ("mlp_bias", "attention_bias")
     """Config keys for biases that the family does not train."""
     per_layer: ClassVar[tuple[str, ...]] = ("layer_types", "mlp_layer_types")
-    """Config keys that hold one entry per layer."""
+    """Config keys with one entry per layer."""
     rotates_itself: ClassVar[bool] = False
     """Whether the family's attention computes its own rotary embedding. Otherwise the model computes cos and sin once
     per packed row."""
     output_norms: ClassVar[bool] = False
-    """Whether the outputs of attention and MLP are normed before they are added."""
+    """Whether the outputs of attention and MLP are normalised before the residual addition."""
     mtp_form: ClassVar[HeadForm] = HeadForm()
-    """The form of the layer of multi-token prediction, if the family has one."""
+    """The form of the MTP layer, if the family has one."""
     shares_prefixes: ClassVar[bool] = False
     """Whether samples may share a prefix (`--use-prefix-sharing`). The layers must read other tokens only through
     `PackedAttention`, without masks, and take positions from `PackedSequences`."""
@@ -53,17 +53,17 @@ class Family(ABC):
     """Whether the family has `images` and a `tower`, for `--multimodal-keys`."""
 
     def architecture(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Megatron settings by field name. Raises `ConfigError` for a model that is not trained, or a missing key."""
+        """Returns Megatron settings by field name. Raises `ConfigError` for a model that slime cannot train."""
         refuse_unsupported(self, hf_config)
         try:
             return {**decoder_architecture(hf_config), **self.departures(hf_config)}
         except KeyError as missing:
             raise ConfigError(
-                f"the checkpoint's config.json lacks {missing}; it does not describe a {hf_config.get('model_type')}"
+                f"the checkpoint's config.json has no {missing}, which a {hf_config.get('model_type')} needs"
             ) from missing
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """The Megatron settings that differ from `decoder_architecture`. Raises `ConfigError`."""
+        """Returns the Megatron settings that differ from `decoder_architecture`. Raises `ConfigError`."""
         return {}
 
     def check(self, args: Args) -> str | None:
@@ -75,7 +75,7 @@ class Family(ABC):
         return None if self.shares_prefixes else f"the layers of {hf_config.get('model_type')} do not support it"
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """The config that makes layer 0 the checkpoint's layer of multi-token prediction; None without such a layer.
+        """Returns a config in which layer 0 is the checkpoint's MTP layer; None without such a layer.
 
         Raises `ConfigError` for a layer that this release does not train.
         """
@@ -83,44 +83,44 @@ class Family(ABC):
 
     @abstractmethod
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """One row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
+        """Returns one row per parameter: its names in Megatron, in files and in engines, and how ranks split it."""
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """How an engine may spread the model over ranks, beyond tensor and expert parallelism."""
+        """Returns how an engine can distribute the model over ranks, besides tensor and expert parallelism."""
         return PLAIN
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
-        """The attention module of a layer. `standard`: Megatron's own."""
+        """Returns the module spec of a layer's attention. `standard`: Megatron's module spec."""
         from slime.models.common.packed_attention import packed_attention
 
         return packed_attention(config, standard)
 
     def mlp(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: Any) -> Any:
-        """The MLP or the experts of a layer: a module spec or a class. `standard`: Megatron's own."""
+        """Returns the module spec or the class of a layer's MLP or experts. `standard`: Megatron's module spec."""
         from slime.models.common.mlp import DenseMLP, ExpertLayer
 
         return ExpertLayer if is_sparse(hf_config, layer) else DenseMLP
 
     def layer(self, hf_config: HfConfig, number: int) -> type | None:
-        """The class of a whole layer without experts; None: Megatron's own."""
+        """Returns the class of a decoder layer without experts; None means Megatron's class."""
         return None
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """The position (time, height or width) that each rotary frequency uses; None if a token has one position."""
+        """Returns the position (time, height, width) that each rotary frequency uses; None if tokens have only one."""
         return None
 
     def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
-        """The image processor of the checkpoint in `folder`. Raises `ConfigError` for a family without images."""
-        raise ConfigError(f"a {hf_config.get('model_type')} cannot read images; drop --multimodal-keys")
+        """Returns the image processor of a checkpoint in `folder`. Raises `ConfigError` if the family has none."""
+        raise ConfigError(f"a {hf_config.get('model_type')} cannot read images; remove --multimodal-keys")
 
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> VisionTower:
-        """The family's vision tower. `weights`: the tensors that the table carries, by their names in files."""
+        """Returns the family's vision tower. `weights`: the `FamilyTable.carried` tensors, by their names in files."""
         raise NotImplementedError(f"{type(self).__name__} has no vision tower")
 
     def flops(self, hf_config: HfConfig) -> FlopsModel:
-        """The cost of a forward pass. Raises `ConfigError` for a missing key, or attention that is not modelled."""
+        """Returns the cost of a forward pass. Raises `ConfigError` for a missing key or an unknown attention."""
         return decoder_flops(hf_config, self.attention_cost)
 
     def attention_cost(self, hf_config: HfConfig, layer: int) -> AttentionCost:

@@ -4,7 +4,7 @@ Each file has one op: its formula in plain PyTorch, which runs on a CPU and is t
 fused form with its gradient. `select` chooses the form of each op once, when a trainer starts.
 
 Invariants
-1. A reference computes exactly its formula, bit for bit, in value and gradient.
+1. Value and gradient of a reference are bitwise those of its formula.
 2. Kernels (`kernels/`) are imported when they are first called, because Triton may be missing on a machine without GPU.
 3. The reference computes every CPU tensor, even if the fused form was chosen for the GPU.
 """

@@ -21,7 +21,7 @@ FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask", "scale"),
 )
-"""The arguments that `flash` passes to torch's operator, in order. They fit torch 2.11 and 2.13."""
+"""The arguments that `flash` passes to torch's operator, in order, as in torch 2.11 and 2.13."""
 
 
 def per_sequence(
@@ -112,7 +112,7 @@ def varlen(
 
 @functools.cache
 def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
-    """(the function, its argument for causal attention, whether it supports fewer key heads than query heads).
+    """Returns (function, its argument for causal attention, whether it supports fewer key heads than query heads).
 
     torch 2.10 has the argument `is_causal`; later versions have a window of (-1, 0), and still later versions support
     grouped queries. All versions align the last query of a sequence with its last key (FlashAttention since 2.1).
@@ -131,7 +131,7 @@ def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 def varlen_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     there = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    return (*_kernel_problems(device, dtype), *(() if there else ("this version of torch lacks it",)))
+    return (*_kernel_problems(device, dtype), *(() if there else ("this version of torch does not have it",)))
 
 
 def _kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ from slime.ops.select import FUSED, name_of
 Form = Literal["reference", "fused"]
 
 _MULTIPLE = 8
-"""Rows are padded to a multiple of this size, because a bfloat16 row must begin at a multiple of 16 bytes."""
+"""Rows are padded to a multiple of this number of entries, because a bfloat16 row must begin at a multiple of 16
+bytes."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class RowGroups:
 
 
 def form_of(x: Tensor) -> Form:
-    """The chosen form (`select`) for rows like `x` and weights of their dtype."""
+    """Returns the chosen form (`select`) for rows like `x` and weights of their dtype."""
     return "fused" if name_of("experts", x) == FUSED and x.dtype is torch.bfloat16 else "reference"
 
 
 def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the fused form cannot run; empty if a trial succeeds."""
+    """Returns why the fused form cannot run; empty if a trial run succeeds."""
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
         (f"PyTorch's grouped product takes bfloat16, not {dtype}", dtype is not torch.bfloat16),
@@ -73,11 +74,11 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
         if torch.cuda.get_device_capability()[0] not in (
             9,
             10,
-        ):  # other GPUs have a loop that waits for sizes
-            return ("PyTorch's grouped product has kernels for compute capability 9 and 10",)
+        ):  # on other GPUs, PyTorch has a loop that waits for sizes
+            return ("PyTorch's grouped product has kernels only for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
-        return (f"a trial failed: {error}",)
+        return (f"a trial run failed: {error}",)
     return ()
 
 
@@ -187,11 +188,10 @@ class RowPlan:
 
 
 def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
-    """The plan for a routing map, bool [tokens, experts], in which each token has exactly `topk` experts.
+    """Returns the plan for a routing map, bool [tokens, experts], in which each token has exactly `topk` experts.
 
-    All tokens have the same number of experts, so the host can compute all sizes and nothing waits for the device. A
-    map with a different number of experts per token raises an error. On a GPU the error appears at a later
-    synchronisation.
+    All tokens have the same number of experts, so the host can compute all sizes without waiting for the device. Raises
+    an error for a map in which the number differs; on a GPU, the error appears at a later synchronisation.
     """
     num_tokens, num_experts = routing_map.shape
     device, num_rows = routing_map.device, num_tokens * topk

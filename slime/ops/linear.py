@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b in their dtype, summed in float32 and rounded once.
+    """Returns a @ b in their dtype, summed in float32 and rounded once.
 
-    On a CPU, half precision is multiplied in float32, which is up to 60 times faster without bf16 instructions.
+    A CPU multiplies half precision in float32, which is up to 60 times faster on a CPU without bf16 instructions.
     """
     if a.device.type != "cpu" or a.element_size() > 2:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -43,7 +43,7 @@ def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def fused_problem(device: torch.device) -> str | None:
-    """Why `add_fused` cannot run on a device, from a trial with a tiny bfloat16 product; None if it can."""
+    """Returns why `add_fused` cannot run on a device; None if it can. Tries it with a tiny bfloat16 product."""
     grad = torch.ones(16, 8, dtype=torch.bfloat16, device=device)
     total = torch.ones(8, 8, dtype=torch.float32, device=device)
     try:
@@ -51,4 +51,4 @@ def fused_problem(device: torch.device) -> str | None:
         wrong = float((total - 17.0).abs().max())
     except (RuntimeError, TypeError) as error:
         return f"torch {torch.__version__}: {' '.join(str(error).split())[:200]}"
-    return None if wrong == 0.0 else f"torch {torch.__version__}: a product of ones is off by {wrong}"
+    return None if wrong == 0.0 else f"torch {torch.__version__}: the error of a product of ones is {wrong}"

@@ -1,8 +1,8 @@
 """Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), rounded as in
 transformers.
 
-Statistics are float32. The normed value is rounded to the dtype of the input before it is multiplied by the weight. A
-zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1. It is multiplied in float32 before the rounding.
+Statistics are float32. The normalised value is rounded to the dtype of the input, then multiplied by the weight. A
+zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1, and is multiplied in float32 before the rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fa
 
 
 class FusedNorm(torch.autograd.Function):
-    """Uses one kernel forward, one backward, and one that sums the parts of the weight's gradient in float32."""
+    """Uses one kernel forward, one backward, and one that sums partial gradients of the weight in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

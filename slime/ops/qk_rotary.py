@@ -1,13 +1,13 @@
 """Turns the fused projection of attention into queries, keys and values: split, norm of each head, rotary embedding.
 
 The projection of a token has [q ... q, k, v] for each key head (group): its query heads, its key, its value. Queries
-and keys may be normed (root mean square over a head, see `norm`). The first r entries of a head are rotated by the
+and keys can be normalised (root mean square over a head, see `norm`). The first r entries of a head are rotated by the
 angles of the token's position (RoFormer, Su et al. 2021), in pairs (0, r / 2), (1, r / 2 + 1), ... or, interleaved, (0,
 1), (2, 3), ...; the other entries are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
 (`models.common.rotary.cos_sin`).
 
-The reference is bitwise equal to Megatron's own path (`SelfAttention.get_query_key_value_tensors`,
-`apply_rotary_pos_emb`). The fused kernel rounds only once, at its end, and not after the norm.
+The reference is bitwise equal to Megatron's code (`SelfAttention.get_query_key_value_tensors`, `apply_rotary_pos_emb`).
+The fused kernel rounds only once, at the end, and not after the norm.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def split_and_rotate(
 
     `q_weight`, `k_weight` [d]: the weights of the norms, or both None. cos, sin [T, r / 2] float32.
     """
-    assert (q_weight is None) == (k_weight is None), "queries and keys are both normed, or neither"
+    assert (q_weight is None) == (k_weight is None), "only one of queries and keys has a norm"
     if name_of("qk_rotary", mixed) == FUSED:
         query, key, value = FusedHeads.apply(mixed, q_weight, k_weight, cos, sin, heads)
         return query, key, value
@@ -74,8 +74,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 class FusedHeads(torch.autograd.Function):
     """Uses one kernel forward, one backward, and one that sums the gradients of the norms' weights.
 
-    With norms the projection is kept for the backward pass, and the values are a view of the projection. Without norms
-    the projection is not kept, and the values are copied.
+    With norms the projection is saved for the backward pass, and the values are a view of the projection. Without norms
+    the projection is not saved, and the values are copied.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Copies rows and sums the copies' gradients. All samples with a shared prefix get its keys and values this way.
+"""Copies rows and sums the gradients of the copies, for the keys and values of a prefix that samples share.
 
-A row may be copied any number of times. The reference is `index_select`, which adds gradients in the dtype of the rows,
-and on a GPU in an arbitrary order. The fused form adds them in float32, in the order of the copies.
+A row can be copied any number of times. The reference is `index_select`, which adds gradients in the dtype of the rows,
+and on a GPU in an arbitrary order. The fused form adds gradients in float32, in the order of the copies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
 
 @contextmanager
 def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
-    """Yields copies of each tensor in `rows`. The backward pass recomputes the copies instead of keeping them."""
+    """Yields copies of each tensor in `rows`. They are not saved for the backward pass, which recomputes them."""
     made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]

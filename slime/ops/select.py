@@ -1,7 +1,7 @@
 """Chooses the implementation of each op on a device once, when a trainer starts. `slime doctor` prints the choice.
 
-`--kernels auto` takes the fused form of an op if that form can run, "reference" never does, and "fused" raises an error
-if an op has no fused form that can run. The choice includes its reasons, so that nothing falls back silently.
+`--kernels auto` chooses the fused form of an op if that form can run, "reference" never does, and "fused" raises an
+error if an op has no fused form that can run. The choice includes its reasons, so that there is no silent fallback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Choice:
     name: str
     """"reference", or the name of a fused form."""
     why: str
-    """The reasons for this choice, or the reasons why the fused form cannot run."""
+    """Why this implementation was chosen, or why the fused form cannot run."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.name} ({self.why})"
@@ -59,7 +59,7 @@ def expert_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
 
 OPS: Mapping[str, tuple[Fused, ...]] = {
     "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
-    "qk_rotary": (Fused(FUSED, "one Triton kernel splits, norms and rotates queries and keys", triton_problems),),
+    "qk_rotary": (Fused(FUSED, "one Triton kernel splits, normalises and rotates queries and keys", triton_problems),),
     "swiglu": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "attention": (
         Fused(FUSED, "aten::_flash_attention_forward, KV heads as they are", flash_problems),
@@ -71,7 +71,7 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
 """Op -> its fused forms, best first."""
 
 _chosen: dict[str, Choice] = {}
-"""The choices of this process. An op that is not in here uses the reference."""
+"""The choices of this process. An op without an entry uses the reference."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
@@ -93,12 +93,12 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
             return Choice(op, form.name, "; ".join((form.what, *against)))
         against.append(f"not {form.what}: {' and '.join(reasons)}" if len(OPS[op]) > 1 else " and ".join(reasons))
     if kernels == FUSED:
-        raise ConfigError(f"--kernels fused cannot run for {op}: {'; '.join(against)}; use auto, which says what runs")
+        raise ConfigError(f"--kernels fused cannot run for {op}: {'; '.join(against)}; use --kernels auto")
     return Choice(op, REFERENCE, "; ".join(against))
 
 
 def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Chooses, and applies the choice to every op of this process. Raises `ConfigError` like `choose`."""
+    """Calls `choose` and applies its choices to the ops of this process. Raises `ConfigError` as `choose` does."""
     choices = choose(device, dtype, kernels)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)
@@ -106,7 +106,7 @@ def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tupl
 
 
 def name_of(op: str, x: Tensor) -> str:
-    """The implementation that computes `op` for a tensor: the chosen one on a GPU, the reference on a CPU."""
+    """Returns the implementation that computes `op` for a tensor: the chosen one on a GPU, the reference on a CPU."""
     choice = _chosen.get(op) if x.is_cuda else None
     return REFERENCE if choice is None else choice.name
 

@@ -28,7 +28,7 @@ from slime.core.engine_interface import EngineControl
 from slime.core.errors import EngineError, SlimeError
 from slime.weights.delta.folder import Base, folder_of
 from slime.weights.delta.local_checkpoint import LocalCheckpoint
-from slime.weights.delta.mailbox import POLL_S, Answering, mailbox
+from slime.weights.delta.mailbox import POLL_S, AgentMailbox, mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class WeightsAgent:
         """
         self._folder, self._control, self._pre_read = folder, control, pre_read
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}
-        self._box = Answering(mailbox(folder, name), about)
+        self._box = AgentMailbox(mailbox(folder, name), about)
         self._on_note = on_note
         self.local = LocalCheckpoint(local, folder, on_note)
         self._methods: Mapping[str, Callable[..., Any]] = {

@@ -1,5 +1,5 @@
 """Training, the Megatron-core backend: model build, packed attention, log-probs, step, checkpoint.
 
-The only room that imports megatron, besides `compat`. Each train actor holds a `backend.MegatronBackend`.
-Importing this package is cheap; its modules import torch and megatron.
+Besides layers of `models` and `compat`, only this package imports megatron. Each train actor has a
+`backend.MegatronBackend`. Importing the package itself is cheap; its modules import torch and megatron.
 """

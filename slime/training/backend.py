@@ -2,8 +2,8 @@
 
 Invariants
 1. Every rank gets the whole batch; no result depends on how the batch is split.
-2. `weight_version` names the weights that this rank holds. Training increases it, and checkpoints contain it.
-3. On a CPU the same state and the same batch give bitwise the same result.
+2. `weight_version` is the version of this rank's weights. Training increases it, and checkpoints contain it.
+3. On a CPU, training the same state on the same batch has bitwise the same result.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class MegatronBackend:
     ) -> None:
         """Joins the process group, builds the models and loads their checkpoints. Collective.
 
-        Ranks meet at `master_address`, where rank 0 listens: on `listener` (`slime.weights.rendezvous.listen_on`) if
-        given, else on `master_port`. Raises `ConfigError` for a model or settings that cannot be trained, and
-        `CheckpointError` for a checkpoint that does not fit.
+        Ranks connect to `master_address`, where rank 0 listens on `listener` (`slime.weights.rendezvous.listen_on`), or
+        on `master_port` without a listener. Raises `ConfigError` for a model or settings that cannot be trained, and
+        `CheckpointError` for a checkpoint that does not match this run.
         """
         activate(args.device)
         self.args = args
@@ -139,9 +139,9 @@ class MegatronBackend:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Runs all optimizer steps of one batch. Returns the same metrics on every rank. Collective.
 
-        Raises `NumericsError` on every rank for a non-finite loss or gradient (the failed step leaves the weights
-        unchanged) and for a train-inference mismatch beyond the limit; `DataError` or `ConfigError` for a batch that
-        does not fit.
+        Raises `NumericsError` on every rank for a non-finite loss or gradient (the failed step does not change the
+        weights) and for a train-inference mismatch above the limit; `DataError` or `ConfigError` for a batch that the
+        settings do not allow.
         """
         self._require_awake("train")
         with self._profiles.step(batch.rollout_id):
@@ -179,8 +179,8 @@ class MegatronBackend:
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         """Compares this trainer's log-probs with the engines' on samples of the current version, without training.
 
-        Returns the metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError`
-        over the limit. Collective.
+        Returns the metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` if
+        the mismatch is above the limit. Collective.
         """
         self._require_awake("measure_mismatch")
         prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args)
@@ -232,7 +232,7 @@ class MegatronBackend:
         return with_advantages(prepared, args, self._algorithm, log_probs, values)
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Returns the policy's log-probs before the update (see `LogProbs`); empty if the training pass gives them."""
+        """Returns the policy's log-probs before the update (`LogProbs`); empty if the training pass computes them."""
         if self.args.keep_old_actor:
             return self._others.old_log_probs(context, prepared)
         if needs_old_pass(self.args, self._algorithm, prepared):
@@ -267,9 +267,9 @@ class MegatronBackend:
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format. Collective.
 
-        Ranks take turns to write files to a shared folder, which gets its name once it is complete. Adapters are
-        merged, and also written separately to the subfolder `adapter`. Replaces an earlier export. Raises
-        `CheckpointError`, and changes nothing, if `directory` holds anything else.
+        Ranks take turns to write files to a shared folder, which is renamed to `directory` once it is complete.
+        Adapters are merged, and also written separately to the subfolder `adapter`. Replaces an earlier export. Raises
+        `CheckpointError`, and changes nothing, if `directory` contains anything else.
         """
         info, model, source = self.parallel_info, self.model, Path(self.args.hf_checkpoint)
 
@@ -290,9 +290,9 @@ class MegatronBackend:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, on_host: bool = True) -> Snapshot:
-        """Returns what this rank writes into a checkpoint. All ranks call it; they do not communicate.
+        """Returns what this rank writes into a checkpoint. All ranks must call it; they do not communicate.
 
-        With `on_host` the result is a copy, so training may continue. Otherwise write it before the state changes.
+        With `on_host` the result is a copy, so training can continue. Otherwise write it before the state changes.
         """
         self._require_awake("save")
         if self.device.type == "cuda":
@@ -305,11 +305,11 @@ class MegatronBackend:
         return Snapshot({folder: state.on_host() if on_host else state for folder, state in states.items()})
 
     def save(self, directory: Path) -> dict[str, Seal]:
-        """Writes this rank's files into `directory`; returns their hashes for `checkpoint.commit`. All ranks."""
+        """Writes this rank's files into `directory`; returns hashes for `checkpoint.commit`. All ranks must call it."""
         return self.snapshot(on_host=False).write(directory)
 
     def load(self, directory: Path) -> None:
-        """Restores a checkpoint of any layout. All ranks. Raises `CheckpointError` if it does not fit this run."""
+        """Restores a checkpoint of any layout, on all ranks. Raises `CheckpointError` if it does not match this run."""
         self._require_awake("load")
         args = self.args
         for folder, kept in self._kept.items():
@@ -326,7 +326,7 @@ class MegatronBackend:
     def rehearse(self) -> None:
         """Measures the GPU memory of the largest micro-batch, for `memory_plan`; see `slime.training.rehearsal`.
 
-        Collective; does nothing on a CPU. Raises `ConfigError` if it does not fit, with the number of tokens that does.
+        Collective; does nothing on a CPU. If it does not fit, raises `ConfigError` with the number of tokens that fit.
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
@@ -334,17 +334,17 @@ class MegatronBackend:
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:
-        """Leaves only the policy's weights on the GPU; returns the memory peaks of the phase that ends."""
+        """Keeps only the policy's weights on the GPU; returns the memory peaks of the phase before this call."""
         self.sight.close()
         return self._sleeper.keep_weights()
 
     def sleep(self) -> dict[str, float]:
-        """Leaves nothing on the GPU; returns the memory peaks of the phase that ends."""
+        """Keeps nothing on the GPU; returns the memory peaks of the phase before this call."""
         self.sight.close()
         return self._sleeper.sleep()
 
     def wake(self) -> dict[str, float]:
-        """Undoes `keep_weights` or `sleep` bitwise; gradients are zeros."""
+        """Restores bitwise the state before `keep_weights` or `sleep`, but with zero gradients."""
         return self._sleeper.wake()
 
     @property

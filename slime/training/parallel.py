@@ -22,15 +22,15 @@ from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_s
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How one model is split; the rest of the world is data parallel."""
+    """How one model is split. The world size divided by tp, pp and cp is the data-parallel size."""
 
     tp: int = 1
     pp: int = 1
     vp: int = 1
-    """Model chunks of each pipeline rank (interleaved pipelining)."""
+    """Number of model chunks per pipeline rank (interleaved pipelining)."""
     cp: int = 1
     ep: int = 1
-    """Expert-parallel ranks. For all other layers they are data-, context- and tensor-parallel ranks."""
+    """Expert-parallel ranks. For all other layers these are data-, context- and tensor-parallel ranks."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
@@ -47,11 +47,11 @@ class ParallelSizes:
             ep=size("expert_model_parallel_size"),
         )
         if min(out.tp, out.pp, out.vp, out.cp, out.ep) < 1:
-            raise ConfigError(f"each parallel size must be at least 1, but the settings give {out}")
+            raise ConfigError(f"the parallel sizes are {out}, but each must be at least 1")
         if out.vp > 1 and out.pp == 1:
             raise ConfigError(
                 f"--virtual-pipeline-model-parallel-size {out.vp} needs pipeline stages to interleave; set "
-                "--pipeline-model-parallel-size or leave it out"
+                "--pipeline-model-parallel-size or remove the flag"
             )
         return out
 
@@ -61,13 +61,13 @@ class ParallelSizes:
         if world_size % model:
             raise ConfigError(
                 f"--tensor-model-parallel-size {self.tp}, --pipeline-model-parallel-size {self.pp} and "
-                f"--context-parallel-size {self.cp} do not fit {world_size} training ranks; their product {model} must "
-                "divide the ranks"
+                f"--context-parallel-size {self.cp} do not match {world_size} training ranks; their product {model} "
+                "must divide the number of ranks"
             )
         if world_size % (self.ep * self.pp):
             raise ConfigError(
-                f"--expert-model-parallel-size {self.ep} and --pipeline-model-parallel-size {self.pp} do not fit "
-                f"{world_size} training ranks; their product must divide the ranks"
+                f"--expert-model-parallel-size {self.ep} and --pipeline-model-parallel-size {self.pp} do not match "
+                f"{world_size} training ranks; their product must divide the number of ranks"
             )
         return world_size // model
 
@@ -90,7 +90,7 @@ class ParallelInfo:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports its data-parallel share, as one of the ranks that compute the same loss does."""
+        """Whether this rank reports the loss of its data-parallel share; other ranks compute the same loss."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 
@@ -107,8 +107,8 @@ def init_process_groups(
 ) -> ParallelInfo:
     """Joins the world and splits it: neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
 
-    Rank 0 opens the store on `master_address` alone: on `listener` if given, else on `master_port`. A collective that
-    waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not fit.
+    Rank 0 opens the store only on `master_address`: on `listener`, or on `master_port` without a listener. A collective
+    that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not divide the world.
     """
     dp_size = sizes.dp(world_size)
     limit = timedelta(seconds=timeout_s)
@@ -117,8 +117,8 @@ def init_process_groups(
         store = open_store(listener or listen_on(master_address, master_port), world_size=world_size, timeout=limit)
     else:
         store = join_store(master_address, master_port, world_size=world_size, timeout=limit)
-    # Do not bind the world to a device: torch would split later groups off its communicator, but the group of the
-    # weight sync has members outside the world.
+    # Do not bind the world to a device: torch would then split later groups off the world's communicator, but the group
+    # of the weight sync has members outside the world.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -150,7 +150,7 @@ def init_process_groups(
 
 
 def seed_everything(seed: int, dp_rank: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's tracker. A training step draws no random numbers, but hooks may."""
+    """Seeds Python, NumPy, torch and Megatron's tracker, for hooks; a training step draws no random numbers."""
     random.seed(seed + dp_rank)
     np.random.seed((seed + dp_rank) % 2**32)
     torch.manual_seed(seed + dp_rank)
@@ -158,7 +158,7 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 
 
 def be_deterministic() -> None:
-    """`--deterministic-mode`: deterministic kernels where PyTorch has them, else a warning."""
+    """Makes PyTorch use deterministic kernels where it has them, and warn otherwise (`--deterministic-mode`)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
     torch.use_deterministic_algorithms(True, warn_only=True)
 

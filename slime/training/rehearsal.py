@@ -1,11 +1,12 @@
 """Predicts the memory of the largest micro-batch from passes over small ones, before the run.
 
-The memory of a pass grows linearly with its tokens once a chunk of the log-probs is full, so two sizes determine the
-line for a model under its settings (layout, recompute, kernels). If the largest micro-batch cannot fit, an error names
-the number of tokens that fits, before the run has sampled anything. The passes also compile the kernels.
+The memory of a pass grows linearly with the number of tokens once a chunk of the log-probs is full, so passes of two
+sizes determine the line for a model and its settings (layout, recompute, kernels). If the largest micro-batch cannot
+fit, an error names the number of tokens that fits, before the run samples anything. The passes also compile the
+kernels.
 
-Not predicted: attention without a kernel, whose masks grow with the square of a sequence; uneven experts under expert
-parallelism; the passes of a critic; samples longer than the settings say; copies of keys for shared prefixes.
+Not predicted: attention without a kernel, whose masks grow with the square of the length; uneven load of experts under
+expert parallelism; the passes of a critic; samples longer than the settings allow; copies of keys for shared prefixes.
 
 Invariants
 1. Weights, optimizer, buffers and random numbers are unchanged; gradients are zeros.
@@ -50,9 +51,9 @@ class Passes:
     """GPU memory of forward and backward passes by tokens of a rank, without weights, gradients and optimizer."""
 
     at: tuple[int, int]
-    """Tokens of two micro-batches, the second not smaller."""
+    """Number of tokens of two micro-batches, in ascending order."""
     num_bytes: tuple[int, int]
-    """Their peaks."""
+    """Peak memory of the two micro-batches."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -77,11 +78,11 @@ class Largest:
     tokens: int
     """On one rank."""
     samples: int | None
-    """`--micro-batch-size`; None where micro-batches are filled by tokens."""
+    """`--micro-batch-size`; None if micro-batches are filled by tokens."""
 
     @classmethod
     def of(cls, args: Args, cp_size: int) -> Largest:
-        """Computes it from the settings. A prompt without a limit counts as 0 tokens.
+        """Computes the size from the settings. A prompt without a limit counts as 0 tokens.
 
         A sample is never split, so a sample longer than `--max-tokens-per-gpu` counts in full.
         """
@@ -96,15 +97,13 @@ class Largest:
         return min(small, self.tokens), min(large, self.tokens)
 
     def remedy(self, fitting: int) -> str:
-        """Says what to do if only `fitting` tokens of a rank fit."""
+        """Returns advice for the error message if only `fitting` tokens fit on a rank."""
         less = "recompute activations (--recompute-granularity full), or split the model over more GPUs"
         if self.samples is None:
-            limits = (
-                f"give --max-tokens-per-gpu {fitting} or less, and limit samples to that (--rollout-max-context-len)"
-            )
+            limits = f"set --max-tokens-per-gpu to {fitting} or less, and --rollout-max-context-len to the same number"
             return f"{limits}, or {less}" if fitting else less
         samples = fitting * self.samples // self.tokens
-        return f"give --micro-batch-size {samples} or less, or {less}" if samples else less
+        return f"set --micro-batch-size to {samples} or less, or {less}" if samples else less
 
 
 def training_peak(
@@ -128,7 +127,7 @@ def training_peak(
         raise ConfigError(refusal(largest, passes, -int(verdict[1]), kept_bytes=kept_bytes, gpu_bytes=gpu_bytes))
     if info.rank == 0:
         logger.info(
-            "rehearsal: %.1f GB with micro-batches of %s tokens, %.2f MB a token, of %.1f GB",
+            "rehearsal: %.1f GB with micro-batches of %s tokens, %.2f MB per token, of %.1f GB",
             *(peak / 1e9, f"{largest.tokens:,}", passes.bytes_per_token / 1e6, gpu_bytes / 1e9),
         )
     return peak
@@ -137,7 +136,7 @@ def training_peak(
 def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:
     """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these passes do not fit.
 
-    The first pass is not measured, because libraries make their one-time allocations in it.
+    The first pass is not measured, because it includes one-time allocations of libraries.
     """
     args, cp_size = context.args, info.sizes.cp
     vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
@@ -192,7 +191,7 @@ def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, 
     """Returns the error message. `kept_bytes` stay on the GPU between passes; `fitting` tokens fit on every rank."""
     peak = passes.peak(largest.tokens)
     return (
-        f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: their passes take {peak / 1e9:.1f} GB "
+        f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: they need {peak / 1e9:.1f} GB "
         f"in addition to {kept_bytes / 1e9:.1f} GB of weights, gradients and optimizer states, but the GPU has "
         f"{gpu_bytes / 1e9:.1f} GB; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
     )
@@ -218,7 +217,7 @@ def _peak_of(
 
 @contextmanager
 def _as_before(trainable: Trainable) -> Iterator[None]:
-    """Restores buffers and generators after the block, and empties the memory cache."""
+    """Restores buffers and random generators after the block, and empties the memory cache."""
     buffers: Sequence[tuple[Tensor, Tensor]] = [
         (buffer, buffer.clone()) for chunk in trainable.chunks for buffer in chunk.buffers()
     ]

@@ -1,18 +1,17 @@
-"""Sends the buckets of one training rank, each in its turn, while the rank fills the next one.
+"""Sends the buckets of one training rank, each in its turn (`send_plan.Turn`), while the rank fills the next one.
 
 Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have these buckets, and a
-message that tells the sender of the next turn that it may begin, and whether all earlier turns succeeded (`Words`).
-Waits for: the ranks with earlier turns and the engines, each with a limit. Woken by: a bucket, then the message of the
-previous sender. The filling thread waits until the second-to-last bucket has been sent (`wait`), because it reuses that
-bucket's memory.
+message to the sender of the next turn (`SenderMessages`). Waits for: the ranks with earlier turns and the engines, each
+with a limit. Woken by: a bucket, then the message of the previous sender. The filling thread waits until the
+second-to-last bucket has been sent (`wait`), because the next bucket reuses that memory.
 
 Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns. If two senders
 reached two engines in different orders, they would deadlock.
 
 Invariants
 1. Buckets of all senders are delivered in the order of their turns.
-2. After a failure no rank delivers any further bucket, but every rank still contributes its parts of all tensors,
-   because that is a collective of the trainer.
+2. After a failure no rank delivers any further bucket, but every rank still contributes its shards of all tensors,
+   because the other ranks wait for them in a collective.
 3. A bucket leaves the GPU once it is filled, without waiting for later work of the trainer. On the stream that fills
    buckets, the send would queue behind the next fill, and so behind other ranks that may be waiting for this bucket: a
    deadlock. So buckets are sent on their own stream, each after the event that marks the end of its fill.
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def departure_from(device: torch.device) -> Departure:
-    """Returns the process's only `Departure`, for all weight syncs."""
-    return Departure(device)
+def send_stream(device: torch.device) -> SendStream:
+    """Returns the `SendStream` that all weight syncs of this process share."""
+    return SendStream(device)
 
 
-class Departure:
-    """The CUDA stream that sends the buckets of a training rank. There is no stream on a CPU."""
+class SendStream:
+    """The CUDA stream that sends the buckets of a training rank. Does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        # A separate priority keeps the stream unshared: torch has 32 streams per priority and hands each one out
-        # several times.
+        # torch has 32 streams per priority and returns each one several times. A separate priority keeps this stream
+        # unshared.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def filled(self) -> torch.cuda.Event | None:
@@ -61,8 +60,7 @@ class Departure:
 
     @contextmanager
     def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
-        """Makes GPU work in the block wait for `filled`, but for no other work of the trainer. Called by the sending
-        thread."""
+        """Makes GPU work in the block wait for `filled`, and for nothing else. Called by the sending thread."""
         import torch
 
         if self._stream is None or filled is None:
@@ -78,10 +76,10 @@ class Delivery:
     error: an error ends the run, and the thread may wait forever."""
 
     def __init__(
-        self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], departure: Departure
+        self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], stream: SendStream
     ) -> None:
         """`deliver` sends a bucket to all engines, or raises."""
-        self._turns, self._peers, self._deliver, self._departure = turns, peers, deliver, departure
+        self._turns, self._peers, self._deliver, self._stream = turns, peers, deliver, stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._running: deque[Future[None]] = deque()
         self._good, self._heard = True, 0
@@ -97,7 +95,7 @@ class Delivery:
         self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def open(self, good: bool) -> None:
-        """On the conductor, starts the first turn. If `good` is False, no rank may send."""
+        """Starts the first turn, on the conductor. If `good` is False, no rank may send."""
         self._good = good
         if self._peers.conducts:
             self._running.append(self._pool.submit(self._let_begin, 0))
@@ -108,9 +106,8 @@ class Delivery:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
-        """Queues the bucket for a turn of this rank. `bucket` is None if filling failed; then no rank may send any
-        more."""
-        self._running.append(self._pool.submit(self._take_turn, number, bucket, self._departure.filled()))
+        """Queues the bucket for turn `number`. `bucket` is None if filling failed; then no rank sends any more."""
+        self._running.append(self._pool.submit(self._take_turn, number, bucket, self._stream.filled()))
 
     def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
         try:
@@ -120,7 +117,7 @@ class Delivery:
                 self._good = False
             elif self._good:
                 began = time.monotonic()
-                with self._departure.after(filled):
+                with self._stream.after(filled):
                     self._deliver(bucket)
                 self.seconds += time.monotonic() - began
         except BaseException as error:
@@ -129,7 +126,7 @@ class Delivery:
         self._let_begin(number + 1)
 
     def _let_begin(self, number: int) -> None:
-        """Tells the sender of turn `number` that it may begin, unless this rank is the sender."""
+        """Tells the sender of turn `number` to begin, unless this rank is the sender."""
         try:
             if number < len(self._turns) and self._turns[number].sender != self._peers.rank:
                 self._peers.tell(number, self._good)
@@ -147,9 +144,8 @@ IN_A_TURN = 2
 """Number of engine calls in a turn: join, deliver."""
 
 
-class Words:
-    """Messages between senders, through a store. They say that a turn may begin and whether all earlier turns
-    succeeded.
+class SenderMessages:
+    """Messages between senders, through a store: a turn may begin, and whether all earlier turns succeeded.
 
     Unlike with point-to-point messages, `tell` does not block, and a rank that gave up in `hear` leaves nothing behind
     that could disturb later messages. Every rank needs its own store client, because a wait blocks the client.
@@ -165,7 +161,7 @@ class Words:
         self._number += 1
 
     def tell(self, turn: int, good: bool) -> None:
-        """Starts a turn. If `good` is False, its sender must not send."""
+        """Starts a turn. If `good` is False, the sender of the turn must not send."""
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:
@@ -181,7 +177,7 @@ class Words:
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
         except DistStoreError as error:
-            what = f"{num_turns} turns of other training ranks, before turn {turn}"
+            what = f"other training ranks to send {num_turns} buckets before bucket {turn}"
             raise DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=limit_s) from error
         good = bool(self._store.get(key) == GOOD)
         self._store.delete_key(key)

@@ -1,4 +1,4 @@
-"""Builds the part of the full HF tensors that an SGLang rank holds (fused, sharded, padded), and computes its digests.
+"""Builds the tensors of an SGLang rank from the full HF tensors (fused, sharded, padded), and computes their digests.
 
 The trainer computes these digests from its own tensors before it sends them. If the engine reports the same digests,
 then names, fusing, sharding, padding, dtype and every transferred bit are correct. `holding` determines which part a
@@ -15,8 +15,8 @@ The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding
 
 Invariants
 1. Ranks that hold the same bytes share one digest, even across engines. It is computed once.
-2. Computing digests never keeps a whole resident tensor in memory. It keeps only the HF tensors of one parameter (one
-   expert), if they arrive in table order, and up to `UNREAD_BYTES` that are hashed together on a GPU.
+2. Computing digests never keeps a whole resident tensor in memory. If HF tensors arrive in table order, it keeps only
+   those of one parameter (one expert), and up to `UNREAD_BYTES` that are hashed together on a GPU.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], share: Share, *, on_cpu: bool
 ) -> list[Tensor]:
-    """Returns the part of `entry` that a rank with this share holds, as shards to be stacked along dim 0.
+    """Returns the shards of `entry` that a rank with this share holds, to be stacked along dim 0.
 
-    `parts`: the full HF tensors in the order of the row. The shards are mostly views, because a copy would take longer
-    than the digest. Raises `ConfigError` if the engine cannot split the tensor evenly.
+    `parts`: the full HF tensors in the order of the row. The shards are mostly views, because copying would take longer
+    than hashing. Raises `ConfigError` if the engine cannot split the tensor evenly.
     """
     if entry.row.stacked:
         parts = [part[entry.expert] for part in parts]
@@ -73,8 +73,8 @@ def engine_shards(
     return [torch.cat(shards).t().contiguous()] if entry.row.transposed else shards
 
 
-def held_as_given(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
-    """Whether a rank with this share holds the HF tensors of these entries unchanged, end to end."""
+def holds_unchanged(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
+    """Returns whether a rank with this share holds the HF tensors of these entries unchanged, one after the other."""
     for entry in {id(e.row): e for e in held}.values():
         row = entry.row
         if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
@@ -106,7 +106,7 @@ def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share,
         uneven = size % share.parts
     if uneven:
         raise ConfigError(
-            f"an engine of {share.parts} ranks cannot split {entry.engine} with {size} {unit.value} evenly"
+            f"an engine of {share.parts} ranks cannot split the {size} {unit.value} of {entry.engine} evenly"
         )
     return size, share.part * num_ranks // share.parts, num_ranks
 
@@ -126,9 +126,9 @@ class _Resident:
     held: Sequence[Entry]
     """The entries, in stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
-    """Holding -> its hasher, and whether the holding is the unchanged HF tensors."""
+    """Holding -> its hasher, and whether the rank holds the HF tensors unchanged."""
     places: list[tuple[EngineLayout, EngineRank, str, Holding]]
-    """Each rank that holds a part of the tensor, with resident name and holding."""
+    """The ranks that hold a part of the tensor, each with the resident name and the holding."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
     """HF tensors of entries that are still incomplete."""
     num_taken: int = 0
@@ -143,7 +143,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
     """Raises `WeightSyncError` if some of `hf_names` are not in `sent`."""
     missing = [name for name in hf_names if name not in sent]
     if missing:
-        raise WeightSyncError(f"the weight sync lacks {listed(missing)}; send every tensor")
+        raise WeightSyncError(f"the weight sync did not send {listed(missing)}; send every tensor")
 
 
 class ExpectedDigests:
@@ -164,7 +164,7 @@ class ExpectedDigests:
         """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate, or has the wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
-            raise WeightSyncError(f"{hf_name} came twice in one weight sync; send each tensor once")
+            raise WeightSyncError(f"{hf_name} was sent twice in one weight sync; send each tensor once")
         if tuple(tensor.shape) != want:
             raise WeightSyncError(f"{hf_name} has shape {tuple(tensor.shape)}, expected {want}")
         self._seen.add(hf_name)
@@ -190,21 +190,21 @@ class ExpectedDigests:
             for rank, own_name, holding in holdings(self._table, held, layout):
                 resident.places.append((layout, rank, own_name, holding))
                 if holding not in resident.parts:
-                    as_given = held_as_given(self._table, holding.entries(held), holding.share, on_cpu=on_cpu)
-                    resident.parts[holding] = self._digest.begin(), as_given
+                    unchanged = holds_unchanged(self._table, holding.entries(held), holding.share, on_cpu=on_cpu)
+                    resident.parts[holding] = self._digest.begin(), unchanged
         return resident
 
     def _take(self, resident: _Resident) -> None:
-        """Hashes complete entries, in stacking order."""
+        """Hashes the entries whose HF tensors have all arrived, in stacking order."""
         held, waiting = resident.held, resident.waiting
         while resident.num_taken < len(held):
             number, entry = resident.num_taken, held[resident.num_taken]
             if any(name not in waiting for name in entry.hf):
                 return
             tensors = [waiting[name] for name in entry.hf]
-            for holding, (hasher, as_given) in resident.parts.items():
+            for holding, (hasher, unchanged) in resident.parts.items():
                 if holding.experts is None or number in holding.experts:
-                    hasher.add(tensors if as_given else self._shards(entry, tensors, holding))
+                    hasher.add(tensors if unchanged else self._shards(entry, tensors, holding))
             if entry.plus_one and resident.parts:
                 self._sums[entry.plus_one] = self._digest([tensors[0] + 1.0])
             resident.num_taken += 1
@@ -217,7 +217,7 @@ class ExpectedDigests:
         return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
-        """Returns digests of these tensors (default: all). Raises `WeightSyncError` if any is missing."""
+        """Returns the digests of these tensors (default: all). Raises `WeightSyncError` if one is missing."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}

@@ -1,9 +1,9 @@
 """Sends neighbouring experts to a single-rank engine as runs: one copy per run instead of thousands of tensors.
 
 SGLang's loaders load experts one by one and search all names for each expert. This takes 0.15 ms per expert, or three
-seconds for 128 experts in 48 layers (0.5.16). An engine of one rank holds the experts of a layer end to end in one
-tensor. So the sender names a run after that tensor and the element where the run begins (`named_runs`), and the engine
-copies the run there (`load`).
+seconds for 128 experts in 48 layers (0.5.16). A single-rank engine holds the experts of a layer one after the other in
+one tensor. So the sender names a run after that tensor and the element where the run begins (`named_runs`), and the
+engine copies the run there (`load`).
 
 SGLang's scheduler calls `load`, because slime passes it as `--custom-weight-loader`. Other tensors go to the model's
 loader.
@@ -36,9 +36,9 @@ Places = Mapping[str, tuple[str, int]]
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
-    """Returns where an engine of one rank holds each expert except the first. Omits padded and stacked experts."""
+    """Returns where a single-rank engine holds each expert except the first. Omits padded and stacked experts."""
     from slime.models.common.table import DRAFT
-    from slime.weights.engine_layout import held_as_given
+    from slime.weights.engine_layout import holds_unchanged
     from slime.weights.holding import Share
 
     places: dict[str, tuple[str, int]] = {}
@@ -46,7 +46,7 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
         if (
             resident.startswith(DRAFT)
             or held[0].expert is None
-            or not held_as_given(table, held, Share(), on_cpu=on_cpu)
+            or not holds_unchanged(table, held, Share(), on_cpu=on_cpu)
         ):
             continue
         start = 0
@@ -59,7 +59,7 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
 
 
 def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tuple[str, int]]:
-    """Groups `tensors` for sending. Returns (name, number of tensors) for each run of experts and each other tensor."""
+    """Returns (name, number of tensors) for each run of experts in `tensors` and for each other tensor, in order."""
     runs: list[tuple[str, int]] = []
     follows: tuple[str, int] | None = None  # the place that would continue the run
     for name, tensor in tensors:

@@ -108,8 +108,8 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Exports all experts, one after the other, from their `stack` [experts, *shape of a parameter].
 
-    Making the views of all experts at once is faster than making them tensor by tensor. HF tensors that stack all
-    experts are yielded whole.
+    One operation makes the views of all experts, which is faster than one per expert. HF tensors that stack all experts
+    are not split.
     """
     row = entries[0].row
     assert row.groups <= 1, f"{row.megatron} is interleaved"
@@ -220,14 +220,14 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
     want = table.shape_of(hf_name)
     if tuple(tensor.shape) != want:
         raise CheckpointError(
-            f"{hf_name} has the shape {list(tensor.shape)}, but config.json implies {list(want)}; give the "
+            f"{hf_name} has the shape {list(tensor.shape)}, but config.json implies {list(want)}; use the "
             "config.json that belongs to this checkpoint"
         )
     return tensor
 
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenates shards. The result is a view if the shards lie end to end in memory."""
+    """Concatenates shards. The result is a view if the shards are adjacent in memory."""
     first = shards[0]
     if len(shards) == 1:
         return first

@@ -27,7 +27,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The `part`-th of `parts` equal parts of a tensor."""
+    """Part number `part` of the `parts` equal parts of a tensor."""
 
     part: int = 0
     parts: int = 1
@@ -44,14 +44,14 @@ class Holding:
     """Indices of the routed experts; None for a tensor without experts."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
-        """Returns this rank's entries among all entries of the resident tensor."""
+        """Returns the entries that the rank holds, among all entries of the resident tensor."""
         return held if self.experts is None else held[self.experts.start : self.experts.stop]
 
 
 def holdings(
     table: FamilyTable, held: Sequence[Entry], layout: EngineLayout
 ) -> Iterator[tuple[EngineRank, str, Holding]]:
-    """Yields (rank, resident name, holding) for every rank that holds a part of these entries."""
+    """Yields (rank, resident name, holding) for every rank that holds a share of these entries."""
     entry = held[0]
     name = entry.row.megatron
     if entry.engine.startswith(DRAFT) and not layout.draft:
@@ -68,7 +68,7 @@ def holdings(
 
 
 def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
-    """Returns rank -> the HF tensors of which the rank holds a part."""
+    """Returns rank -> the HF tensors of which the rank holds at least a shard."""
     names: dict[EngineRank, set[str]] = {rank: set() for rank in layout.ranks()}
     for held in table.resident.values():
         for rank, _, holding in holdings(table, held, layout):

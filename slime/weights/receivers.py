@@ -50,8 +50,7 @@ class Peers:
     share: Callable[[Tensor, int], None] = lambda memory, source: None
     """Collective. Copies the memory of rank `source` to all other ranks, where it has the same size."""
     tell: Callable[[int, bool], None] = lambda turn, good: None
-    """Tells the sender of `turn` that it may begin, and in `good` whether all earlier turns succeeded. Called from one
-    thread."""
+    """Starts `turn` on its sender. `good`: whether all earlier turns succeeded. Called from one thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
     """Waits until `turn` of this rank may begin, after `num_turns` turns of other ranks. Returns whether all earlier
     turns succeeded. Called from one thread. Raises `DeadlineExceeded`."""
@@ -67,8 +66,8 @@ def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], wh
 
     Raises the error of a single failed call unchanged. Several errors become one `EngineError`, or one
     `DeadlineExceeded` if all of them are expired waits. The message and `engines` name the failed engines. After a
-    failure the other engines get `GRACE_S` to respond or fail, because they may be waiting for the failed one. A lost
-    engine ends the wait at once. Unfinished calls continue in their threads.
+    failure the other engines get `GRACE_S` to respond or fail, because they may be waiting for the failed one. The wait
+    ends immediately when an engine is lost. Unfinished calls continue in their threads.
     """
     futures = {_beside(call, receiver.control): receiver for receiver in receivers}
     failures: dict[str, BaseException] = {}

@@ -1,6 +1,6 @@
 """Rendezvous stores (`TCPStore`) that listen on one address instead of on every interface of the host.
 
-torch opens its store on all interfaces, without authentication, and sends pickles through it, so anybody who reaches
+torch opens its store on all interfaces, without authentication, and sends pickles through it, so anyone who can reach
 the port can run code in the trainer. This module binds the socket to the address that peers connect to, and the store
 takes over the socket. If all peers are on one host, the address is loopback.
 """
@@ -16,18 +16,17 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from slime.core.processes import interface_variables, is_loopback
 
 BACKLOG = 1024
-"""Number of ranks that may connect at the same moment."""
+"""Length of the queue of connections that are not yet accepted."""
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens on `address` only. Port 0 takes a free port. Raises `OSError`."""
+    """Returns a socket that listens on `address` only. Port 0 means any free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:
-    """Opens the store that other ranks join, with `join_store` or any other `TCPStore` client. It takes over
-    `listener`.
+    """Opens the store that other ranks join, with `join_store` or any `TCPStore` client. Takes over `listener`.
 
     `wait`: whether to wait until `world_size` ranks, including this one, have joined.
     """
@@ -44,7 +43,7 @@ def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, 
 
 
 def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) -> Store:
-    """Joins the store that another rank opens at `address`. Waits up to `timeout` for it."""
+    """Joins the store that a different rank opens at `address`. Waits up to `timeout` for that rank."""
     return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
 
 

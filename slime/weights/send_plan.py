@@ -5,15 +5,15 @@ A pipeline stage sends its own layers. In a model with experts, the ranks that s
 and each sends some layers. The sender of a turn gathers the experts of the other ranks (`training.state.outgoing`). So
 each engine tensor comes from one rank, in order, and that rank can compute its digest without holding the whole tensor.
 
-A bucket consists of tensors that travel together, end to end in memory that is reused. The sender fills the next bucket
-while one is in flight, so it needs memory for two buckets in addition to its model.
+A bucket consists of tensors that are sent together from one block of memory, which is reused. The sender fills the next
+bucket while one is in flight, so it needs memory for two buckets in addition to its model.
 
 Invariants
 1. Each tensor belongs to one turn, each turn has one sender, and all ranks know all turns.
-2. One sender sends all parts of an engine tensor, in the order in which the engine stacks them.
+2. One sender sends everything that an engine stacks in one tensor, in stacking order.
 3. A bucket exceeds its size limit only for a single tensor or for tensors that an engine must load together.
-4. The tensors of a bucket lie end to end, wider types first. So each begins at a multiple of its element size, and
-   names, types and shapes determine its position.
+4. The tensors of a bucket are adjacent in memory, wider types first. So each tensor begins at a multiple of its element
+   size, and the names, types and shapes of all tensors determine where each one begins.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Spec:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     tensors: tuple[tuple[str, Tensor], ...]
-    """(HF name, full tensor) of each tensor. The tensors are views into one block of memory, end to end."""
+    """(HF name, full tensor) of each tensor. The tensors are adjacent views into one block of memory."""
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
@@ -69,7 +69,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """All tensors as one view, [num_bytes] uint8. A copy if they do not lie end to end."""
+        """All tensors as one view, [num_bytes] uint8; a copy if they are not adjacent in memory."""
         import torch
 
         from slime.weights.hf_shards import byte_runs
@@ -79,12 +79,12 @@ class Bucket:
 
 
 def in_memory_order(specs: Iterable[Spec]) -> list[Spec]:
-    """Sorts wider types first and otherwise keeps the order."""
+    """Sorts by element size, largest first. Tensors of one size keep their order."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 class Buffers:
-    """The memory of a sender's buckets, which alternate."""
+    """The memory of a sender's two buckets, which are used alternately."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         """`allocate` returns memory that the transport can send from, [bytes] uint8."""
@@ -108,12 +108,12 @@ class Buffers:
 
 
 MAX_SENDERS = 4
-"""Maximum number of senders per stage. Each sender's process group costs every engine rank a communicator's memory."""
+"""Maximum number of senders per stage. Each sender's process group needs memory on every engine rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """The tensors of one parameter, or of experts that share HF tensors. They must be in one bucket."""
+class TensorGroup:
+    """Tensors that must be in one bucket: those of one parameter, or of experts that share HF tensors."""
 
     entries: tuple[Entry, ...]
     """The entries of the table; several if HF tensors stack all experts of a layer."""
@@ -132,46 +132,46 @@ class Turn:
 
     sender: int
     """The training rank that sends."""
-    portions: tuple[Portion, ...]
+    groups: tuple[TensorGroup, ...]
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """All tensors of the bucket, in the order of the table."""
-        return tuple(spec for portion in self.portions for spec in portion.specs)
+        return tuple(spec for group in self.groups for spec in group.specs)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        return tuple(name for portion in self.portions for entry in portion.entries for name in entry.hf)
+        return tuple(name for group in self.groups for entry in group.entries for name in entry.hf)
 
     @property
     def num_bytes(self) -> int:
-        return sum(portion.num_bytes for portion in self.portions)
+        return sum(group.num_bytes for group in self.groups)
 
 
 def turns_of(
-    portions: Iterable[Portion], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
+    groups: Iterable[TensorGroup], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
 ) -> tuple[Turn, ...]:
     """Returns all turns, stage after stage.
 
-    `portions`: in the order of the table. `senders`: the ranks of each stage that take turns. `together`: HF tensor ->
+    `groups`: in the order of the table. `senders`: the ranks of each stage that take turns. `together`: HF tensor ->
     key. Tensors with the same key must be in one bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []
-    in_order = sorted(portions, key=lambda portion: portion.stage)
-    for stage, own in groupby(in_order, lambda portion: portion.stage):
+    in_order = sorted(groups, key=lambda group: group.stage)
+    for stage, own in groupby(in_order, lambda group: group.stage):
         ranks = senders[stage][:MAX_SENDERS]
         for number, share in enumerate(_shares(own, limit_bytes if len(ranks) > 1 else None)):
             turns += [Turn(ranks[number % len(ranks)], part) for part in _buckets(share, limit_bytes, together)]
     return tuple(turns)
 
 
-def _shares(portions: Iterable[Portion], least_bytes: int | None) -> Iterator[list[Portion]]:
-    """Splits a stage between senders, at whole layers, at least a bucket each. One share if `least_bytes` is None."""
-    share: list[Portion] = []
-    for _, layer in groupby(portions, lambda portion: portion.entries[0].layer):
+def _shares(groups: Iterable[TensorGroup], least_bytes: int | None) -> Iterator[list[TensorGroup]]:
+    """Splits a stage at layer boundaries into shares of at least `least_bytes`; one share if that is None."""
+    share: list[TensorGroup] = []
+    for _, layer in groupby(groups, lambda group: group.entries[0].layer):
         share += layer
-        if least_bytes is not None and sum(portion.num_bytes for portion in share) >= least_bytes:
+        if least_bytes is not None and sum(group.num_bytes for group in share) >= least_bytes:
             yield share
             share = []
     if share:
@@ -179,18 +179,18 @@ def _shares(portions: Iterable[Portion], least_bytes: int | None) -> Iterator[li
 
 
 def _buckets(
-    portions: Sequence[Portion], limit_bytes: int, together: Mapping[str, str]
-) -> Iterator[tuple[Portion, ...]]:
-    held: list[Portion] = []
+    groups: Sequence[TensorGroup], limit_bytes: int, together: Mapping[str, str]
+) -> Iterator[tuple[TensorGroup, ...]]:
+    held: list[TensorGroup] = []
     size = 0
-    for portion in portions:
-        key = together.get(portion.specs[0].name)
+    for group in groups:
+        key = together.get(group.specs[0].name)
         joined = bool(held) and key is not None and key == together.get(held[-1].specs[-1].name)
-        if held and size + portion.num_bytes > limit_bytes and not joined:
+        if held and size + group.num_bytes > limit_bytes and not joined:
             yield tuple(held)
             held, size = [], 0
-        held.append(portion)
-        size += portion.num_bytes
+        held.append(group)
+        size += group.num_bytes
     if held:
         yield tuple(held)
 
@@ -207,14 +207,15 @@ class Outgoing(Protocol):
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Returns every bucket of every rank, in order. The result is the same on all ranks."""
 
-    def beside(self, turn: Turn) -> int:
-        """Returns how many bytes the sender needs to fill the bucket of a turn, in addition to the bucket, the
-        parameters and the space that every bucket leaves free."""
+    def fill_bytes(self, turn: Turn) -> int:
+        """Returns how many bytes the sender needs to fill a turn's bucket, in addition to the bucket, the parameters
+        and the space that every bucket leaves free."""
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) for a turn on its sender, and nothing on other ranks.
+        """Yields (HF name, full tensor) for the bucket of a turn on its sender, and nothing on other ranks.
 
-        All ranks must walk through all turns, because ranks that have a part of a turn's tensors send it to the sender.
-        A tensor stays valid as long as it is referenced. A bad tensor raises a `SlimeError` after the last part of the
-        turn. After any other error the ranks are in different collectives, and the caller must not continue.
+        All ranks must iterate over all turns, because ranks with shards of a turn's tensors send them to the sender. A
+        tensor stays valid as long as it is referenced. If a tensor cannot be built, the iterator raises a `SlimeError`
+        after the last tensor. After any other error the ranks are in different collectives, and the caller must not
+        continue.
         """

@@ -1,14 +1,14 @@
 """Syncs one weight version to all engines: pause -> drain -> send -> verify -> resume.
 
-Consumes the trainer's tensors, once, turn by turn. Produces engines that serve them, or an error on every rank. Waits
-for each engine's response, with the time limit of its control port, and for the other ranks.
+Consumes the trainer's tensors, once, turn by turn (`send_plan.Turn`). Produces engines that serve these tensors, or an
+error on every rank. Waits for each engine's response, with the time limit of its control port, and for the other ranks.
 
-Every training rank calls `sync_weights` and walks through all turns (`send_plan`), even after a failure, because
-filling a bucket is a collective of the ranks that have parts of its tensors. Rank 0 conducts: it pauses the engines,
-verifies and resumes them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is
-a rank that leaves a collective of the trainer early (out of memory, for example): it raises at once, which ends the
-run. A bucket travels from its sender to the engines while the next one is filled (`delivery`). If all ranks need each
-bucket (`Channel.everywhere`), one turn ends before the next begins.
+Every training rank calls `sync_weights` and iterates over all turns, even after a failure, because filling a bucket is
+a collective of the ranks that have shards of its tensors. Rank 0 conducts: it pauses the engines, verifies and resumes
+them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is a rank that leaves a
+collective of the trainer early (out of memory, for example): it raises immediately, which ends the run. A bucket is
+sent to the engines while the next one is filled (`delivery`). If all ranks need each bucket (`Channel.everywhere`), one
+turn ends before the next begins.
 
 Invariants
 1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
@@ -16,14 +16,14 @@ Invariants
    failed on a different engine. The next weight sync can start from any of these states.
 3. The rank that sends a tensor computes the digest from the trainer's own tensor before it copies the tensor into the
    bucket. In addition to its model, a rank needs the memory of two buckets, including memory for the tensors that it
-   gathers for a turn (`Outgoing.beside`). A parameter larger than a bucket, and buckets that go everywhere, need more.
+   gathers (`Outgoing.fill_bytes`). A parameter larger than a bucket, and buckets that go to all ranks, need more.
 4. No update flushes the engine's cache, because that would crash an engine with running requests. With `abort`, a flush
    follows the pause and also proves that no request runs; a paused engine admits no request that could refill the
    cache. With `retract` and `in_place` requests stay, so the cache cannot be flushed. Instead, the cache is divided by
    weights (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and matches only prefixes with the
-   current count. So no two sets of weights share a prefix, not even two sets sent as the same `version`, or sent by a
-   failed sync and by the next sync. `slime.settings.groups.engines` refuses caches that are not divided or that a flush
-   does not empty.
+   current count. So no two sets of weights share a prefix, not even two sets sent as the same `version`, or one sent by
+   a failed sync and one by the next sync. `slime.settings.groups.engines` refuses caches that are not divided and
+   caches that a flush does not empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.core.text import listed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import FamilyTable
-from slime.weights.delivery import Delivery, departure_from
+from slime.weights.delivery import Delivery, send_stream
 from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
@@ -48,7 +48,7 @@ from slime.weights.transports import Channel
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences between the tensors that one engine rank reports and the expected ones. Sorted resident names."""
+    """Differences between the tensors that one engine rank reports and the expected ones, as sorted resident names."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
@@ -82,8 +82,8 @@ def require_equal(
 ) -> None:
     """Raises one `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
 
-    Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
-    are loaded from the checkpoint.
+    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors that the trainer does
+    not send from the checkpoint.
 
     `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks; a
     rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
@@ -105,7 +105,7 @@ def require_equal(
                 departing.add(url)
     if complaints:
         error = WeightSyncError(
-            f"weights of version {version} that {transport} sent differ from the trainer's and must not be served: "
+            f"the weights of version {version}, sent by {transport}, differ from the trainer's and must not be served: "
             f"{'; '.join(sorted(complaints))}. The engines stay paused; sync again, or replace them"
         )
         error.engines = tuple(sorted(departing))
@@ -113,7 +113,7 @@ def require_equal(
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
-    """Returns why these are not the reports of all ranks of an engine with this layout; None if they are."""
+    """Returns why `ranks` are not the reports of all ranks of an engine with this layout; None if they are."""
     named = ("tp_size", "pp_size", "dp_size")
     for report in ranks:
         if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
@@ -124,7 +124,7 @@ def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | 
 
 
 def describe(table: FamilyTable, difference: Difference) -> str:
-    """Describes a difference in one line: resident names, with the HF tensors that they hold."""
+    """Describes a difference in one line: resident names, each with the HF tensors that it contains."""
     hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
@@ -132,7 +132,7 @@ def describe(table: FamilyTable, difference: Difference) -> str:
 
     kinds = (("differing", difference.differing), ("missing", difference.missing), ("extra", difference.extra))
     text = "; ".join(f"{kind}: {some(names)}" for kind, names in kinds if names)
-    hint = "" if difference.num_equal else " (no tensor is equal: do trainer and engine use the same dtype?)"
+    hint = "" if difference.num_equal else " (all tensors differ: do trainer and engine use the same dtype?)"
     return text + hint
 
 
@@ -174,8 +174,8 @@ def sync_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A rank's report to the conductor after all turns."""
+class _RankReport:
+    """The report of a rank to the conductor after all turns."""
 
     failure: SlimeError | None
     digests: Digests = field(default_factory=dict)
@@ -217,12 +217,12 @@ class _WeightSync:
         return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
 
     def send_all(self, buffers: Buffers, buffer_bytes: int) -> None:
-        """Walks through all turns. On return, this rank's buckets have arrived or the sync has failed."""
+        """Iterates over all turns. On return, this rank's buckets have arrived or the sync has failed."""
         turns = tuple(self._outgoing.turns(buffer_bytes))
         self._num_bytes = sum(turn.num_bytes for turn in turns)
         if self._peers.conducts:
             sent = {name for turn in turns for name in turn.hf_names}
-            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before it pauses any engine
+            self._guarded(require_all, self._outgoing.table.hf_names, sent)  # before any engine is paused
             self._guarded(self._pause)
         if self._channel.everywhere:
             self._send_everywhere(turns, buffers)
@@ -230,12 +230,12 @@ class _WeightSync:
             self._send_in_turn(turns, buffers, buffer_bytes)
 
     def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
-        with Delivery(turns, self._peers, self._deliver, departure_from(self._outgoing.device)) as delivery:
+        with Delivery(turns, self._peers, self._deliver, send_stream(self._outgoing.device)) as delivery:
             delivery.open(self._failure is None)
             before = 0
             for number, turn in enumerate(turns):
                 if turn.sender == self._peers.rank:
-                    needs = turn.num_bytes + self._outgoing.beside(turn)
+                    needs = turn.num_bytes + self._outgoing.fill_bytes(turn)
                     if max(needs, before) > limit_bytes:  # no room for another bucket in flight
                         delivery.wait(0)
                         buffers.free()
@@ -266,7 +266,7 @@ class _WeightSync:
             raise AssertionError("only the sender of a turn gets its tensors")
 
     def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
-        """Returns a bucket with a turn's tensors; None after any failure."""
+        """Returns a bucket filled with the tensors of a turn; None after any failure."""
         made: list[Bucket] = []
         self._guarded(lambda: made.append(buffers.next(turn.specs)))
         return made[0] if self._fill(turn, made[0] if made else None) else None
@@ -274,7 +274,7 @@ class _WeightSync:
     def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
         """Computes digests of a turn's tensors and copies the tensors into the bucket. Returns False after any failure.
 
-        Even after a failure it walks through all tensors of the turn, because other ranks wait in the same collectives.
+        Even after a failure it iterates over all tensors, because other ranks wait in the same collectives.
         """
         self._sent.append(turn)
         views = dict(bucket.tensors) if bucket is not None else {}
@@ -282,7 +282,7 @@ class _WeightSync:
             for name, tensor in self._outgoing.tensors(turn):
                 if name in views:
                     self._guarded(self._take, name, tensor, views[name])
-        except SlimeError as error:  # raised after the last part
+        except SlimeError as error:  # raised after the last tensor
             self._note(error)
         return bucket is not None and self._failure is None
 
@@ -292,7 +292,7 @@ class _WeightSync:
         place.copy_(tensor)
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Sends a bucket in this rank's turn. Runs in the delivery's thread."""
+        """Sends a bucket. Runs in the thread of `Delivery`."""
         if not self._begun and not self._peers.conducts:
             self._begun = True
             self._channel.begin(self._receivers, version=self._version)
@@ -310,7 +310,7 @@ class _WeightSync:
 
     def agree(self) -> SlimeError | dict[str, float]:
         """Returns the outcome, the same on all ranks: the failure or the cost."""
-        parts = self._peers.gather(self._part())
+        parts = self._peers.gather(self._rank_report())
         outcome: SlimeError | dict[str, float] | None = None
         if parts is not None:
             self._failure = _first_cause([part.failure for part in parts])
@@ -320,9 +320,9 @@ class _WeightSync:
         agreed: SlimeError | dict[str, float] = self._peers.broadcast(outcome)
         return agreed
 
-    def _part(self) -> _Part:
+    def _rank_report(self) -> _RankReport:
         if not self._sent:
-            return _Part(self._failure)
+            return _RankReport(self._failure)
         digests: list[Digests] = []
         names = [name for turn in self._sent for name in turn.hf_names]
         with self._timed("digest"):
@@ -332,10 +332,10 @@ class _WeightSync:
             self._guarded(lambda: reports.append(self._channel.report()))
         report = reports[0] if reports else None
         seconds = self._times["send"], self._times["digest"]
-        return _Part(self._failure, digests[0] if digests else {}, report, True, *seconds)
+        return _RankReport(self._failure, digests[0] if digests else {}, report, True, *seconds)
 
-    def _complete(self, parts: Sequence[_Part]) -> None:
-        """Ends the transfer and verifies every tensor on every rank of every engine."""
+    def _complete(self, parts: Sequence[_RankReport]) -> None:
+        """Completes the transfer and verifies every tensor on every rank of every engine."""
         expected = merged(part.digests for part in parts)
         with self._timed("send"):
             reports = [part.report for part in parts if part.sends]
@@ -358,7 +358,7 @@ class _WeightSync:
     def _resume(self) -> None:
         on_all(self._receivers, lambda c: c.resume(), "resume")
 
-    def _cost(self, parts: Sequence[_Part]) -> dict[str, float]:
+    def _cost(self, parts: Sequence[_RankReport]) -> dict[str, float]:
         times = {**self._times, "digest": max(part.digest_s for part in parts)}
         times["send"] += sum(part.send_s for part in parts[1:])
         total = {"update_weights_time": time.monotonic() - self._started}
@@ -366,7 +366,7 @@ class _WeightSync:
         return {**total, **seconds, "update_weights_bytes": float(self._num_bytes)}
 
     def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> None:
-        """Runs a step unless an earlier one failed. Keeps its failure for `agree`."""
+        """Runs a step unless an earlier one failed. Records a failure for `agree`."""
         if self._failure is None:
             try:
                 step(*args, **named)
@@ -374,7 +374,7 @@ class _WeightSync:
                 self._note(error)
 
     def _note(self, error: BaseException | None) -> None:
-        """Keeps the first failure of this rank."""
+        """Records the first failure of this rank."""
         self._failure = self._failure or self._as_failure(error)
 
     def _as_failure(self, error: BaseException | None) -> SlimeError | None:
@@ -397,6 +397,7 @@ class _WeightSync:
 
 
 def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:
-    """Returns the likely cause: first a failure that names engines, then any other, and last an expired wait."""
+    """Returns the likely cause: preferably a failure that names engines, and an expired wait only if there is no other
+    failure."""
     found = [failure for failure in failures if failure is not None]
     return min(found, key=lambda f: (not f.engines, isinstance(f, DeadlineExceeded)), default=None)

@@ -19,11 +19,11 @@ from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.payloads import digest, serialize_bucket, shareable
-from slime.weights.delivery import Words
+from slime.weights.delivery import SenderMessages
 from slime.weights.engine_layout import engine_shards
 from slime.weights.holding import holdings
 from slime.weights.receivers import Peers, Receiver
-from slime.weights.send_plan import Bucket, Portion, Spec, Turn, turns_of
+from slime.weights.send_plan import Bucket, Spec, TensorGroup, Turn, turns_of
 from slime.weights.transports import Channel, TransportContext
 
 CONFIG: dict[str, Any] = {
@@ -241,7 +241,7 @@ class Ranks:
     def __init__(self, size: int, limit_s: float = 10) -> None:
         self.size, self.barrier = size, threading.Barrier(size, timeout=limit_s)
         self.slots: list[Any] = [None] * size
-        self.words = Words(HashStore(), limit_s=limit_s)  # type: ignore[attr-defined]
+        self.words = SenderMessages(HashStore(), limit_s=limit_s)  # type: ignore[attr-defined]
 
     def peers(self, rank: int) -> Peers:
         def exchange(value: Any) -> list[Any]:
@@ -285,13 +285,13 @@ class Whole:
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Raises `WeightSyncError` for a tensor that the table does not name."""
-        portions = [
-            Portion((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
+        groups = [
+            TensorGroup((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
             for name, tensor in self._tensors.items()
         ]
-        return turns_of(portions, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
+        return turns_of(groups, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
 
-    def beside(self, turn: Turn) -> int:
+    def fill_bytes(self, turn: Turn) -> int:
         return 0  # nothing is gathered
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ _FALLBACK_THETA = 10000.0
 
 
 def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling object or None), in the spelling of transformers 4 or 5."""
+    """Returns (theta, scaling object or None) from a config of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", _FALLBACK_THETA))
     scaling = config.get("rope_scaling") or {k: v for k, v in parameters.items() if k != "rope_theta"}
@@ -27,7 +27,7 @@ def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def rope_kind(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of a scaling object, in either spelling; "default" without one."""
+    """Returns the type of rotary scaling, in the format of transformers 4 or 5; "default" without scaling."""
     return str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
 
 
@@ -42,7 +42,7 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def rotary_percent(config: HfConfig, default: float) -> float:
-    """The share of a head that is rotated, read in the spelling of transformers 4 or 5."""
+    """Returns the fraction of a head that is rotated, from a config of transformers 4 or 5."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
@@ -53,7 +53,7 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
 }
-"""Rotary scalings that `common.rotary` computes -> keys that they need."""
+"""Types of rotary scaling that `common.rotary` computes -> the config keys that each needs."""
 
 
 def decoder_architecture(config: HfConfig) -> dict[str, Any]:
@@ -121,14 +121,14 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
             f"{', '.join(family.rope_kinds)}"
         )
     if missing := [name for name in ROPE_KINDS.get(kind, ()) if not scaling.get(name)]:
-        raise ConfigError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; complete config.json")
+        raise ConfigError(f"rotary scaling {kind!r} has no {', '.join(missing)}; complete config.json")
 
 
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
     """Megatron's settings for a softmax router and its experts. Raises `ConfigError` if sizes are missing."""
     if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
         raise ConfigError(
-            "the checkpoint's config.json lacks num_experts, num_experts_per_tok or moe_intermediate_size; it does not "
+            "the checkpoint's config.json must have num_experts, num_experts_per_tok and moe_intermediate_size to "
             f"describe a {config.get('model_type')}"
         )
     return {

@@ -1,16 +1,16 @@
 """The floating-point operations of a forward pass over one sequence, computed from the HF config.
 
 They are used to balance ranks and for the `perf/*_tflops` metrics. Only matrix products count, with two operations per
-multiply-add; norms, softmax, rotary embedding and the embedding look-up are left out, as is usual for model FLOPs
+multiply-add; norms, softmax, rotary embedding and the embedding look-up are excluded, as is usual for model FLOPs
 (Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473,
 appendix).
 
 Invariants
 1. Attention counts the pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts as a
    window of `index_topk`; its indexer scores all pairs.
-2. A mixture of experts counts the experts that a token is routed to, the shared experts and the router.
+2. An MoE layer counts the experts that a token is routed to, the shared experts and the router.
 3. Sequences of a packed row do not attend to each other, so the cost of a row is the sum over its sequences.
-4. Recomputed activations are not counted: the figure says how fast the model trains, not how busy the device is.
+4. Recomputed activations are not counted: model FLOPs measure how fast the model trains, not how busy the device is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.core.hf_config import HfConfig, num_experts_of
 from slime.models.common.config import is_sparse
 
 TRAIN_FORWARDS = 3
-"""A training pass costs three forward passes: one forward, and two in the backward (inputs and weights)."""
+"""A training pass costs as much as three forward passes: one forward, two for the gradients of inputs and weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class FlopsModel:
     """(window in tokens or None, FLOPs per pair of query and key, summed over the layers with that window)."""
 
     def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
-        """FLOPs of a forward pass over one sequence.
+        """Returns the FLOPs of a forward pass over one sequence.
 
-        `num_logits`: positions that the LM head is applied to (default: all). Without `causal`, masked pairs count too.
+        `num_logits`: number of positions with logits (default: all). Without `causal`, masked pairs count too.
         """
         pairs = 0.0
         for window, flops in self.per_pair:
@@ -61,16 +61,16 @@ class FlopsModel:
 
 
 def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
-    """10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics (`num_forwards=1` for passes without gradients).
+    """Returns 10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics; 0 if `time_s` is 0.
 
-    `forward_flops`: sum over all samples of the batch; `num_gpus`: number of GPUs that shared the work. 0 if `time_s`
-    is 0.
+    `forward_flops`: sum over all samples of the batch. `num_gpus`: number of GPUs that shared the work. `num_forwards`:
+    1 for passes without gradients.
     """
     return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
 
 
 def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], AttentionCost]) -> FlopsModel:
-    """The cost of a decoder with gated MLPs, dense or with experts, and `attention(config, layer)`.
+    """Returns the cost of a decoder with gated MLPs, dense or MoE. `attention` returns the cost of a layer's attention.
 
     `config` may have the language model under `text_config`. Raises `ConfigError` for a missing key.
     """
@@ -81,7 +81,7 @@ def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], Attenti
         per_token = sum(cost.per_token for cost in costs) + sum(mlp_cost(config, layer) for layer in layers)
         per_logit = 2.0 * int(config["hidden_size"]) * int(config["vocab_size"])
     except KeyError as missing:
-        raise ConfigError(f"config.json lacks {missing}, which its FLOPs need") from missing
+        raise ConfigError(f"config.json has no {missing}, which is needed to compute FLOPs") from missing
     per_pair: dict[int | None, int] = {}
     for cost in costs:
         for window, multiply_adds in cost.per_pair:
@@ -96,29 +96,29 @@ def grouped_query_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 
 def head_sizes(config: HfConfig) -> tuple[int, int, int]:
-    """(query heads, KV heads, size of a head)."""
+    """Returns (number of query heads, number of KV heads, size of a head)."""
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
     return heads, int(config.get("num_key_value_heads") or heads), head_dim
 
 
 def _window(config: HfConfig, layer: int) -> int | None:
-    """The window of this layer in tokens; None without one."""
+    """Returns the window of this layer in tokens; None for full attention."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
     if kind not in (None, "full_attention", "sliding_attention"):
-        raise ConfigError(f"config.json has layers of type {kind!r}, whose FLOPs are not modelled")
+        raise ConfigError(f"config.json has layers of type {kind!r}, for which slime has no FLOPs formula")
     return int(window) if kind == "sliding_attention" and window else None
 
 
 def mlp_cost(config: HfConfig, layer: int) -> int:
-    """Multiply-adds of one layer's MLP per token."""
+    """Returns the number of multiply-adds per token of the MLP of a layer."""
     hidden = int(config["hidden_size"])
     num_experts = num_experts_of(config)
     if not is_sparse(config, layer):
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
-    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: a size of its own, and a gate
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: a separate size, and a gate
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

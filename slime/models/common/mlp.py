@@ -1,37 +1,36 @@
-"""MLPs of decoders: the dense gated MLP, and mixture of experts with router, dispatchers, stacked experts, and routing
-replay.
+"""MLPs of decoders: the dense gated MLP, and MoE with router, dispatchers, stacked experts and routing replay.
 
-Dispatchers carry tokens to the experts of a layer and back, in Megatron's protocol:
+Dispatchers move tokens to the experts of a layer and back, in Megatron's protocol:
 
     dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
 
 Without expert parallelism rows are reordered on their rank, and neither GPU nor host waits for the other
-(`LocalDispatcher`). With expert parallelism, Megatron's two dispatchers carry the rows. The all-to-all waits once per
-forward pass of a layer, because the host must know its split sizes. The all-gather waits several times, also for its
-selections.
+(`LocalDispatcher`). With expert parallelism, Megatron's two dispatchers move the rows. With the all-to-all, the host
+waits once per forward pass of a layer, because it needs the split sizes. With the all-gather, it waits several times,
+also to select rows.
 
 Invariants
 1. Every token reaches all experts that its router chose; nothing is dropped.
 2. Ranks of one expert group may hold rows of different lengths.
 3. On a CPU all dispatchers are bitwise equal to Megatron's. Experts in float32, and the gradients of their rows and
    weights, are bitwise equal to Megatron's sequential experts.
-4. Experts are whole on their rank: tensor-parallel ranks are data-parallel to them (`ExpertLayer`).
+4. Experts are not split by tensor parallelism: for experts, tensor-parallel ranks are data-parallel (`ExpertLayer`).
 
 Router. It has no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-tokens of its micro-batch (Law 3), so `slime.settings.megatron.FIXED` refuses them. Megatron's settings, which a family
-sets from its HF config:
+tokens of its micro-batch (Law 3), so `slime.settings.megatron.FIXED` refuses them. A family sets these settings of
+Megatron from its HF config:
 
 - `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts per layer, experts per token, size of an
   expert;
 - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
-- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores are kept (True)
-  or divided by their sum (False);
+- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores are used as
+  they are (True) or divided by their sum (False);
 - `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
 - `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. The score of a
   group is the sum of its two best experts;
-- `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for the choice, not for the
-  weights. It is a float32 buffer that is not trained;
+- `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores to choose experts, but not to
+  weight them. It is a float32 buffer that is not trained;
 - `moe_router_dtype`: "fp32" if transformers computes router logits in float32 (DeepSeek, GLM); None for the model's
   dtype (Qwen), to which the weights of the chosen experts are rounded;
 - `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
@@ -39,14 +38,14 @@ sets from its HF config:
 
 Routing replay (R3). Engine and trainer round differently, and a router can turn a rounding error into a different
 expert. So the trainer uses the experts that were chosen when the token was sampled, and weights them by its own logits:
-the router still gets gradients (arXiv:2510.11370, "rollout routing replay"). `RowRouting` travels with its row in
-`PackedSequences`; `RoutedLayer` passes it to its router while the layer runs.
+the router still gets gradients (arXiv:2510.11370, "rollout routing replay"). A row's `RowRouting` is a field of its
+`PackedSequences`; `RoutedLayer` passes it to the router while the layer runs.
 
 Invariants
-5. A router reads the record of the row that its layer was called with. This also holds when the layer runs again for
-   the backward pass after other rows, because records are never looked up by order or time.
-6. A token without a record gets the trainer's own choice.
-7. Without a record for its row, a router's result is bitwise the same as without replay.
+5. A router reads the record of the row that its layer was called with. This is also true when the layer is recomputed
+   for the backward pass after other rows, because records are never looked up by order or time.
+6. For a token without a record, the trainer's router chooses.
+7. For a row without a record, a router's result is bitwise the same as without replay.
 """
 
 from __future__ import annotations
@@ -153,8 +152,8 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with our row order. Megatron's own row order makes the host wait for the device
-    to count rows, and sums rows in their own dtype."""
+    """Megatron's all-to-all dispatcher with our row order. With Megatron's row order, the host waits for the device to
+    count rows, and rows are not summed in float32."""
 
     _plan: RowPlan
 
@@ -177,7 +176,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Pads each rank's tokens to the longest row of the expert group. Megatron's dispatcher assumes equal lengths."""
 
     num_tokens: int
-    """Tokens of this rank, without padding."""
+    """Number of tokens on this rank, without padding."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, 1, H], routing_map and probs [T, experts] -> hidden [T_max, H], probs [T_max, experts]."""
@@ -207,7 +206,7 @@ class StackedLinear(Module):
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         shape = (num_experts, size_out, size_in)
         self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # Marked, so that the gradient norm counts the experts of every tensor-parallel rank.
+        # Makes the gradient norm count the experts of every tensor-parallel rank.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -248,10 +247,10 @@ class StackedExperts(Module):
 
 
 class ExactRouter(TopKRouter):
-    """Megatron's router, choosing and weighting experts as `transformers` does.
+    """Megatron's router, which here chooses and weights experts as `transformers` does.
 
-    Megatron's router always divides sigmoid scores by their sum, takes the softmax over the chosen logits in their
-    dtype, and scores a group by topk / group_topk of its experts.
+    The original always divides sigmoid scores by their sum, computes the softmax over the chosen logits in their dtype,
+    and scores a group by topk / group_topk of its experts.
     """
 
     choices: Choices | None = None
@@ -288,11 +287,10 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router with a float32 weight whatever the training dtype, as in engines. Its row of the weight table is
-    `wide`."""
+    """A router whose weight is float32 in any training dtype, as in engines. Its row of the weight table is `wide`."""
 
     def reset_parameters(self) -> None:
-        """Megatron's own would round the weight to the training dtype."""
+        """Keeps float32; Megatron's method would round the weight to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel
@@ -312,9 +310,8 @@ class ExpertLayer(MoELayer):
             parts.submodules.shared_experts.module = GatedSharedExperts
         super().__init__(config, parts.submodules, pg_collection=groups)
         for parameter in self.experts.parameters():
-            # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers.
-            # Our experts are whole on a rank, so tensor-parallel ranks are data-parallel to them and sum their
-            # gradients.
+            # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers. Our
+            # experts are not split, so tensor-parallel ranks are data-parallel for experts and sum the gradients.
             parameter.allreduce = False
         if groups.ep.size() == 1:
             self.token_dispatcher = LocalDispatcher(config, groups)
@@ -327,24 +324,24 @@ class ExpertLayer(MoELayer):
 
 
 class WideRoutedExperts(ExpertLayer):
-    """Experts behind a float32 router."""
+    """A layer of experts with a float32 router."""
 
     router_class = WideRouter
 
 
 @dataclass(frozen=True, slots=True)
 class RowRouting:
-    """The recorded choices for the T tokens of a row that this rank has (`packed_attention.Choices`)."""
+    """The recorded choices for this rank's T tokens of a row (`packed_attention.Choices`)."""
 
     recorded: Mapping[int, Tensor]
-    """Layer -> [T, topk] indices of experts. An index out of range means that nothing was recorded."""
+    """Layer -> [T, topk] indices of experts. An index out of range means that no choice was recorded."""
     replays: bool = True
-    """False: the router's own choice is used, and only compared with the record."""
+    """False: the router uses its own choice, which is only compared with the record."""
     keeps: dict[int, Tensor] | None = None
-    """Layer -> the choice made [T, topk], filled for a later pass; None: nothing is kept."""
+    """Layer -> the choice made [T, topk], recorded for a later pass; None: choices are not recorded."""
     counts: Tensor | None = None
-    """[2] float64, running counts of recorded choices (one per token and layer), and of recorded choices that differ
-    from the router's own. None: not counted."""
+    """[2] float64: number of recorded choices (one per token and layer) so far, and number of these that differ from
+    the router's choice. None: choices are not counted."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
         choice, given = own, self.recorded.get(layer)
@@ -363,7 +360,7 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer. While it runs, it passes the row's recorded choices to its router."""
+    """Megatron's layer. While it runs, its router has the row's recorded choices."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""

@@ -6,7 +6,7 @@ layer; the output layer, applied to the normed `h'`, predicts token t + 2. The l
 output layer; files of DeepSeek and GLM contain a second copy of both. `HeadForm` has a family's variations.
 
 `Family.mtp_config` says how a family builds the layer. The layer's parameters are rows of the table only if the layer
-is trained (`with_mtp`); otherwise its tensors are carried along.
+is trained (`with_mtp`); otherwise its tensors are `FamilyTable.carried`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeadForm:
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:
-    """The config, marked so that its layer of multi-token prediction is trained."""
+    """Returns the config with a mark that its MTP layer is trained."""
     return {**hf_config, _KEY: True}
 
 
@@ -48,9 +48,9 @@ def trains_mtp(hf_config: HfConfig) -> bool:
 
 
 def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
-    """The parameters around the layer. `names`: HF names, without `weight`, of the norm of the embedding, the norm of
-    the hidden state, the projection and the last norm. Engines use the same names unless `as_draft` changes them.
-    """
+    """Returns the parameters around the layer. `names`: HF names, without `weight`, of the norm of the embedding, the
+    norm of the hidden state, the projection and the last norm. Engines use the same names unless `as_draft` changes
+    them."""
     of_embedding, of_hidden, projection, last = names
     return (
         norm(f"{PREFIX}enorm", of_embedding, hidden),
@@ -61,12 +61,12 @@ def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
 
 
 def layer_rows(rows: Iterable[Row], hf: str, engine: str) -> Rows:
-    """The rows of the layer under their full names. `hf`, `engine`: prefixes."""
+    """Returns the rows of the layer with full names. `hf`, `engine`: prefixes."""
     return prefixed(rows, LAYER_PREFIX, hf, engine)
 
 
 def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
-    """Rows with the names that an engine reports for its draft. `renamed`: resident name -> name in the draft."""
+    """Returns the rows with the names that engines report for drafts. `renamed`: resident name -> name in the draft."""
     return tuple(
         dataclasses.replace(
             row,
@@ -79,8 +79,7 @@ def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
 
 
 def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
-    """Rows of multi-token prediction in files of DeepSeek and GLM, in which it is layer `number`, after the model's
-    last layer."""
+    """Returns the rows of the MTP layer in files of DeepSeek and GLM: layer `number`, after the model's last layer."""
     hf = f"model.layers.{number}."
     names = (f"{hf}enorm", f"{hf}hnorm", f"{hf}eh_proj", f"{hf}shared_head.norm")
     around = as_draft(head_rows(hidden, names), lambda name: name.replace(hf, "model."))
@@ -88,13 +87,13 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """Second copy of embedding and output layer in files of DeepSeek and GLM -> the first copy."""
+    """Returns second copy -> first copy of embedding and output layer in files of DeepSeek and GLM."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 
 
 def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
-    """Patterns for the tensors of multi-token prediction in files of DeepSeek and GLM, and in the engine's draft."""
+    """Returns patterns for the tensors of the MTP layer in files of DeepSeek and GLM, and in the engine's draft."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
 
@@ -107,8 +106,8 @@ def table_with_mtp(
     spread: Spread,
     carried: tuple[str, ...] = (),
 ) -> FamilyTable:
-    """`decoder_table` for files of DeepSeek and GLM. `mtp`: the rows of the trained layer of multi-token prediction;
-    None: its tensors are carried along."""
+    """Returns `decoder_table` for files of DeepSeek and GLM. `mtp`: the rows of the trained MTP layer; None: its
+    tensors are `FamilyTable.carried`."""
     if mtp is None:
         return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
     sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
@@ -117,8 +116,7 @@ def table_with_mtp(
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:
-    """The config that makes layer 0 the layer of multi-token prediction, which always has experts; None without such a
-    layer.
+    """Returns a config in which layer 0 is the MTP layer, which always has experts; None without such a layer.
 
     Raises `ConfigError` for several layers, each of which predicts from the previous one.
     """

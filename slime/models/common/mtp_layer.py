@@ -1,12 +1,12 @@
 """The module of multi-token prediction (`slime.models.common.mtp`): norms, projection and one layer of the family.
 
 The model gets no gradient from this layer: the model's hidden states, embedding and output layer are constants here. So
-the model trains as it would without the layer, and the layer only learns to predict the model.
+the model is trained as it would be without the layer, and the layer only learns to predict the model's tokens.
 
 Invariants
-1. The token after a sequence's last one in a packed row is never read.
-2. Under sequence parallelism each rank works on its part of the row, and Megatron sums the gradients of replicated
-   parameters over the ranks, as for norms.
+1. A sequence of a packed row never reads a token of the next sequence.
+2. Under sequence parallelism each rank has a shard of the row, and Megatron sums the gradients of replicated parameters
+   over the ranks, as for norms.
 """
 
 from __future__ import annotations

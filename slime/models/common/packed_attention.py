@@ -54,7 +54,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def current_device() -> torch.device:
-    """This rank's GPU, or the CPU without one."""
+    """Returns this rank's GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -62,8 +62,7 @@ class Choices(Protocol):
     """The choice of experts for a row. See `slime.models.common.mlp`."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
-        """The router's own choice [T, topk] in `layer` (counted from 0 over the whole model) -> the choice to use [T,
-        topk] int64."""
+        """The router's choice [T, topk] in `layer` (a global number) -> the choice to use [T, topk] int64."""
 
 
 class RowShard(Protocol):
@@ -71,7 +70,7 @@ class RowShard(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """[T / cp] int64: places of this rank's tokens in the row."""
+        """[T / cp] int64: positions of this rank's tokens in the row."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -82,7 +81,7 @@ class RowShard(Protocol):
         """[N + 1] int32 on the model's device: the start of each whole sequence, then the total."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> keys and values of each local chunk, end to end [K, g, d]."""
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values of local chunks [K, g, d]."""
 
     def by_heads(self, part: Tensor) -> Tensor:
         """This rank's tokens of all heads [T / cp, h, d] -> all tokens of this rank's heads [T, h / cp, d]."""
@@ -94,10 +93,10 @@ class RowShard(Protocol):
         """[n, ...] of all heads -> [n / cp, ...] of this rank's heads."""
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Row positions [R] -> which of them this rank holds [R_own], and their index among its tokens [R_own]."""
+        """Row positions [R] -> indices of the positions on this rank [R_own], and of these among its tokens [R_own]."""
 
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
-        """This rank's results [R_own, ...] at `which` [R_own] -> the results of all ranks [R, ...], R = `size`."""
+        """This rank's results [R_own, ...] for the indices `which` [R_own] -> the results of all ranks [size, ...]."""
 
 
 @dataclass
@@ -123,7 +122,7 @@ class PackedSequences(PackedSeqParams):
     shard: RowShard | None = None
     """None without context parallelism."""
     repeats: Repeats | None = None
-    """If samples share prefixes: the keys for each sequence, end to end; under context parallelism in `shard`."""
+    """If samples share prefixes: the keys of each sequence, concatenated; under context parallelism in `shard`."""
     asked: Repeats | None = None
     """If samples share prefixes: the hidden states that the micro-batch's outputs are read from, since several tokens
     may follow a shared prefix."""
@@ -154,7 +153,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ConfigError(
-                f"attention_dropout is {config.attention_dropout}, but two passes over a sample must give the same "
+                f"attention_dropout is {config.attention_dropout}, but two passes over a sample must have the same "
                 "result; set --attention-dropout 0"
             )
         assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"
@@ -173,7 +172,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
 
-        T is this rank's part of the row under context parallelism. `masks`: for each sequence, the keys that each query
+        Under context parallelism, T counts this rank's tokens. `masks`: for each sequence, the keys that each query
         attends to, bool [n, n], or None for a causal mask.
         """
         packed = packed_seq_params
@@ -197,23 +196,23 @@ class PackedAttention(torch.nn.Module):
             lengths = packed.query_lengths, packed.key_lengths
             return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
         attend = ops.varlen if kernel == "varlen" else ops.flash
-        assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has its lengths there"
+        assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has no lengths on the GPU"
         return attend(*(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale)
 
 
 class RotatingAttention(SelfAttention):
     """Megatron's attention with one op that splits, normalises and rotates queries and keys of a packed row.
 
-    Its parameters are Megatron's. A subclass may change the output (`forward`), or how queries and keys are made
+    Its parameters are Megatron's. A subclass can change the output (`forward`), or how queries and keys are computed
     (`rotated`).
     """
 
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and the output's bias.
+        """[T_local, 1, H] -> [T_local, 1, H] (a shard of the row under sequence parallelism), and the output's bias.
 
-        The rotary embedding comes from the row, not from the caller.
+        The rotary embedding is read from the row, not from the arguments.
         """
         query, key, value, gate = self.rotated(hidden_states, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
@@ -246,16 +245,16 @@ class RotatingAttention(SelfAttention):
 
 
 def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
-    """The weight of the norm of queries or keys; None without a norm, for which Megatron has an identity."""
+    """Returns the weight of the norm of queries or keys; None if the module is the identity."""
     if norm is None or isinstance(norm, IdentityOp):
         return None
-    assert isinstance(norm, RMSNorm), f"a norm of heads of type {type(norm).__name__}: override `rotated` for it"
+    assert isinstance(norm, RMSNorm), f"the norm of heads is a {type(norm).__name__}: override `rotated` for it"
     return norm.weight
 
 
 def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: type | None = None) -> ModuleSpec:
-    """Megatron's local attention (`standard`) with packed core attention and our norms. `module`: the class of the
-    layer.
+    """Returns Megatron's local attention (`standard`) with packed core attention and our norms. `module`: the class of
+    the layer.
 
     A subclass of `RotatingAttention` uses the ops of this device. A direct subclass of Megatron's `SelfAttention` works
     too, but uses Megatron's rotary embedding, which loops over the sequences in every layer.
@@ -267,6 +266,6 @@ def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: ty
 
 
 def rotates_by_megatron(attention: object) -> bool:
-    """Whether the attention module of a layer needs Megatron's rotary embedding."""
+    """Returns whether the attention module of a layer needs Megatron's rotary embedding."""
     module = attention.module if isinstance(attention, ModuleSpec) else attention
     return isinstance(module, type) and issubclass(module, SelfAttention) and not issubclass(module, RotatingAttention)

@@ -21,9 +21,9 @@ Scaling = Mapping[str, Any]
 
 
 def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
-    """[head_dim / 2] float32 rotary frequencies, scaled as the HF config says.
+    """Returns the rotary frequencies [head_dim / 2] float32, scaled as the HF config says.
 
-    Megatron's llama 3 scaling fixes three of its four parameters, so frequencies are computed here.
+    Megatron's llama 3 scaling has constants for three of its four parameters, so frequencies are computed here.
     """
     theta, scaling = rope_of(hf_config)
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -46,17 +46,17 @@ def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
 
 
 def _factor(hf_config: HfConfig, scaling: Scaling) -> float:
-    """The factor by which the context is extended."""
+    """Returns the factor by which the context is extended."""
     original = float(scaling.get("original_max_position_embeddings") or 1)
     return float(scaling.get("factor") or hf_config["max_position_embeddings"] / original)
 
 
 def _yarn_share(theta: float, scaling: Scaling, head_dim: int) -> Tensor:
-    """[head_dim / 2] from 0 to 1: how far yarn interpolates each frequency."""
+    """Returns how much yarn interpolates each frequency, from 0 to 1 [head_dim / 2]."""
     original = float(scaling["original_max_position_embeddings"])
 
     def dimension(rotations: float) -> float:
-        """The dimension that rotates this many times within the original context."""
+        """Returns the dimension that rotates this many times within the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(scaling.get("beta_fast") or 32))
@@ -73,7 +73,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def attention_factor(hf_config: HfConfig) -> float:
-    """The factor for cos and sin; 1 for every scaling except yarn."""
+    """Returns the factor for cos and sin; 1 for every scaling except yarn."""
     _, scaling = rope_of(hf_config)
     if scaling is None or rope_kind(scaling) != "yarn":
         return 1.0
@@ -86,7 +86,7 @@ def attention_factor(hf_config: HfConfig) -> float:
 
 
 def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
-    """The factor for scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
+    """Returns the factor for scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
     _, scaling = rope_of(hf_config)
     all_dim = float((scaling or {}).get("mscale_all_dim") or 0)
     magnitude = _magnitude(_factor(hf_config, scaling), all_dim) if scaling and all_dim else 1.0
@@ -113,7 +113,7 @@ class Rotary:
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64, or [3, T] with `axes` -> cos and sin, each [T, r / 2] float32."""
         if positions.dim() == 2:
-            assert self.axes is not None, "a model without axes has one position for each token"
+            assert self.axes is not None, "a model without axes got several positions per token"
             angles = positions.float().index_select(0, self.axes).T * self.frequencies
             return angles.cos() * self.factor, angles.sin() * self.factor
         cos, sin = cos_sin(positions, self.frequencies, self.factor)

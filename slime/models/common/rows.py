@@ -1,7 +1,7 @@
-"""Constructors of rows, and common parts of decoders.
+"""Constructors of rows, and the rows of common decoder modules.
 
-Names lack the prefix of the layer, which `at_layer` adds. The engine's name is the first HF name unless the engine
-fuses tensors.
+Names have no layer prefix until `at_layer` adds it. The engine's name is the first HF name unless the engine fuses
+tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Rows = tuple[Row, ...]
 
 
 def prefixed(rows: Iterable[Row], megatron: str, hf: str, engine: str) -> Rows:
-    """Rows with prefixes for their names."""
+    """Returns the rows with prefixes added to their names."""
     return tuple(
         dataclasses.replace(
             row,
@@ -32,13 +32,13 @@ def prefixed(rows: Iterable[Row], megatron: str, hf: str, engine: str) -> Rows:
 
 
 def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
-    """Rows of a layer under their full names. `prefix`: of `layers.` in HF and engine names."""
+    """Returns the rows of a layer with full names. `prefix` precedes `layers.` in HF and engine names."""
     hf = prefix + "layers.{layer}."
     return prefixed(rows, "decoder.layers.{layer}.", hf, hf)
 
 
 def copy(megatron: str, name: str, *shape: int, engine: str | None = None, **options: Any) -> Row:
-    """A row whose tensor is whole on every rank."""
+    """Returns a row whose tensor is replicated on every rank."""
     return Row(megatron, (name,), (shape,), engine or name, **options)
 
 
@@ -51,7 +51,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Tensors stacked along the output features, which are split. A single unit applies to all segments."""
+    """Returns a row of tensors stacked and split along the output features. A single unit applies to all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -59,7 +59,7 @@ def column(
 
 
 def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
-    """A weight [out, size], split along the input features."""
+    """Returns the row of a weight [out, size], split along the input features."""
     engine = options.pop("engine", name)
     return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
 
@@ -71,7 +71,7 @@ def norm(megatron: str, name: str, size: int) -> Row:
 def attention(
     s: ModelSizes, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False, gated: bool = False
 ) -> Rows:
-    """Grouped-query attention: q, k and v fused per KV head. `gated`: each query head is followed by its gate."""
+    """Returns the rows of grouped-query attention, fused per KV head. `gated`: a gate follows each query head."""
     heads, d = (s.num_heads, s.num_kv_heads, s.num_kv_heads), s.head_dim
     sizes = tuple(n * d * (2 if gated and i == 0 else 1) for i, n in enumerate(heads))
     units = (Unit.HEADS, Unit.KV_HEADS, Unit.KV_HEADS)
@@ -107,7 +107,7 @@ def mlp(
     engines: tuple[str, str] | None = None,
     bias: bool = False,
 ) -> Rows:
-    """A gated MLP of `size` features. `engines`: resident names of [gate; up] and down, which experts share."""
+    """Returns the rows of a gated MLP. `engines`: resident names of [gate; up] and down, which experts share."""
     gate_up, down = engines or (f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight")
 
     def fc1(kind: str, *more: int) -> Row:
@@ -130,7 +130,7 @@ def mlp(
 def experts(
     s: ModelSizes, *, bias: str | None = None, shared: tuple[str, int] | None = None, shared_gate: str | None = None
 ) -> Rows:
-    """A router and its experts. The engine stacks [gate; up] of all experts, and down of all experts.
+    """Returns the rows of a router and its experts. Engines stack [gate; up] of all experts, and down of all experts.
 
     `bias`: HF name of the router's correction bias. `shared`: HF name and number of features of the shared experts.
     `shared_gate`: HF name of their gate.
@@ -163,7 +163,7 @@ def decoder_table(
     mtp: Rows = (),
     duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Embedding, layers, final norm and output layer. `layer(sizes, number)` returns the rows of a layer."""
+    """Returns the table of a decoder, including embedding and output layer. `layer(sizes, number)` returns a layer."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))
@@ -183,7 +183,7 @@ def decoder_table(
 
 
 def pre_norm(hidden: int, attention_rows: Rows, mlp_rows: Rows) -> Rows:
-    """A layer with a norm before attention and one before the MLP."""
+    """Returns the rows of a layer with a norm before attention and one before the MLP."""
     return (
         norm("input_layernorm", "input_layernorm", hidden),
         *attention_rows,

@@ -1,10 +1,10 @@
 """The weight table of a model: rows that map a Megatron parameter, its HF tensors and the engine's resident tensor.
 
 Invariants
-1. Exactly one row names each Megatron parameter and each HF tensor of a model (`FamilyTable.check`), except HF tensors
-   that the trainer carries along unread. A row of experts names one parameter per expert, by the expert's number in the
-   whole model; the engine holds all experts of a row in one tensor.
-2. A row is read in all directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
+1. Each Megatron parameter and each HF tensor of a model is in exactly one row (`FamilyTable.check`), except HF tensors
+   that the trainer does not load (`FamilyTable.carried`). A row of experts names one parameter per expert, by the
+   expert's number over all ranks; the engine holds all experts of a row in one tensor.
+2. A row is used in all directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
    for verification. No direction has its own names or rules.
 3. One formula splits every parameter: segments, interleaved in groups, in equal parts (`weights.hf_shards`).
 """
@@ -34,16 +34,16 @@ class Head(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How an engine may spread a family's model over ranks, beyond tensor parallelism, which all families support.
+    """How an engine can distribute a family's model over ranks, besides tensor parallelism, which all families support.
 
-    A family declares what its model's code in SGLang 0.5.16 (`srt/models/`) supports and what was verified; anything
-    else is refused before a run starts (`problem`).
+    A family declares what SGLang 0.5.16 supports for its model (`srt/models/`) and what was verified; anything else is
+    refused before a run starts (`problem`).
     """
 
     dp_attention: bool = False
-    """Whether a DP group may split attention and embedding among its own ranks."""
+    """Whether a DP group can split attention and embedding among its ranks."""
     dp_lm_head: bool = True
-    """With DP attention, whether a DP group may also split the output layer among its ranks."""
+    """With DP attention, whether a DP group can also split the output layer among its ranks."""
     whole_embedding: bool = False
     """With DP attention, each rank holds the whole embedding instead."""
     stages: Head | None = None
@@ -51,7 +51,7 @@ class Spread:
     tied_stages: bool = False
     """With pipeline stages, a tied output layer is a separate tensor on the last stage, loaded from the embedding."""
     whole_dense_mlp: bool = False
-    """`moe_dense_tp_size` 1 makes the MLP of dense layers whole on each rank."""
+    """`moe_dense_tp_size` 1 replicates the MLP of dense layers on each rank."""
     every_embedding: bool = False
     """With pipeline stages, each stage holds the embedding."""
     whole_stages: bool = False
@@ -69,7 +69,7 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
     if layout.dp_lm_head and not spread.dp_lm_head:
         return "its output layer in SGLang ignores enable_dp_lm_head"
     if layout.tp_size > 1 and spread.whole_stages:
-        return "its experts have biases, which SGLang cannot split over ranks; give each pipeline stage one GPU"
+        return "its experts have biases, which SGLang cannot split over ranks; use one GPU per pipeline stage"
     if layout.pp_size > 1 and spread.stages is None:
         return "its model in SGLang does not run in pipeline stages"
     if layout.pp_size > 1 and tied and not spread.tied_stages:
@@ -77,7 +77,7 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
     if layout.whole_dense_mlp and not spread.whole_dense_mlp:
         return "its dense MLP in SGLang ignores moe_dense_tp_size"
     if layout.ep_size > 1 and (num_experts == 0 or num_experts % layout.ep_size):
-        return f"it has {num_experts} experts, which {layout.ep_size} groups cannot share evenly"
+        return f"its {num_experts} experts cannot be divided evenly among {layout.ep_size} groups"
     return None
 
 
@@ -97,16 +97,16 @@ DRAFT = "draft."
 
 
 class Unit(str, Enum):
-    """The units of a segment's split dimension: a rank holds whole units, and engines pad them in different ways."""
+    """The unit of a segment's split dimension: a rank holds whole units, and engines pad each kind differently."""
 
     NONE = "none"
-    """Whole on every rank (norms, biases added after the reduction)."""
+    """Replicated on every rank (norms, biases added after the reduction)."""
     VOCAB = "vocabulary rows"
-    """Trainer and engine pad them, each in its own way."""
+    """Trainer and engine pad them differently."""
     HEADS = "attention heads"
     """Query heads."""
     KV_HEADS = "KV heads"
-    """Engines replicate them if there are fewer than ranks."""
+    """Engines replicate them if there are more ranks than heads."""
     FEATURES = "MLP features"
     """Engines on a CPU pad them."""
     EVEN = "features"
@@ -122,25 +122,25 @@ class Row:
     hf: tuple[str, ...]
     """The HF tensors that the parameter holds, in fusing order."""
     shapes: tuple[tuple[int, ...], ...]
-    """Full shape of each HF tensor; if the tensors are `stacked`, the shape of one expert's part."""
+    """Full shape of each HF tensor; if the tensors are `stacked`, the shape for one expert."""
     engine: str
     """The resident tensor of an SGLang model. Rows and experts that share a resident tensor are stacked along dim 0."""
     dim: int | None = None
-    """The dimension that tensor-parallel ranks split; None: whole on every rank."""
+    """The dimension that tensor-parallel ranks split; None: replicated on every rank."""
     units: tuple[Unit, ...] = ()
     """The unit of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim` of the parts that are split separately, over all HF tensors; default: one per tensor."""
+    """Lengths along `dim` of the segments, which are split separately; default: one segment per HF tensor."""
     groups: int = 0
-    """Number of equal groups in which Megatron interleaves the segments (KV heads, for example); 0: one per rank."""
+    """Number of equal groups into which Megatron interleaves the segments (KV heads, for example); 0: one per rank."""
     wide: bool = False
-    """Whether the parameter is float32 in trainer, files and engine, whatever the training dtype."""
+    """Whether the parameter is float32 in trainer, files and engine for any training dtype."""
     stacked: bool = False
     """Whether the HF tensors hold all experts along dim 0."""
     trained: bool = True
     """False for a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
     engines: tuple[str, ...] = ()
-    """Instead of `engine`, a resident tensor for each HF tensor, if the engine does not fuse them."""
+    """Replaces `engine` if the engine does not fuse the HF tensors: a resident tensor for each of them."""
     plus_one: str = ""
     """A second resident tensor: the weight of a zero-centred norm plus one."""
     transposed: bool = False
@@ -158,7 +158,7 @@ class Row:
             assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
 
     def apart(self) -> tuple[Row, ...]:
-        """A row for each HF tensor, if `engines` names their resident tensors; else none."""
+        """Returns one row per HF tensor if `engines` is set, else nothing."""
         out, first = [], 0
         for i, engine in enumerate(self.engines):
             assert self.dim is not None, f"{self.megatron} is not split"
@@ -208,7 +208,7 @@ class ModelSizes:
                 moe_intermediate_size=int(hf_config.get("moe_intermediate_size") or 0),
             )
         except KeyError as error:
-            raise ConfigError(f"config.json lacks {error}, which the weight table needs; complete it") from None
+            raise ConfigError(f"config.json has no {error}, which the weight table needs; complete it") from None
         if sizes.num_heads % sizes.num_kv_heads:
             raise ConfigError(
                 f"{sizes.num_kv_heads} KV heads do not divide {sizes.num_heads} attention heads; correct config.json"
@@ -262,13 +262,12 @@ class FamilyTable:
     after: tuple[Row, ...]
     """Final norm, output layer."""
     tied: bool
-    """Whether the output layer is the embedding, so that it has no row."""
+    """Whether the output layer is tied to the embedding and so has no row."""
     mtp: tuple[Row, ...] = ()
-    """The layer of multi-token prediction, if it is trained. An engine holds the layer in its draft, if the engine has
-    a draft."""
+    """The MTP layer, if it is trained. An engine with a draft holds the layer in the draft."""
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    """Second copy of an HF tensor in files -> the first copy. The second copy is never read, and is written from the
-    first."""
+    """Second copy of an HF tensor in files -> the first copy. The second copy is never read; an export writes it from
+    the first."""
     carried: tuple[str, ...] = ()
     """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
     resident tensors that no weight sync sends."""
@@ -286,7 +285,7 @@ class FamilyTable:
             assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
 
     def with_rows(self, change: Callable[[Row], Row]) -> FamilyTable:
-        """The table with `change` applied to each row, except rows of multi-token prediction."""
+        """Returns the table with `change` applied to each row, except rows of multi-token prediction."""
         layers = tuple(tuple(map(change, rows)) for rows in self.layers)
         return replace(
             self, before=tuple(map(change, self.before)), layers=layers, after=tuple(map(change, self.after))
@@ -337,24 +336,24 @@ class FamilyTable:
 
     @cached_property
     def _by_hf(self) -> Mapping[str, Entry]:
-        """The first entry of each HF tensor, since stacked experts share theirs."""
+        """The first entry of each HF tensor, because stacked experts share tensors."""
         return {name: e for e in reversed(self.entries) for name in e.hf}
 
     def entry(self, megatron_name: str) -> Entry:
-        """The entry of a Megatron parameter. Raises `WeightSyncError` if the table does not contain it."""
+        """Returns the entry of a Megatron parameter. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_megatron.get(megatron_name)
         if found is None:
             raise WeightSyncError(
-                f"the weight table of {self.family!r} with {self.sizes.num_layers} layers does not name the Megatron "
-                f"parameter {megatron_name!r}; the model does not match its HF config"
+                f"the weight table of {self.family!r} with {self.sizes.num_layers} layers does not contain the "
+                f"Megatron parameter {megatron_name!r}; the model does not match its HF config"
             )
         return found
 
     def entry_of_hf(self, hf_name: str) -> Entry:
-        """The entry of an HF tensor. Raises `WeightSyncError` if the table does not contain it."""
+        """Returns the entry of an HF tensor. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_hf.get(hf_name)
         if found is None:
-            raise WeightSyncError(f"the weight table of {self.family!r} does not name the HF tensor {hf_name!r}")
+            raise WeightSyncError(f"the weight table of {self.family!r} does not contain the HF tensor {hf_name!r}")
         return found
 
     @property
@@ -368,13 +367,13 @@ class FamilyTable:
         return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """The shape of an HF tensor according to config.json."""
+        """Returns the shape of an HF tensor according to config.json."""
         entry = self.entry_of_hf(hf_name)
         shape = entry.row.shapes[entry.hf.index(hf_name)]
         return (self.sizes.num_experts, *shape) if entry.row.stacked else shape
 
     def carries(self, hf_name: str) -> bool:
-        """Whether an HF tensor is carried along unread."""
+        """Returns whether an HF tensor matches `carried`."""
         return any(re.match(pattern, hf_name) for pattern in self.carried)
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
@@ -396,7 +395,7 @@ class FamilyTable:
                 )
 
     def ignores(self, hf_name: str) -> bool:
-        """Whether the trainer does not load an HF tensor: carried, redundant or a rotary buffer."""
+        """Returns whether the trainer does not load an HF tensor: carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)

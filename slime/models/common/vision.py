@@ -21,21 +21,21 @@ class ImageProcessor(Protocol):
 
     @property
     def token_id(self) -> int:
-        """The id of the placeholder. An image is one placeholder in a rendered prompt, and one placeholder per image
-        token in token ids."""
+        """The id of the placeholder. An image has one placeholder in a rendered prompt, but one per image token in
+        token ids."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Image tokens of `width` x `height` pixels. Raises `DataError` for a shape that the model cannot read."""
+        """Returns the number of tokens of an image. Raises `DataError` for a shape that the model cannot read."""
 
     def patches(self, images: Sequence[bytes]) -> tuple[npt.NDArray[np.float32], Int64s]:
         """PNG files -> patches of all images [P, D], and grids [N, 3] of time, height and width."""
 
     def tokens_of(self, grids: Int64s) -> Int64s:
-        """grids [N, 3] -> image tokens of each image [N]."""
+        """grids [N, 3] -> number of tokens of each image [N]."""
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """Positions [3, num_tokens] (time, height, width) of a sample's tokens. `starts` [N]: first token of each image
-        with `grids` [N, 3]."""
+        """Returns the positions [3, num_tokens] (time, height, width) of a sample's tokens. `starts` [N]: index of the
+        first token of each image. `grids`: [N, 3]."""
 
 
 class VisionTower(Protocol):
@@ -46,7 +46,7 @@ class VisionTower(Protocol):
         [V, H] that are added after the first layers. No gradients."""
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(resident name, tensor) of every parameter in an engine of one rank."""
+        """Yields (resident name, tensor) of every parameter in a single-rank engine."""
 
     def leave(self) -> None:
         """Moves the tower to the host; the next call moves it back."""
@@ -61,13 +61,13 @@ class RowImages:
     grids: Tensor
     """[N, 3] int64 on the host."""
     rows: Tensor
-    """[V] int64: places of the placeholders in the row."""
+    """[V] int64: indices of the placeholders in the row."""
     features: Tensor
     """[V] int64: the tower's token for each placeholder; samples may share an image."""
     positions: Tensor
     """[3, T] int64: time, height and width of each token."""
     deep: list[Tensor] = field(default_factory=list)
-    """[V, H] each: the features that the first layers add, set by `into`."""
+    """[V, H] per layer: the features that the first layers add; `into` sets them."""
 
     def into(self, embedded: Tensor, tower: VisionTower) -> Tensor:
         """embedded [T, 1, H] -> the same with the tower's embeddings instead of placeholders."""

@@ -89,7 +89,7 @@ def _refuse(hf_config: HfConfig) -> None:
     )
     if missing := [name for name in needed if not hf_config.get(name)]:
         raise ConfigError(
-            f"config.json lacks {', '.join(missing)}, which models with latent attention and experts need; complete it"
+            f"config.json has no {', '.join(missing)}, needed for latent attention and experts; complete it"
         )
     if hf_config.get("attention_bias"):
         raise ConfigError("the checkpoint has attention_bias, which the engine's latent attention does not support")
@@ -102,6 +102,6 @@ def _refuse(hf_config: HfConfig) -> None:
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
         raise ConfigError(
-            f"the sparse-attention indexer has {', '.join(always)}: the engine always chooses these keys, the trainer "
-            "does not; this release does not train such a checkpoint"
+            f"the sparse-attention indexer has {', '.join(always)}: the engine always chooses these keys, but the "
+            "trainer does not, so this release cannot train the checkpoint"
         )

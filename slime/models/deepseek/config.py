@@ -2,9 +2,9 @@
 an indexer.
 
 Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-them in one bucket, because a second call of its loader drops the tensors that the first call held back. `w_kc` and
-`w_vc` are not parameters: the engine makes them from `kv_b_proj` after each update. Shared experts have their own
-parameters only with `--disable-shared-experts-fusion`.
+them in one bucket, because its loader stores an incomplete stack only during one call. `w_kc` and `w_vc` are not
+parameters: the engine computes them from `kv_b_proj` after each update. Shared experts have their own parameters only
+with `--disable-shared-experts-fusion`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
 
 
 def indexer_kinds(config: HfConfig) -> list[str]:
-    """Per layer "full" (it chooses keys) or "shared" (it uses an earlier layer's choice); empty without indexers."""
+    """Returns "full" (chooses keys) or "shared" (uses an earlier choice) per layer; empty without indexers."""
     if not config.get("index_topk"):
         return []
     num_layers = int(config["num_hidden_layers"])
@@ -35,7 +35,7 @@ def indexer_kinds(config: HfConfig) -> list[str]:
 
 
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
-    """Down projections to latents, whole on each rank, and up projections to heads, which are split."""
+    """Returns the rows of the down projections to latents (replicated) and the up projections to heads (split)."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, nope, rope, value = (int(config[name]) for name in names)
     hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)
@@ -68,7 +68,7 @@ def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) 
 
 
 def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
-    """The indexer of a layer. If interleaved, engines on a GPU stack the projections of keys and weights."""
+    """Returns the rows of an indexer. If interleaved, engines on a GPU stack the projections of keys and weights."""
     heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
     ours, hf = "self_attention.indexer", "self_attn.indexer"
     engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
@@ -83,7 +83,7 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
 
 
 def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """The weight map. `mtp`: the config of the layer of multi-token prediction, if it is trained."""
+    """Returns the weight map. `mtp`: the config of the MTP layer, if it is trained."""
     kinds = indexer_kinds(hf_config)
 
     def layer(s: ModelSizes, number: int) -> Rows:
@@ -107,8 +107,8 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
 
 
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs, queries attend to
-    `index_topk` keys."""
+    """Returns the multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs,
+    queries attend to `index_topk` keys."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")

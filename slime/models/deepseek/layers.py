@@ -28,16 +28,16 @@ from slime.models.common.rotary import attention_factor, cos_sin, inverse_freque
 from slime.models.deepseek.config import indexer_kinds
 
 SCORES_AT_ONCE = 1 << 27
-"""Maximum number of scores (heads x queries x keys, float32) in memory at once."""
+"""Maximum number of scores (heads x queries x keys, float32) in memory at the same time."""
 
 
 class SparseIndexer(torch.nn.Module):
     """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5): chooses the keys of each query in a layer.
 
     A small attention scores all keys at or before a query and keeps the best `index_topk`. The choice has no
-    derivative, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported and
-    synced. Queries of a sequence of at most `index_topk` tokens attend to all keys, and nothing is computed. Each
-    tensor-parallel rank holds the whole indexer and computes the same choice.
+    derivative, so the indexer gets no gradient from the policy loss: its parameters are frozen, but loaded, exported
+    and synced. In a sequence of at most `index_topk` tokens, queries attend to all keys, and the indexer does not run.
+    The indexer is replicated on tensor-parallel ranks, which compute the same choice.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
@@ -45,7 +45,7 @@ class SparseIndexer(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.heads, self.dim, self.topk = (int(hf_config[f"index_{n}"]) for n in ("n_heads", "head_dim", "topk"))
         self.rope_dim = int(hf_config["qk_rope_head_dim"])
-        # Not interleaved by default, even if the attention itself is.
+        # Not interleaved by default, even if the attention is.
         self.interleaved = bool(hf_config.get("indexer_rope_interleave", False))
 
         def linear(size: int, out: int) -> torch.nn.Linear:
@@ -60,13 +60,13 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for such a row under context
-        parallelism."""
+        """Returns whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for such a row under
+        context parallelism."""
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
             raise ConfigError(
                 f"a sequence has {longest} tokens, but under context parallelism sparse attention is trained only up "
-                f"to index_topk {self.topk} tokens; drop --context-parallel-size or shorten the sequences"
+                f"to index_topk {self.topk} tokens; remove --context-parallel-size or shorten the sequences"
             )
         return longest > self.topk
 
@@ -74,11 +74,11 @@ class SparseIndexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """The chosen keys of each query, int32 [n, topk] per sequence, or None for a short sequence.
+        """Returns the chosen keys of each query, int32 [n, topk] per sequence, or None for a short sequence.
 
-        hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are a part of the row under sequence parallelism; cos
-        and sin [T, 1, d / 2] are of the whole row. If a query has fewer than `topk` keys, the rest of its choice are
-        keys after the query.
+        hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are shards of the row under sequence parallelism; cos
+        and sin [T, 1, d / 2] are those of the whole row. If a query has fewer than `topk` keys, its remaining indices
+        are keys after the query.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -122,22 +122,22 @@ def _mask(chosen: Tensor) -> Tensor:
 
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms on latents, as in transformers. SGLang takes `rms_norm_eps`, which is the same in DeepSeek-V3,
-but 1e-5 in GLM-4.7-Flash and GLM-5: there the results differ by 4.5e-6 over the variance of a latent.
+"""Epsilon of the norms of latents, as in transformers. SGLang uses `rms_norm_eps`, which is the same in DeepSeek-V3,
+but 1e-5 in GLM-4.7-Flash and GLM-5, where the results differ by 4.5e-6 over the variance of a latent.
 """
 
 
 class LatentAttention(MegatronModule):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one small latent.
 
-    Megatron's own module, with the local specification, splits the down projections. Here they are whole on each
-    tensor-parallel rank, as in the engines, and only heads are split. The core is `PackedAttention`, so context
-    parallelism works as elsewhere. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
+    Megatron's module, with the local specification, splits the down projections. Here they are replicated on
+    tensor-parallel ranks, as in the engines, and only heads are split. The core is `PackedAttention`, so context
+    parallelism works as in other models. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
 
     Invariants
     1. All heads share the rotary part of a key, so its gradient is summed over the tensor-parallel ranks.
-    2. A layer without an indexer uses the choice of the last layer that has one, for the same row and on the same
-       pipeline stage. The choice is kept with the row, so that recomputation finds the right one.
+    2. A layer without an indexer uses the choice of the last layer with an indexer, for the same row and on the same
+       pipeline stage. The choice is stored in the row, so that recomputation uses the same choice.
     """
 
     frequencies: Tensor
@@ -149,7 +149,7 @@ class LatentAttention(MegatronModule):
         self.kv_rank, self.nope, self.rope, self.value = (int(hf_config[name]) for name in names)
         heads, head_dim, hidden = config.num_attention_heads, self.nope + self.rope, config.hidden_size
         self.heads = heads // config.tensor_model_parallel_size
-        """Heads of this rank."""
+        """Number of heads on this rank."""
         self.interleaved = bool(hf_config.get("rope_interleave", True))
         self.factor = attention_factor(hf_config)
         frequencies = inverse_frequencies(hf_config, self.rope).to(current_device())
@@ -175,7 +175,8 @@ class LatentAttention(MegatronModule):
         self._choose_indexer(hf_config)
 
     def _whole(self, size: int, out: int) -> torch.nn.Module:
-        """A linear layer, replicated on tensor-parallel ranks; under sequence parallelism its gradients are summed."""
+        """Returns a linear layer, replicated on tensor-parallel ranks; under sequence parallelism its gradients are
+        summed."""
         config = self.config
         linear = skip_init(torch.nn.Linear, size, out, bias=False, device=current_device(), dtype=config.params_dtype)
         linear.weight.sequence_parallel = config.sequence_parallel
@@ -196,7 +197,7 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T_local, 1, H] -> [T_local, 1, H] (a part of the row under sequence parallelism), and None for the bias."""
+        """[T_local, 1, H] -> [T_local, 1, H] (a shard of the row under sequence parallelism), and None for the bias."""
         packed = packed_seq_params
         assert packed.positions is not None, "a packed row has the positions of its tokens"
         cos, sin = cos_sin(packed.positions, self.frequencies, self.factor)
@@ -261,6 +262,6 @@ def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
     for layer in first_layers:
         if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(
-                f"a pipeline stage begins with layer {layer}, which shares the indexer of a layer on an earlier stage; "
-                "choose --pipeline-model-parallel-size so that stages begin with layers of indexer type full"
+                f"a pipeline stage begins with layer {layer}, which uses the indexer of a layer on an earlier stage; "
+                "choose --pipeline-model-parallel-size so that each stage begins with a layer of indexer type full"
             )

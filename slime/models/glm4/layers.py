@@ -1,6 +1,6 @@
 """GLM-4's layer has norms before and after attention and MLP.
 
-The norms after attention and MLP are part of these modules, as `output_norm`, so Megatron's layer need not change.
+The norms after attention and MLP are part of these modules, as `output_norm`, so Megatron's layer stays unchanged.
 """
 
 from __future__ import annotations

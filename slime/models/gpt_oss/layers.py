@@ -32,7 +32,7 @@ class BiasedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         self.bias = torch.nn.Parameter(torch.empty((num_experts, size_out), dtype=torch.float32, device=device))
         for parameter in (self.weight, self.bias):
-            # Marked, so that the gradient norm counts the experts of every tensor-parallel rank.
+            # Makes the gradient norm count the experts of every tensor-parallel rank.
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -64,7 +64,7 @@ class BiasedExperts(torch.nn.Module):
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """x [rows, 2F], gates and values in turn, clamped -> (value + 1) * gate * sigmoid(1.702 gate) [rows, F]."""
+    """x [rows, 2F], alternating gates and values, clamped -> (value + 1) * gate * sigmoid(1.702 gate) [rows, F]."""
     gate, value = x[..., ::2].clamp(max=SWIGLU_LIMIT), x[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (value + 1) * gate * torch.sigmoid(gate * _ALPHA)
 
@@ -82,15 +82,15 @@ _MORE = 8
 class SinkAttention(PackedAttention):
     """Core attention with learnt sinks (Xiao et al. 2023, arXiv:2309.17453), optionally in a sliding window.
 
-    A head's sink is a score without a value that takes its share of the softmax. The sink is computed as an extra key
-    with the value zero: queries get one more entry, sink / scale, and only this key has a one in that entry. So every
-    query attends to the sink, whatever its window, and gradients need no special formula. Queries are processed in
-    slices, with the keys in their windows, so that masks stay small. Plain PyTorch on every device, since the kernel
+    A head's sink is a score that takes part in the softmax but has no value. The sink is computed as an extra key with
+    the value zero: queries get one more entry, sink / scale, and only this key has a one in that entry. So every query
+    attends to the sink, even outside its window, and gradients need no special formula. Queries are processed in
+    slices, with the keys in their windows, so that masks stay small. Plain PyTorch on every device, because the kernel
     for whole rows supports neither sinks nor windows.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, window: int | None, **named: Any) -> None:
-        """`window`: maximum number of keys for a query, including its own; None: no window."""
+        """`window`: maximum number of keys for a query, including the key of the same token; None: no window."""
         super().__init__(config, *given, **named)
         self.window = window
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -113,19 +113,19 @@ class SinkAttention(PackedAttention):
         return torch.cat([part for q, k, v in rows for part in self._of_sequence(q, k, v, sink, scale)])
 
     def _of_sequence(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> Iterator[Tensor]:
-        """The slices of one sequence. Its last query is aligned with its last key."""
+        """Yields the slices of one sequence. Its last query is aligned with its last key."""
         behind = key.size(0) - query.size(0)
         for start in range(0, query.size(0), QUERIES_AT_ONCE):
             part = query[start : start + QUERIES_AT_ONCE]
             first, end = start + behind, start + behind + part.size(0)
             begin = 0 if self.window is None else max(0, first - self.window + 1)
-            # The sink comes before the keys in the windows of the slice.
+            # The sink precedes the keys in the windows of the slice.
             seen = torch.cat([sink.expand(1, key.size(1), -1), key[begin:end]])
             values = torch.cat([torch.zeros_like(value[:1]), value[begin:end]])
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)
 
     def _mask(self, first: int, end: int, begin: int, device: torch.device) -> Tensor:
-        """The mask of queries `first` to `end` for the sink and the keys `begin` to `end`."""
+        """Returns the mask of queries `first` to `end` for the sink and the keys `begin` to `end`."""
         places = torch.arange(first, end, device=device).unsqueeze(1)
         keys = torch.arange(begin, end, device=device)
         seen = keys <= places

@@ -11,7 +11,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("llama")
 class Llama(Family):
-    """The plain decoder. Its table has optional biases, which are not trained yet."""
+    """The plain decoder. Its table includes optional biases, which this release does not train."""
 
     shares_prefixes = True
 

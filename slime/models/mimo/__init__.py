@@ -10,7 +10,7 @@ from slime.models.common.table import DRAFT, PLAIN, FamilyTable, ModelSizes, Spr
 from slime.models.qwen2 import Qwen2
 
 _HF = "model.mtp_layers.0."
-"""Prefix of the layer of multi-token prediction."""
+"""Prefix of the MTP layer."""
 
 
 @FAMILIES.register("mimo")
@@ -38,7 +38,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _mtp_rows(hf_config: HfConfig) -> Rows:
-    """The draft holds the layer as `mtp_block`; norms and projection are outside of that block."""
+    """Returns the rows of the MTP layer. The draft holds it as `mtp_block`, with norms and projection outside."""
     s = ModelSizes.from_hf(hf_config)
     names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
     *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ENGINE_READS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
-"""Values of released configs that SGLang reads. They are constants in transformers."""
+"""Values in released configs that SGLang reads and transformers has as constants."""
 _FILE_NAMES = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."}
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -50,7 +50,7 @@ class MiniMaxM2(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Modules for multi-token prediction, after the last layer, are carried along."""
+        """MTP modules, which follow the last layer, are `FamilyTable.carried`."""
         first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_mtp_modules") or 0)
         carried = tuple(rf"model\.layers\.{first + i}\." for i in range(count))
         return decoder_table(_of_experts(hf_config), _layer, carried=carried, spread=self.spread(hf_config))
@@ -72,13 +72,13 @@ class MiniMaxM2(Family):
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """The config with the usual keys for experts."""
+    """Returns the config with the usual keys for experts."""
     names = {"moe_intermediate_size": "intermediate_size", "n_routed_experts": "num_local_experts"}
     return {**hf_config, **{ours: hf_config[theirs] for ours, theirs in names.items()}, "topk_method": "noaux_tc"}
 
 
 def _rotary_percent(hf_config: HfConfig) -> float:
-    """The share of a head that is rotated. Raises `ConfigError` if SGLang's and transformers' keys for it disagree."""
+    """Returns the fraction of a head that is rotated. Raises `ConfigError` if SGLang and transformers disagree."""
     head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // int(hf_config["num_attention_heads"]))
     percent = int(hf_config.get("rotary_dim") or head_dim) / head_dim
     parameters: HfConfig = hf_config.get("rope_parameters") or {}
@@ -102,7 +102,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _as_filed(row: Row) -> Row:
-    """The row with its names in files, and float32 if it is the router."""
+    """Returns the row with the names in released files; the router's row is float32."""
 
     def filed(name: str) -> str:
         for ours, theirs in (*_FILE_NAMES.items(), *_PROJECTIONS.items()):

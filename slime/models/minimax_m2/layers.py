@@ -1,6 +1,6 @@
 """Norms of queries and keys over all heads of a token, before the rotation (MiniMax-M2, `qk_norm_type: per_layer`).
 
-Tensor-parallel ranks have some of the heads, so they sum the squares, forward and backward.
+Each tensor-parallel rank has some of the heads, so ranks sum the squares, forward and backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.ops.qk_rotary import rotate
 
 
 class WholeNorm(torch.nn.Module):
-    """A root mean square norm over all heads, of which each tensor-parallel rank has a part."""
+    """A root mean square norm over all heads, which are split over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         """`size`: entries on this rank."""
@@ -47,8 +47,8 @@ class WholeNorm(torch.nn.Module):
 class WholeNormedAttention(RotatingAttention):
     """Attention with norms over all heads; the rotation is plain PyTorch.
 
-    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron sums gradients under those names over
-    tensor-parallel ranks, as if each rank had the whole weight.
+    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron would treat weights with these names as
+    replicated, and sum their gradients over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:

@@ -14,7 +14,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen3")
 class Qwen3(Family):
-    """Dense Qwen3. Its table has optional biases, which are not trained yet."""
+    """Dense Qwen3. Its table includes optional biases, which this release does not train."""
 
     shares_prefixes = True
 
@@ -39,7 +39,7 @@ class Qwen3(Family):
 
 @FAMILIES.register("qwen3_moe")
 class Qwen3Moe(Qwen3):
-    """Experts in all layers or in some."""
+    """Qwen3 with experts in all layers or in some."""
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {**super().departures(hf_config), **softmax_experts(hf_config)}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Sizes of linear attention; with the prefix `linear_`, keys of HF's and Megatron's configuration."""
+"""Sizes of linear attention. With the prefix `linear_`, they are keys of HF's and Megatron's configuration."""
 
 
 @FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -45,7 +45,7 @@ class Qwen3Next(Family):
         return split_problem(m["linear_num_key_heads"], tp_size, cp_size) or self._kernel_problem(args)
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
-        return "its linear attention carries a state along each sample"
+        return "its linear attention has a recurrent state per sample"
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         sizes = {f"linear_{name}": int(hf_config[f"linear_{name}"]) for name in _SIZES}
@@ -93,15 +93,15 @@ class Qwen3Next(Family):
         return qwen_next_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """One layer with full attention. Files of Qwen3-Next have it, although its config does not say so."""
+        """The MTP layer has full attention. Files of Qwen3-Next have it, although the config does not mention it."""
         if int(hf_config.get("mtp_num_hidden_layers", 1)) != 1:
             return None
         return {**hf_config, "layer_types": ["full_attention"], "full_attention_interval": 1}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Qwen3.5 and 3.6 come inside multimodal models, with a whole embedding on each rank.
+        """Qwen3.5 and 3.6 are parts of multimodal models, in which each rank holds the whole embedding.
 
-        With experts, Qwen3.5 and 3.6 have no dense layer, so `moe_dense_tp_size` has no effect on them.
+        With experts, Qwen3.5 and 3.6 have no dense layer, so `moe_dense_tp_size` does not affect them.
         """
         wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
         return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)

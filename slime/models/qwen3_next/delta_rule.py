@@ -1,6 +1,6 @@
 """The gated delta rule over a packed row: chunks in plain PyTorch, or the kernels of flash-linear-attention.
 
-A head keeps a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
+The state of a head is a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
 
     S <- a S + k (beta (v - a S^T k))^T        and        output = S^T q
 
@@ -9,10 +9,10 @@ G the running sum of g, the corrections u = beta (v - ...) solve a unit triangul
 
     (I + A) U = beta V - (beta e^G K) S        A[t, i] = beta[t] e^(G[t] - G[i]) k[t].k[i]   for i < t
 
-so everything but S itself is computed for all chunks at once, and a loop over chunks carries S.
+so everything except S is computed for all chunks together, and a loop over chunks updates S.
 
 Invariants
-1. Each sequence starts from S = 0 and at the start of a chunk: its result does not depend on its neighbours in the row.
+1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on its neighbours in the row.
 2. Statistics, state and products are float32 (float64 for float64 inputs) for any dtype of the model.
 """
 
@@ -32,17 +32,17 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 
 CHUNK = 64
-"""Tokens of a chunk."""
+"""Number of tokens in a chunk."""
 
 DeltaRule = Callable[..., Tensor]
 """(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
 
 
 def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
-    """The implementation that `backend` (--qwen-gdn-backend) names.
+    """Returns the implementation that `backend` (--qwen-gdn-backend) names.
 
-    "auto" takes the kernels if they are installed and can run: they need a GPU and half precision. Raises `ConfigError`
-    for "fla" if it cannot run.
+    "auto" selects the kernels if they are installed and can run: they need a GPU and half precision. Raises
+    `ConfigError` for "fla" if the kernels cannot run.
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
@@ -54,7 +54,8 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the kernels cannot run here; empty if they can. The last reason is flash-linear-attention's issue 640.
+    """Returns why the kernels cannot run here; empty if they can. For the last reason see flash-linear-attention's
+    issue 640.
 
     Cached, because every layer calls it and finding a package takes milliseconds.
     """
@@ -64,7 +65,7 @@ def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
         ("flash-linear-attention is not installed", importlib.util.find_spec("fla") is None),
         ("its kernels need a GPU", not on_gpu),
         (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
-        ("Triton before 3.7.1 gets their gradients wrong on Hopper GPUs", hopper and _triton() < (3, 7, 1)),
+        ("Triton before 3.7.1 computes wrong gradients on Hopper GPUs", hopper and _triton() < (3, 7, 1)),
     )
     return tuple(reason for reason, holds in problems if holds)
 
@@ -77,7 +78,7 @@ def _triton() -> tuple[int, ...]:
 def fla_kernels(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor
 ) -> Tensor:
-    """The recurrence by Triton kernels, with arguments and result as in `chunked`. Half precision on a GPU only."""
+    """Computes `chunked` with Triton kernels, in half precision on a GPU only."""
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     row = (x.unsqueeze(0).contiguous() for x in (q, k, v))
     decay, rate = g.unsqueeze(0), beta.unsqueeze(0)
@@ -88,10 +89,10 @@ def fla_kernels(
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """The recurrence over a row of T tokens and N sequences of `lengths` [N] -> [T, h, d_v] in the dtype of `q`.
+    """Computes the recurrence over a row of T tokens and N sequences of `lengths` [N] -> [T, h, d_v], dtype of `q`.
 
     q, k [T, h, d_k] before normalisation, v [T, h, d_v], g float32 [T, h] log decay, beta [T, h]. Queries are scaled by
-    1 / sqrt(d_k) as in attention. `cu_seqlens` is only for kernels.
+    1 / sqrt(d_k) as in attention. Only kernels use `cu_seqlens`.
     """
     plan = _plan(lengths, q.device)
     narrow, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -118,14 +119,14 @@ def chunked(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension, with the released models' epsilon under the root."""
+    """Returns x / |x| over the last dimension, with the released models' epsilon under the root."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _decay(total: Tensor) -> Tensor:
     """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
 
-    Masked before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
+    Masks before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
     """
     size = total.size(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
@@ -134,10 +135,10 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Places of a row's tokens in its M chunks. Chunks are sorted by their index in the sequence, then by sequence
+    """The layout of a row's tokens in M chunks. Chunks are sorted by their index in the sequence, then by sequence
     length, longest first.
 
-    So the chunks of one loop iteration are adjacent, and their sequences are the first ones of the previous iteration.
+    So the chunks of one loop iteration are adjacent, and belong to the first sequences of the previous iteration.
     """
 
     gather: Tensor
@@ -159,7 +160,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """The plan for sequences of these lengths; all layers of a forward pass share it."""
+    """Returns the plan for sequences of these lengths; all layers of a forward pass share it."""
     num_tokens = sum(lengths)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -28,16 +28,17 @@ class GatedDeltaNet(torch.nn.Module):
     """The gated delta net (Yang et al. 2024, arXiv:2412.06464), a linear-attention mixer, as an attention module.
 
     Megatron-core's module needs flash-linear-attention and refuses packed rows. Tensor-parallel ranks split this module
-    by key heads: `in_proj` holds per key head [q; k; v's; z's; b's; a's] (z gates the output, b is the rate, a the
-    decay), `conv1d` per key head [q; k; v's], each with the value heads of the key head.
+    by key heads: `in_proj` has [q; k; v's; z's; b's; a's] per key head (z gates the output, b is the rate, a the
+    decay), `conv1d` has [q; k; v's] per key head, each with the value heads of the key head.
 
-    Convolution and recurrence need whole sequences, but under context parallelism a rank has chunks of them. So key
-    heads are split once more: before the convolution, ranks exchange their tokens of all heads for all tokens of their
-    heads, and exchange back after the recurrence (`RowShard.by_heads`). Projections, norm and gate work token by token.
+    Convolution and recurrence need whole sequences, but under context parallelism a rank has only chunks of sequences.
+    So key heads are split once more: before the convolution, ranks exchange their tokens of all heads for all tokens of
+    their heads, and after the recurrence they reverse the exchange (`RowShard.by_heads`). Projections, norm and gate
+    are applied token by token.
 
     Invariants
     1. Convolution and recurrence start over at each sequence of a packed row.
-    2. Decay, recurrence and the norm's statistics are float32, whatever the dtype of the model.
+    2. Decay, recurrence and the norm's statistics are float32 for any dtype of the model.
     3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key
        heads.
     """
@@ -69,7 +70,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
 
     def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """An uninitialised parameter, split over tensor-parallel ranks along dim 0."""
+        """Returns an uninitialised parameter, split over tensor-parallel ranks along dim 0."""
         weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
         parameter = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
@@ -78,7 +79,7 @@ class GatedDeltaNet(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] -> [T, 1, H] (this rank's part of the row under sequence or context parallelism), and no bias."""
+        """[T, 1, H] -> [T, 1, H] (this rank's shard of the row under sequence or context parallelism), and no bias."""
         packed = packed_seq_params
         mixed = self.in_proj(hidden_states)[0].squeeze(1).unflatten(-1, (self.groups, -1))  # [T, groups, features]
         values, rates = self.repeats * self.value_dim, [self.repeats, self.repeats]
@@ -101,10 +102,10 @@ class GatedDeltaNet(torch.nn.Module):
         lengths: tuple[int, ...],
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Convolution and recurrence over whole sequences of some key heads -> [T, value heads, d_v].
+        """Computes convolution and recurrence over whole sequences of some key heads -> [T, value heads, d_v].
 
-        `parts`: qkv [T, groups, features], b and a [T, groups, value heads of each]. `weights`: of the convolution,
-        dt_bias and A_log for these heads.
+        `parts`: qkv [T, groups, features], b and a [T, groups, value heads per group]. `weights`: convolution, dt_bias
+        and A_log of these heads.
         """
         qkv, b, a = parts
         taps, dt_bias, log_rate = weights
@@ -127,7 +128,7 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [T, heads, d_v] -> [T, heads, d_v] in the dtype of `x`."""
-        # Replicated, but applied to the rank's own heads: the copy sums its gradients over tensor-parallel ranks.
+        # Replicated, but applied only to this rank's heads, so this sums the gradients over tensor-parallel ranks.
         weight = copy_to_tensor_model_parallel_region(self.weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -135,7 +136,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Causal depthwise convolution inside each sequence: x [T, C], weight [C, 1, taps] -> [T, C].
+    """Applies a causal depthwise convolution to each sequence: x [T, C], weight [C, 1, taps] -> [T, C].
 
     Zeros separate the sequences, so that one convolution of the whole row is enough.
     """
@@ -148,7 +149,7 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> T
 
 @functools.lru_cache(maxsize=8)
 def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Tensor:
-    """[T] int64: the place of each token once `spacing` entries are inserted before each sequence."""
+    """Returns the index of each token [T] int64 after `spacing` entries are inserted before each sequence."""
     ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)
 
@@ -156,8 +157,8 @@ def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Ten
 class GatedAttention(RotatingAttention):
     """Full attention with a sigmoid gate on its output; needs `attention_output_gate` in the configuration.
 
-    HF's `q_proj` holds [q; gate] per head, so `linear_qkv` holds [q, gate, q, gate, ..., k, v] per KV head. Megatron's
-    gated attention expects [q..., gate..., k, v]. Norms are ops of this device; split and rotation are plain PyTorch.
+    HF's `q_proj` has [q; gate] per head, so `linear_qkv` has [q, gate, q, gate, ..., k, v] per KV head. Megatron's
+    gated attention expects [q..., gate..., k, v]. Norms are from `slime.ops`; split and rotation are plain PyTorch.
     """
 
     def get_query_key_value_tensors(
@@ -180,5 +181,5 @@ class GatedAttention(RotatingAttention):
         return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron compiles its own, which a CPU may lack."""
+        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's is compiled, which can fail on a CPU."""
         return x * gate.flatten(2).sigmoid()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
-"""Prefix of the language model's tensors in files; pattern of the tower's, in files and engines."""
+"""Prefix of the language model's tensors in files; pattern for the tower's tensors in files and engines."""
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -39,8 +39,8 @@ class Qwen3VL(Qwen3):
         if not split:
             return None
         return (
-            f"--multimodal-keys does not work with {' and '.join(split)}, because images need whole rows and whole "
-            "models on each rank; set them to 1 and train on more data-parallel ranks"
+            f"--multimodal-keys does not work with {' and '.join(split)}, because with images each rank must hold the "
+            "whole model and whole rows; set them to 1 and use more data-parallel ranks"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Qwen3VL(Qwen3):
         return PLAIN
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """The axes alternate, time, height, width, time, ..., up to the sections of height and width; then time."""
+        """The axes alternate (time, height, width, time, ...) until the sections of height and width end; then time."""
         sections = self._sections(hf_config)
         assert sections is not None, "refused by departures"
         return tuple(k % 3 if k < 3 * sections[k % 3] else 0 for k in range(sum(sections)))
@@ -97,7 +97,7 @@ class Qwen3VL(Qwen3):
         return SeeingLayer if number < len(deep) else None
 
     def _sections(self, hf_config: HfConfig) -> list[int] | None:
-        """Number of frequencies for time, height and width; None if transformers would not read them."""
+        """Returns the number of frequencies for time, height and width; None if transformers would not read them."""
         rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         sections = rope.get("mrope_section") or ()
         heads = int(hf_config["num_attention_heads"])

@@ -14,8 +14,7 @@ from slime.core.hf_config import HfConfig
 
 
 class SeeingLayer(TransformerLayer):
-    """Megatron's layer, followed by adding the features of a deeper layer of the tower (DeepStack,
-    arXiv:2406.04334)."""
+    """Megatron's layer, which then adds the features of a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""
@@ -37,7 +36,8 @@ class Qwen3VLTower:
     def __init__(
         self, hf_config: HfConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`weights`: by their names in files, in any dtype. Raises `CheckpointError` if they do not fit the config."""
+        """`weights`: tensors by their names in files, in any dtype. Raises `CheckpointError` if they do not fit the
+        config."""
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
@@ -57,7 +57,7 @@ class Qwen3VLTower:
         return seen.pooler_output, *seen.deepstack_features
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Names of SGLang 0.5.16."""
+        """Yields the names of SGLang 0.5.16."""
         for name, tensor in self._model.named_parameters():
             held = tensor.detach().to(self._device, dtype)
             if name == "pos_embed.weight":

@@ -39,7 +39,7 @@ def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: i
 
 @triton.jit
 def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads the parts of the heads at `start` + `place` [HEADS], zero where not `kept` [HEADS]."""
+    """Loads the three parts of the heads at `start` + `place` [HEADS]; zeros where the mask `kept` [HEADS] is false."""
     head = start + place[:, None]
     kept = kept[:, None]
     a = tl.load(head + first[None, :], mask=kept & (first < SIZE)[None, :], other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  
 
 @triton.jit
 def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores the parts of heads; the inverse of `load_heads`."""
+    """Stores the three parts of heads; the inverse of `load_heads`."""
     kind = start.dtype.element_ty
     head = start + place[:, None]
     kept = kept[:, None]
@@ -74,7 +74,7 @@ def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.cons
 
 @triton.jit
 def product(a, b, c, x, y, z):  # type: ignore[no-untyped-def]
-    """The scalar products [HEADS, 1] of heads that are given in three parts."""
+    """Returns the scalar products [HEADS, 1] of heads, each head in its three parts."""
     return (tl.sum(a * x, 1) + tl.sum(b * y, 1) + tl.sum(c * z, 1))[:, None]
 
 
@@ -184,7 +184,7 @@ def copy_heads(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies COUNT heads of one token, which are SOURCE_STEP entries apart, to places TARGET_STEP entries apart."""
+    """Copies COUNT heads of one token, SOURCE_STEP entries apart, to addresses that are TARGET_STEP entries apart."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         for left in range(0, SIZE, BLOCK):

@@ -1,7 +1,7 @@
 """Kernels of the root mean square norm. A program handles a tile of whole rows, so a row must fit into registers.
 
-Each program of the backward kernel handles a share of the rows and keeps its part of the weight's gradient.
-`column_sums` adds up these parts without atomics, so that the result is deterministic bit for bit.
+Each program of the backward kernel handles some of the rows and stores its partial gradient of the weight.
+`column_sums` adds up the partial gradients without atomics, so that the result is bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from slime.ops.kernels.sums import column_sums
 
 _TILE = 2048
-"""The number of entries of a tile. If rows are longer, a tile is one row."""
+"""Number of entries in a tile. If rows are longer, a tile is one row."""
 _LONGEST = 32768
 """The longest supported row, in entries."""
 
 
 def _tile(size: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps, for rows of `size` entries."""
-    assert 0 < size <= _LONGEST, f"rows have {size} entries; the kernel takes up to {_LONGEST}"
+    """Returns the rows and columns of a tile, and the number of warps, for rows of `size` entries."""
+    assert 0 < size <= _LONGEST, f"rows have {size} entries; the kernel supports up to {_LONGEST}"
     columns = triton.next_power_of_2(size)
     rows = max(1, _TILE // columns)
     return rows, columns, min(16, max(4, rows * columns // 512))
@@ -52,7 +52,7 @@ def backward(
     needs_weight: bool,
     num_processors: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """grad and x [T, H], weight [H], scale [T] -> gradients of x [T, H] and, if wanted, of the weight [H]."""
+    """grad and x [T, H], weight [H], scale [T] -> gradients of x [T, H] and, with `needs_weight`, of the weight [H]."""
     num_rows, size = x.shape
     grad, x = (t if t.stride(1) == 1 else t.contiguous() for t in (grad, x))
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # The number of programs is the number that can run at the same time.
+    # As many programs as can run at the same time.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

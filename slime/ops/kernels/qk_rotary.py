@@ -1,9 +1,9 @@
-"""Kernels that split a fused projection into heads, and norm and rotate queries and keys; with their gradient.
+"""Kernels that split a fused projection into heads, and normalise and rotate queries and keys; with their gradients.
 
 A program handles one token, a few heads at a time, so it reads the token's cos and sin once. The backward kernel reads
-the gradients of queries, keys and values and writes the gradient of the whole projection. If norms are trained, each
-program of the backward kernel handles a share of the tokens and keeps its part of the weights' gradients.
-`column_sums` adds up these parts.
+the gradients of queries, keys and values and writes the gradient of the projection. If norms are trained, each program
+of the backward kernel handles some of the tokens and stores its partial gradients of the weights. `column_sums` adds up
+the partial gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slime.ops.kernels.sums import column_sums
 
 
 def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]:
-    """Compile-time constants for a projection of `width` entries with `half` rotated pairs per head."""
+    """Returns the compile-time constants for a projection of `width` entries with `half` rotated pairs per head."""
     rest = heads.size - 2 * half
     assert rest >= 0 and half > 0, f"{half} pairs in a head of {heads.size}"
     return {
@@ -68,7 +68,7 @@ def backward(
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
     """Gradients of query, key and value, contiguous -> the gradients of the projection [T, W] and of the two weights.
 
-    `num_programs`: the number of programs that share the tokens for the weights' gradients; 0: no such gradients.
+    `num_programs`: the number of programs for the weights' gradients; 0: no gradients of weights.
     """
     query, num_tokens = grads[0], grads[0].size(0)
     out = query.new_empty(num_tokens, width)

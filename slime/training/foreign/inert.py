@@ -1,15 +1,14 @@
 """Reads pickles without running them: only a few harmless names are allowed, and classes are replaced by records.
 
-The loaders of torch and numpy are not used, because they run what the file names and trust the addresses in it.
-Archives are read as zip files. Tensors and arrays are built from plain bytes after a check of their number and type.
+The loaders of torch and numpy are not used, because they call functions that the file names and trust its addresses.
+Archives are read as zip files. Tensors and arrays are built from plain bytes, whose number and type are checked.
 
 Invariants
 1. A name in a pickle never imports a module. The only attributes looked up are the dtypes of torch.
-2. An object of a class in `RECORDED` becomes a `Record` of its constructor's arguments and its state. The class is not
-   imported.
+2. An object of a class in `RECORDED` becomes a `Record` of constructor arguments and state. The class is not imported.
 3. Any other name is refused, unless it is in `_ALLOWED`: containers, and code of this module that a pickle cannot
    change.
-4. A tensor or an array holds only numbers, and takes no more bytes than the file has for it.
+4. A tensor or an array contains only numbers, and its size never exceeds its bytes in the file.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ RECORDED = frozenset(
 
 
 class Record:
-    """Replaces an object; holds only data."""
+    """Replaces an object; contains only data."""
 
     def __init__(self, *given: Any) -> None:
         self.given, self.state = given, None
@@ -63,14 +62,14 @@ def record_class(module: str, name: str) -> type[Record]:
 
 
 def _nested(owner: Any, name: Any) -> type[Record]:
-    """Replaces `getattr`, which older pickles use to name a nested class."""
+    """Replaces `getattr`, with which older pickles refer to a nested class."""
     if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it names an attribute of something that is not a recorded class")
+        raise pickle.UnpicklingError("it names an attribute of an object that is not a recorded class")
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
 
 
 class _Function:
-    """A function of this module under another name; a pickle cannot set anything on it."""
+    """Replaces a function with a function of this module; a pickle cannot set attributes of it."""
 
     __slots__ = ("_function",)
 
@@ -96,12 +95,12 @@ class _Dtype:
 
     def __init__(self, code: Any, *_options: Any) -> None:
         if not isinstance(code, str) or _NUMBERS.fullmatch(code) is None:
-            raise pickle.UnpicklingError(f"it holds an array of {code!r}, which are not plain numbers")
+            raise pickle.UnpicklingError(f"it contains an array of {code!r}, which are not plain numbers")
         self._code, self._order = code.lstrip("<>=|"), "="
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
-            raise pickle.UnpicklingError("it holds an array of an unknown byte order")
+            raise pickle.UnpicklingError("it contains an array of an unknown byte order")
         self._order = state[1]
 
     def made(self) -> numpy.dtype[Any]:
@@ -109,7 +108,7 @@ class _Dtype:
 
 
 class Array:
-    """Replaces `numpy.ndarray`, which would let the pickle choose its memory."""
+    """Replaces `numpy.ndarray`, whose memory a pickle could choose."""
 
     __slots__ = ("_array",)
 
@@ -126,7 +125,7 @@ class Array:
 
 def _numbers(dtype: Any, content: Any) -> Any:
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
-        raise pickle.UnpicklingError("it holds an array of something other than plain numbers")
+        raise pickle.UnpicklingError("it contains an array whose entries are not plain numbers")
     return numpy.frombuffer(content, dtype.made())
 
 
@@ -164,7 +163,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> to
     """Replaces `torch._utils._rebuild_tensor_v2`, and `_v3`, which also passes the dtype."""
     dtype = next((kind for kind in rest if isinstance(kind, torch.dtype)), None)
     if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-        raise pickle.UnpicklingError("it holds a malformed tensor")
+        raise pickle.UnpicklingError("it contains a malformed tensor")
     dtype = dtype or storage.dtype
     if 0 in size:  # torch.frombuffer refuses an empty buffer
         return torch.empty(tuple(size), dtype=dtype)
@@ -191,11 +190,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): torch.uint8,
     ("torch.storage", "UntypedStorage"): torch.uint8,
 }
-"""(module, name) -> its replacement."""
+"""(module, name) -> replacement."""
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle as data. Raises `pickle.UnpicklingError` with the name that is refused."""
+    """Reads a pickle as data. Raises `pickle.UnpicklingError` with the refused name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -218,7 +217,7 @@ class _Archive(Unpickler):
     def persistent_load(self, named: Any) -> _Storage:
         kind, dtype, key = named[:3]
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdecimal():
-            raise pickle.UnpicklingError("it names bytes in a way that torch.save does not")
+            raise pickle.UnpicklingError("it refers to bytes in a form that torch.save does not write")
         if key not in self._storages:
             self._storages[key] = bytearray(self._archive.read(f"{self._folder}/data/{key}"))
         return _Storage(dtype, self._storages[key])
@@ -229,7 +228,7 @@ def load(file: BinaryIO) -> Any:
 
 
 def load_archive(file: BinaryIO) -> Any:
-    """Reads a file of `torch.save`. Raises `pickle.UnpicklingError` for another kind of file."""
+    """Reads a file of `torch.save`. Raises `pickle.UnpicklingError` for any other file."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
@@ -241,12 +240,12 @@ def load_archive(file: BinaryIO) -> Any:
                 raise pickle.UnpicklingError("its byte order is not little-endian")
             return _Archive(archive, folders[0]).load()
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
-        raise pickle.UnpicklingError(f"it is not a whole file of torch.save since 1.6 ({error})") from None
+        raise pickle.UnpicklingError(f"it is not a complete file of torch.save since 1.6 ({error})") from None
 
 
 def tensor_of(content: bytes) -> torch.Tensor:
     """Returns the only tensor in a file of `torch.save`. Raises `pickle.UnpicklingError` for any other content."""
     loaded = load_archive(io.BytesIO(content))
     if not isinstance(loaded, torch.Tensor):
-        raise pickle.UnpicklingError(f"it holds a {type(loaded).__name__}, not a plain tensor")
+        raise pickle.UnpicklingError(f"it contains a {type(loaded).__name__}, not a plain tensor")
     return loaded

@@ -1,7 +1,7 @@
 """Reads one `torch_dist` folder or one pickled rollout as data (`inert`).
 
-A damaged file raises `CheckpointError`, and so does a file that needs more memory than its size justifies. A file built
-to exhaust the C stack can end the process, but do nothing else.
+Raises `CheckpointError` for a damaged file, and for a file that needs more memory than its size justifies. A file that
+is built to exhaust the C stack can crash the process, but do nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slime.core.text import one_line
 from slime.training.foreign import inert
 
 SPARE_BYTES = 4 << 30
-"""Address space that reading may add, besides an amount proportional to the file."""
+"""Address space that reading can add, in addition to an amount proportional to the file."""
 _TENSORS, _OBJECTS = 4, 32
 """Memory allowed per byte of a file: for tensors, and for numbers that become Python objects."""
 MAX_DEPTH = 200
 VALUES_PER_BYTE, SPARE_VALUES = 4, 100_000
-"""Limits the number of values in a sample. A pickle without repeated references has at most one per byte."""
+"""Limits the number of values in a sample. A pickle without repeated references has at most one value per byte."""
 _METADATA, _CHUNKS_HELD = ".metadata", 2
 _Chunk: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], Any]"
 """(offsets, sizes, location in the files)."""
@@ -39,10 +39,10 @@ def _limited(what: str, num_bytes: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
-    except Exception as error:  # a damaged or hostile file can cause any
+    except Exception as error:  # a damaged or hostile file can cause any error
         reason = f"{error}" or type(error).__name__
         raise CheckpointError(
-            f"{what} cannot be read: {one_line(reason, 600)}; fetch it again, or give another file"
+            f"{what} cannot be read: {one_line(reason, 600)}; download it again, or use a different file"
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -92,14 +92,14 @@ class Folder:
                 target.copy_(part)
                 missing -= part.numel()
             if missing:
-                raise ValueError(f"{missing} of its {out.numel()} numbers are stored nowhere")
+                raise ValueError(f"{missing} of its {out.numel()} numbers are not stored")
         return out
 
     def _largest_file(self) -> int:
         return max(file.stat().st_size for file in self._folder.iterdir())
 
     def _chunk(self, info: Any, kind: torch.dtype, size: tuple[int, ...]) -> Tensor:
-        """Reads one stored chunk. The last few stay in memory, because one chunk may hold several experts."""
+        """Reads one stored chunk. The last few stay in memory, because one chunk can contain several experts."""
         fields = info.fields
         name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if fields.get("transform_descriptors"):
@@ -112,7 +112,7 @@ class Folder:
             file.seek(offset)
             tensor = inert.tensor_of(file.read(length))
         if tensor.dtype != kind or tuple(tensor.shape) != size:
-            raise ValueError(f"{name} holds {tensor.dtype} {tuple(tensor.shape)} instead of {kind} {size}")
+            raise ValueError(f"{name} contains {tensor.dtype} {tuple(tensor.shape)} instead of {kind} {size}")
         while len(self._held) >= _CHUNKS_HELD:
             self._held.pop(next(iter(self._held)))
         self._held[name, offset] = tensor
@@ -130,7 +130,7 @@ class Rollout:
         with self._limited(), path.open("rb") as file:
             held = inert.load_archive(file)
             if not isinstance(held, dict) or "samples" not in held:
-                raise ValueError("it is not a rollout: a dict with samples")
+                raise ValueError("it is not a rollout, which is a dict with samples")
             self._samples = list(held["samples"])
         self.rollout_id, self.num_samples = held.get("rollout_id"), len(self._samples)
 
@@ -147,7 +147,7 @@ class Rollout:
 class _Plain:
     """Converts a value to JSON types, with at most `most` numbers and letters in total.
 
-    The limit stops a small pickle that refers to one list many times. Raises `ValueError` with the place.
+    The limit stops a small pickle that refers to one list many times. Raises `ValueError` with the path of the value.
     """
 
     def __init__(self, most: int) -> None:
@@ -156,7 +156,7 @@ class _Plain:
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0 or depth > MAX_DEPTH:
-            raise ValueError(f"{where} has over {self._most:,} values and letters, or nests over {MAX_DEPTH} deep")
+            raise ValueError(f"{where} has over {self._most:,} values and letters, or over {MAX_DEPTH} nested levels")
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Reads a Megatron-core `torch_dist` folder as Hugging Face tensors, with the family's own weight table.
+"""Reads a Megatron-core `torch_dist` folder as Hugging Face tensors, with the family's weight table.
 
 Names in a checkpoint differ from the names of a model's parameters. Layers and experts have separate tensors
 (`decoder.layers.3.`, `experts.experts.5.`), or are stacked in one tensor along a leading axis. If Transformer Engine
-fuses a norm into the linear layer after it, the norm's name is inside that layer. The gate and up projections of an MLP
-are one tensor or two.
+fuses a norm into the next linear layer, the norm's name begins with that layer's name. The gate and up projections of
+an MLP are one tensor or two.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Place:
 
     key: str
     at: tuple[int, ...] = ()
-    """Indices on the leading axes: layer, expert."""
+    """Indices along the leading axes: layer, expert."""
 
 
 class Places:
@@ -56,9 +56,9 @@ class Places:
         self._own = frozenset(table.megatron_names)
 
     def find(self, parameter: str, stored: Container[str]) -> tuple[Place, ...]:
-        """Returns the places of `parameter` in a checkpoint that stores the names `stored`; empty if it is missing.
+        """Returns the places of `parameter` in a checkpoint with the names `stored`; empty if it is missing.
 
-        The tensors of several places are to be concatenated.
+        If there are several places, their tensors must be concatenated.
         """
         return next((form for form in self.forms(parameter) if all(place.key in stored for place in form)), ())
 
@@ -80,9 +80,8 @@ class Places:
 
 
 def _fused(parameter: str) -> tuple[str, str]:
-    """Returns a norm's name inside the linear layer after it and that layer's weight; else the given name and "".
-
-    Megatron's local layers also use the fused name where a layer has experts.
+    """Returns the name of a norm when it is fused into the next linear layer, and that layer's weight; else the given
+    name and "". Megatron's local layers also use the fused name if a layer has experts.
     """
     for norm, linear in _FUSED.items():
         prefix, found, kind = parameter.rpartition(norm)
@@ -92,12 +91,12 @@ def _fused(parameter: str) -> tuple[str, str]:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor belongs to the model, not to the optimizer or the run."""
+    """Returns whether a tensor belongs to the model, not to the optimizer or the run."""
     return not _NOT_WEIGHTS.search(key)
 
 
 def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name, index on the axis): the name itself, then its names in stacks of the layers or experts."""
+    """Yields (name, index along the axis): the given name, then the names in stacks of the layers or experts."""
     found = pattern.search(name)
     yield name, ()
     if found is None:
@@ -109,12 +108,12 @@ def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tupl
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""Megatron's file with the number of the newest checkpoint, or `RELEASE` if it does not come from training."""
+"""Megatron's file with the number of the newest checkpoint, or `RELEASE` for a checkpoint that was not trained."""
 METADATA = ".metadata"
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Returns the folder of the tensors: `folder` or the one that its tracker names. None without a `torch_dist`."""
+    """Returns the folder of the tensors: `folder`, or the one that its tracker names; None without a `torch_dist`."""
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / TRACKER
@@ -127,18 +126,18 @@ def checkpoint_in(folder: Path) -> Path | None:
         return found
     raise CheckpointError(
         f"{tracker} names {said[:40]!r}, but {found / METADATA} does not exist: the newest checkpoint is missing, or "
-        "not in the torch_dist format; give the folder of another one"
+        "not in the torch_dist format; pass the folder of a different checkpoint"
     )
 
 
 class TorchDist:
-    """An open `torch_dist` folder that holds exactly the parameters of the model.
+    """An open `torch_dist` folder with exactly the parameters of the model.
 
     Raises `CheckpointError` for a missing, unknown or misshapen weight, before a tensor is read.
     """
 
     table: FamilyTable
-    """Includes the layer of multi-token prediction if the folder has one."""
+    """Includes the MTP layer if the folder has one."""
 
     def __init__(self, folder: Path, hf_config: HfConfig) -> None:
         self._path, self._folder = folder, Folder(folder)
@@ -156,7 +155,7 @@ class TorchDist:
         return iter_full(self.table, lambda entry: [self._parameter(entry)])
 
     def _parameter(self, entry: Entry) -> Tensor:
-        """Returns the whole parameter. A vocabulary may be padded."""
+        """Returns the full parameter. A vocabulary can be padded."""
         parts = [self._folder.tensor(place.key, place.at) for place in self._places[entry.megatron]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -171,8 +170,8 @@ class TorchDist:
         if got != wanted and not padded:
             keys = ", ".join(place.key for place in places)
             raise CheckpointError(
-                f"{keys} in {self._path} has the shape {got}, but config.json implies {wanted}; give the "
-                "--hf-checkpoint that belongs to the folder"
+                f"{keys} in {self._path} has the shape {got}, but config.json implies {wanted}; set --hf-checkpoint to "
+                "the model from which the folder was made"
             )
 
     def _require_whole(self, stored: set[str]) -> None:
@@ -183,13 +182,15 @@ class TorchDist:
         unknown += [f"{name} beyond {n}" for name, n in used.items() if self._count(name, axes[name]) > n]
         if missing or unknown:
             raise CheckpointError(
-                f"{self._path} holds {len(stored)} weight tensors, which do not match a {self.table.family} with "
+                f"{self._path} has {len(stored)} weight tensors, which do not match a {self.table.family} with "
                 f"{self.table.sizes.num_layers} layers: missing {listed(missing)}, unknown {listed(sorted(unknown))}; "
-                "give the --hf-checkpoint that it was made from"
+                "set --hf-checkpoint to the model from which the folder was made"
             )
         for name, (kind, _) in self._folder.tensors.items():
             if name in used and kind not in DTYPES.values():
-                raise CheckpointError(f"{name} in {self._path} is stored as {kind}, which is not a type of weights")
+                raise CheckpointError(
+                    f"{name} in {self._path} is stored as {kind}, which slime does not read as weights"
+                )
 
     def _shape(self, key: str) -> tuple[int, ...]:
         return self._folder.tensors[key][1]
@@ -198,7 +199,7 @@ class TorchDist:
         return math.prod(self._shape(key)[:axes])
 
     def _has(self, place: Place | None) -> bool:
-        """Whether the folder stores `place`, including its index in a stack."""
+        """Returns whether the folder stores `place`, including its index in a stack."""
         if place is None:
             return False
         shape = self._shape(place.key)

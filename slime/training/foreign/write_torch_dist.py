@@ -1,8 +1,8 @@
-"""Writes weights to a `torch_dist` folder with Megatron-core's own `dist_checkpointing`: one rank, no GPU, no model.
+"""Writes weights to a `torch_dist` folder with Megatron-core's `dist_checkpointing`: one rank, no GPU, no model.
 
-Each layer is written separately (in Megatron's words, non-homogeneous layers). The folder's metadata says so
-(`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights at once, so they must all be
-in memory or memory-mapped.
+Each layer is written separately (Megatron calls this non-homogeneous layers), which is recorded in the folder's
+metadata (`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights in one call, so they
+must all be in memory or memory-mapped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_torch_dist(
 
 
 def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
-    """Maps each parameter to its tensor and place, and adds the extra state that a loader expects of linear layers."""
+    """Maps each parameter to its tensor and place, and adds the extra state that loaders expect for linear layers."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -80,7 +80,7 @@ def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -
 def _modules_with_state(key: str) -> list[str]:
     """Returns the Transformer Engine modules with extra state (for FP8, empty here) that belong to the weight `key`.
 
-    A loader refuses a folder without them.
+    Loaders refuse a folder without extra state.
     """
     module, _, kind = key.rpartition(".")
     found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
@@ -89,7 +89,7 @@ def _modules_with_state(key: str) -> list[str]:
 
 
 def _arguments(table: FamilyTable) -> argparse.Namespace:
-    """Returns the arguments that Megatron's training script expects of the run that wrote a folder."""
+    """Returns the arguments of a run, which Megatron's training script expects in a folder."""
     return argparse.Namespace(
         num_layers=table.sizes.num_layers,
         hidden_size=table.sizes.hidden_size,
@@ -104,9 +104,9 @@ def _arguments(table: FamilyTable) -> argparse.Namespace:
 
 @contextmanager
 def writers_ended() -> Iterator[None]:
-    """After the block, ends the process that Megatron (core 0.16) starts for the results of its writers.
+    """After the block, stops the process that Megatron (core 0.16) starts for the results of its writers.
 
-    Megatron keeps that process until this one exits, so a killed process would leave it behind.
+    Megatron keeps that process until this one exits, so if this process were killed, that process would remain.
     """
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     try:

@@ -1,1 +1,1 @@
-"""Megatron's decoder with a family's layers, log-probs in place of logits, and every way to split it."""
+"""Megatron's decoder with a family's layers and log-probs instead of logits, split over ranks in every way."""

@@ -36,7 +36,7 @@ from slime.training.model.policy_model import PolicyModel
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
-    """Returns one specification per layer: pre-norm, with the attention and the MLP or experts of the family."""
+    """Returns a module spec per layer: pre-norm, with the attention and the MLP or experts of the family."""
 
     def layer(number: int) -> ModuleSpec:
         spec = _layer(family, config, hf_config, number)
@@ -49,15 +49,15 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
 
 
 def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> ModuleSpec:
-    """Returns the multi-token prediction layer. Its router is not replayed: engines record no routing of drafts.
+    """Returns the module spec of the MTP layer. Its router is not replayed: engines record no routing of drafts.
 
-    Raises `ConfigError` if the checkpoint has no multi-token prediction layer that can be trained.
+    Raises `ConfigError` if the checkpoint has no MTP layer that can be trained.
     """
     mtp = family.mtp_config(hf_config)
     if mtp is None:
         raise ConfigError(
             f"--enable-mtp-training needs a multi-token prediction layer that can be trained, but this "
-            f"{hf_config.get('model_type')} has none; drop the flag"
+            f"{hf_config.get('model_type')} has none; remove the flag"
         )
     return _layer(family, config, mtp, 0)
 
@@ -75,7 +75,7 @@ def _layer(family: Family, config: TransformerConfig, hf_config: HfConfig, numbe
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Returns the smallest multiple of `tp_size` that holds the vocabulary. Padding never enters a softmax."""
+    """Rounds the vocabulary size up to a multiple of `tp_size`. Padding never enters a softmax."""
     return -(-vocab_size // tp_size) * tp_size
 
 
@@ -111,7 +111,7 @@ def _check_split(config: TransformerConfig) -> None:
     if config.virtual_pipeline_model_parallel_size and round_size < pp_size:
         raise ConfigError(
             f"--microbatch-group-size-per-vp-stage {round_size} is below --pipeline-model-parallel-size {pp_size}; "
-            "a round of interleaving needs as many micro-batches as stages: raise it or leave it out"
+            "a round of interleaving needs at least one micro-batch per stage: raise the group size or remove the flag"
         )
     try:
         for pp_rank in range(pp_size):
@@ -121,7 +121,7 @@ def _check_split(config: TransformerConfig) -> None:
         raise ConfigError(
             f"--pipeline-model-parallel-size {pp_size} and --virtual-pipeline-model-parallel-size "
             f"{config.virtual_pipeline_model_parallel_size} do not divide the {config.num_layers} layers "
-            f"({' '.join(str(error).split())}); choose divisors, or give --decoder-first-pipeline-num-layers and "
+            f"({' '.join(str(error).split())}); choose divisors, or set --decoder-first-pipeline-num-layers and "
             "--decoder-last-pipeline-num-layers"
         ) from None
 
@@ -180,10 +180,10 @@ def _build_chunk(
 
 
 def _mark_sharded_parameters(model: PolicyModel) -> None:
-    """Tells the optimizer which parameters tensor parallelism splits.
+    """Marks the parameters that tensor parallelism splits, for the optimizer.
 
-    Megatron sets these marks while it initialises weights, which slime skips. Without them the gradient norm counts
-    only the first rank's part, so clipping would be wrong.
+    Megatron sets these marks when it initialises weights, which slime skips. Without the marks, the gradient norm would
+    count only the first rank's shard, so clipping would be wrong.
     """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):

@@ -1,7 +1,7 @@
 """The embedding for multi-token prediction, on the pipeline stage that has the output layer.
 
-With several stages, the first stage has the embedding. Training changes the embedding, so `lent_embedding` gives the
-last stage a new copy for each step. A tied embedding is on the last stage already.
+With several stages, the first stage has the embedding. Training changes the embedding, so `lent_embedding` copies it to
+the last stage in each step. If the embedding is tied, the last stage has it already.
 
 Invariants
 1. The copy exists only during the step; it is not saved or synced.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
-    """Returns the embeddings [T, H], whole on each rank. All tensor-parallel ranks pass the same `tokens` [T]."""
+    """Returns the embeddings [T, H] of `tokens` [T], which must be the same on all tensor-parallel ranks."""
     weight, shard = _weight(chunk), chunk.shard
     local, held = shard.local(tokens)
     rows = weight.index_select(0, local).masked_fill_(~held.unsqueeze(1), 0)
@@ -38,14 +38,14 @@ def _weight(chunk: PolicyModel) -> Tensor:
     elif chunk.share_embeddings_and_output_weights:
         weight = chunk.output_weight()
     else:
-        assert chunk.lent_embedding is not None, "the first stage lends its embedding for a step"
+        assert chunk.lent_embedding is not None, "the last stage has no copy of the embedding outside a step"
         weight = chunk.lent_embedding
     return weight.detach()
 
 
 @contextmanager
 def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
-    """Lends the first stage's embedding to a last stage without one, for the block. Collective over the pipeline.
+    """Copies the first stage's embedding to a last stage without one, for the block. Collective over the pipeline.
 
     `chunks` are the chunks of this rank, in Megatron's data-parallel wrapper.
     """

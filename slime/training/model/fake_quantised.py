@@ -41,14 +41,14 @@ def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable)
 
 
 class _Swap:
-    """Replaces a layer's weight by its quantised form for the duration of the forward pass."""
+    """Replaces a layer's weight with its fake-quantised form during the forward pass."""
 
     def __init__(self, row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
         self._of = row, num_shards, quantised
         self._kept: list[Any] = []
 
     def attach(self, module: Module) -> None:
-        if hasattr(module, "gradient_accumulation_fusion"):  # the fusion needs a parameter's main_grad
+        if hasattr(module, "gradient_accumulation_fusion"):  # the fusion needs the main_grad of a parameter
             vars(module)["gradient_accumulation_fusion"] = False
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)

@@ -1,18 +1,18 @@
-"""Computes log-probs and entropy of given tokens from hidden states, without the logits of the whole batch at once.
+"""Computes log-probs and entropy of given tokens from hidden states, without all logits of a batch in memory.
 
-Only the logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass computes them again
-and overwrites them with their own gradient, which the two matrix products then read. Between the products, float32 work
-covers a few rows at a time (`WORK_BYTES`), so no float32 buffer is as large as a chunk, except one under top-p or
-top-k. The vocabulary may be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
+Only the logits of `chunk_tokens` rows exist at a time, in the dtype of the model. The backward pass recomputes them and
+overwrites them with their gradient, which two matrix products then read. Between the products, float32 work covers a
+few rows at a time (`WORK_BYTES`), so no float32 buffer is as large as a chunk, except one under top-p or top-k. The
+vocabulary can be split over the tensor-parallel group: maximum, sums and target logits are merged per chunk.
 
 Invariants
-1. Rows of the output weight beyond the real vocabulary never enter a product, so even NaN in them cannot matter; their
-   gradient is zero.
-2. The result does not depend on `chunk_tokens`, and on the number of vocabulary shards only by rounding.
-3. The gradient with respect to `hidden` is this rank's part; the caller sums it over the tensor-parallel group.
+1. Padding rows of the output weight never enter a product, so even NaN in them cannot matter; their gradient is zero.
+2. The result does not depend on `chunk_tokens`, and depends on the number of vocabulary shards only by rounding.
+3. The gradient with respect to `hidden` is that of this rank's shard; the caller sums it over the tensor-parallel
+   group.
 4. Float64 input is computed in float64. For any other dtype, products are in that dtype and everything else in float32.
 5. Under top-p or top-k the kept set is constant for the gradient, and contains the target. Entropy and `full_log_probs`
-   refer to the full distribution.
+   refer to the full distribution over the vocabulary.
 6. With `into_main_grad` the weight's gradient is added to its float32 sum chunk by chunk (see `placeholder`), without
    another float32 buffer of that size.
 """
@@ -35,17 +35,17 @@ from slime.ops.linear import add_fused, add_reference, product
 
 # Gradients are added to Megatron's float32 sums where they are computed, not by the autograd hook.
 #
-# Megatron's data-parallel wrapper gives a trained parameter its sum (`main_grad`) and a mark
-# (`grad_added_to_main_grad`), which tells its hook not to add the gradient from autograd. If autograd delivers more
-# than one gradient of a parameter (an embedding that is tied to an output layer of the same chunk: `zero_out_wgrad`),
-# the hook ignores the mark and adds it.
+# Megatron's data-parallel wrapper adds to a trained parameter its sum (`main_grad`) and a mark
+# (`grad_added_to_main_grad`): with the mark, its hook does not add the gradient from autograd. If autograd computes a
+# second gradient of the parameter (an embedding tied to an output layer of the same chunk: `zero_out_wgrad`), the hook
+# ignores the mark and adds that gradient.
 
 
 def placeholder(parameter: Tensor) -> Tensor | None:
-    """Marks `parameter` as added to `main_grad`, and returns the gradient that its backward pass gives to autograd.
+    """Marks the gradient of `parameter` as added to `main_grad`. Returns what a backward pass then returns as gradient.
 
-    That tensor is uninitialised and never read, but with `--overlap-grad-reduce` the hook expects a gradient. None for
-    a tied embedding, because autograd delivers the embedding's own gradient.
+    The returned tensor is uninitialised and never read, but with `--overlap-grad-reduce` the hook expects a gradient.
+    None for a tied embedding, for which autograd has the gradient of the embedding.
     """
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if vars(parameter).get("zero_out_wgrad") else torch.empty_like(parameter)
@@ -58,9 +58,9 @@ class VocabShard:
     start: int
     """Global id of the first local row; grows with the rank."""
     num_valid: int
-    """Number of local rows that are real tokens; the rest is padding."""
+    """Number of local rows that are real tokens; the other rows are padding."""
     group: dist.ProcessGroup | None
-    """Tensor-parallel group; None when the vocabulary is whole."""
+    """Tensor-parallel group; None if the vocabulary is not split."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         if self.group is not None and self.group.size() > 1:
@@ -82,16 +82,16 @@ class VocabShard:
         return torch.where(held, local, torch.zeros_like(local)), held
 
 
-# Logits of a whole packed row, for `--custom-loss-logits`: [T, V] logits and their gradient exist at once, in the dtype
-# of the model, on every tensor-parallel rank.
+# Logits of a whole packed row, for `--custom-loss-logits`: on every tensor-parallel rank, the logits [T, V] and their
+# gradient are in memory at the same time, in the dtype of the model.
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogits:
     logits: Tensor
-    """[T, V] in the dtype of the model, before temperature; prompts and padding of the row included."""
+    """[T, V] in the dtype of the model, before temperature, including prompts and padding of the row."""
     log_probs: Tensor
-    """[U] float32 of the target tokens, without temperature and without a gradient."""
+    """[U] float32 log-probs of the target tokens, without temperature and without a gradient."""
 
 
 def row_logits(
@@ -107,7 +107,7 @@ def row_logits(
     """Returns the logits of a packed row and the log-probs of `target_tokens` [U], predicted at `positions` [U].
 
     hidden [T, H] is the same on all tensor-parallel ranks; weight [V_local, H]. Collective over these ranks. Every rank
-    computes the same loss from the result, so each gets the gradient of its own shard; the caller sums the gradient of
+    computes the same loss from the result, so each gets the gradient of its shard; the caller sums the gradient of
     `hidden`.
     """
     logits = F.linear(hidden, weight[: shard.num_valid])
@@ -126,16 +126,16 @@ def row_logits(
 # Finds the set of tokens that top-k and top-p keep, without sorting or gathering the vocabulary.
 #
 # As in SGLang's samplers ("joint" order): with tokens in descending order of probability, token i is kept if i < top_k
-# and the mass of the tokens before it, under the full distribution, is <= top_p. So the first token whose cumulated
-# mass passes top_p is kept, and top-k does not renormalise what top-p sees.
+# and the probability mass of tokens 0 to i - 1, without top-k, is <= top_p. So the first token whose cumulative mass
+# exceeds top_p is kept, and top-p is not renormalised after top-k.
 #
 # The mass above a value falls as the value grows, so bisection over the bit patterns of the logits' dtype finds the
-# least kept logit of a row: 16 rounds in half precision, 32 in float32, each with one reduction of [n] numbers over the
-# tensor-parallel group. Half-precision logits often tie; among ties at the edge the lowest ids are kept, as in a
-# stable sort (the engine's sort leaves their order open).
+# lowest kept logit of a row: 16 rounds in half precision, 32 in float32, each with one reduction of [n] numbers over
+# the tensor-parallel group. Half-precision logits often tie; among ties with the lowest kept logit, the lowest ids are
+# kept, as in a stable sort (the engine's sort does not define their order).
 #
 # Invariants
-# 1. Every rank of the group finds the same set: decisions use reduced numbers only.
+# 1. Every rank of the group finds the same set, because only reduced numbers are compared.
 # 2. The most probable token is always kept.
 
 _INTEGERS = {
@@ -151,9 +151,9 @@ class TopPSet:
     """The kept set of `n` rows, as two numbers per row."""
 
     edge: Tensor
-    """[n] in the dtype of the logits: the least kept logit."""
+    """[n] in the dtype of the logits: the lowest kept logit."""
     last_tie: Tensor
-    """[n] int64: last local column kept among those equal to `edge`; -1 if this rank has none."""
+    """[n] int64: the last kept local column whose logit equals `edge`; -1 if this rank has none."""
 
     def kept(self, raw: Tensor, rows: slice) -> Tensor:
         """Returns the mask of kept tokens, bool [rows, V_local], for the same rows of logits `raw`."""
@@ -168,7 +168,7 @@ def find_top_p_set(
     """Returns the kept set of each row. Collective.
 
     raw [n, V_local]: logits. exp [n, V_local]: unnormalised probabilities. total [n]: the global sum of `exp`. `top_p`
-    >= 1 and `top_k` < 1 keep all tokens. `slices` divide the n rows to limit the size of temporaries.
+    >= 1 and `top_k` < 1 keep all tokens. Rows are processed in `slices`, to limit the size of temporary tensors.
     """
     limit = total * top_p if top_p < 1.0 else torch.full_like(total, float("inf"))
     most = top_k if top_k > 0 else 1 << 30
@@ -192,7 +192,7 @@ def find_top_p_set(
         high = torch.where(enough, middle, high)
         low = torch.where(enough, low, middle + 1)
     edge = _value(high, raw.dtype)
-    if raw.size(1):  # `edge` is a lower bound; replace it by the least kept logit
+    if raw.size(1):  # `edge` is a lower bound; replace it with the lowest kept logit
         floors = [torch.where(raw[r] >= edge[r].unsqueeze(1), raw[r], float("inf")).amin(dim=1) for r in slices]
         edge = torch.cat(floors)
     edge = shard.all_reduce(edge.to(total.dtype), dist.ReduceOp.MIN).to(raw.dtype)
@@ -203,14 +203,14 @@ def find_top_p_set(
 def _last_ties(
     raw: Tensor, exp: Tensor, edge: Tensor, room: tuple[Tensor, Tensor], shard: VocabShard, slices: Sequence[slice]
 ) -> Tensor:
-    """Returns `TopPSet.last_tie`. `room`: mass [n] and number [n] of tokens that may still be kept."""
+    """Returns `TopPSet.last_tie`. `room`: mass [n] and number [n] of ties that can still be kept."""
     ties, each = torch.zeros_like(room[0]), torch.zeros_like(room[0])
     for rows in slices if raw.size(1) else ():
         tie = raw[rows] == edge[rows].unsqueeze(1)
         ties[rows] = tie.sum(dim=1).to(ties.dtype)
         each[rows] = torch.where(tie, exp[rows], 0.0).amax(dim=1)
     shard.all_reduce(each, dist.ReduceOp.MAX)
-    # The j-th tie (from 0) is kept if mass + j * each <= limit. Where `each` underflowed to 0, all fit.
+    # The j-th tie (from 0) is kept if mass + j * each <= limit. If `each` underflowed to 0, all ties are kept.
     by_mass = torch.where(each > 0, torch.floor(room[0] / each) + 1, float("inf"))
     allowed = torch.minimum(by_mass, room[1]) - shard.sum_of_lower_ranks(ties)
     last = torch.full(edge.shape, -1, dtype=torch.int64, device=edge.device)
@@ -223,7 +223,7 @@ def _last_ties(
 
 
 def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Returns the keys [n] of the least and the greatest logit of each row, over all ranks."""
+    """Returns the keys [n] of the lowest and the highest logit of each row, over all ranks."""
     if raw.size(1):
         ends = torch.stack([-raw.amin(dim=1), raw.amax(dim=1)]).to(wide)
     else:
@@ -233,7 +233,7 @@ def _bounds(raw: Tensor, wide: torch.dtype, shard: VocabShard) -> tuple[Tensor, 
 
 
 def _key(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns int64 keys in the order of the values: their bit pattern in `dtype`, with negatives reversed."""
+    """Returns int64 keys that sort like the values: the bit patterns in `dtype`, with those of negatives reversed."""
     integer, bits = _INTEGERS[dtype]
     pattern = value.to(dtype).view(integer).to(torch.int64)
     return torch.where(pattern < 0, pattern ^ ((1 << (bits - 1)) - 1), pattern)
@@ -248,10 +248,10 @@ def _value(key: Tensor, dtype: torch.dtype) -> Tensor:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 DEFAULT_CHUNK_TOKENS = 1024
-"""Rows of logits at a time: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
+"""Number of rows of logits in memory: 1024 x 152k x 2 bytes = 0.3 GB in bf16."""
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Device type -> bytes of a float32 work buffer; two are alive at a time. On a CPU it should fit a core's cache. On a
-GPU a large buffer needs few launches, and fused kernels need no buffer."""
+"""Device type -> bytes of a float32 work buffer; two exist at a time. On a CPU, a buffer should fit into a core's
+cache. On a GPU, a large buffer needs fewer kernel launches, and fused kernels need no buffer."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -270,13 +270,13 @@ class TokenScores:
     log_probs: Tensor
     """[T] nats, under the distribution that tokens are sampled from: temperature, then top-k and top-p."""
     entropy: Tensor | None
-    """[T] nats, of the full distribution at that temperature; None if not requested."""
+    """[T] nats, at this temperature, without top-p and top-k; None if not requested."""
     full_log_probs: Tensor
-    """[T] nats, of the full distribution, no gradient; equals `log_probs` without top-p and top-k."""
+    """[T] nats, at this temperature, without top-p and top-k, no gradient."""
     outside: Tensor
-    """[T] bool: the target lay outside the kept set and was added to it."""
+    """[T] bool: the target was outside the kept set and was added to it."""
     draft_log_probs: Tensor | None = None
-    """[T] nats, by multi-token prediction, which sees one token less; None if not requested."""
+    """[T] nats, from multi-token prediction, which sees one token fewer; None if not requested."""
 
     def at(self, answers: Tensor | None) -> TokenScores:
         """Returns the scores at indices `answers` [R] int64, which may repeat; None selects all, in order."""
@@ -321,8 +321,8 @@ def score_tokens(
     """Scores `target_tokens` [T] int64 (global ids) under softmax(hidden @ weight.T / temperature) and top-k, top-p.
 
     hidden [T, H]; weight [V_local, H]. `log_probs` can be differentiated, `entropy` only with `entropy_grad`.
-    `chunk_tokens` 0 computes all rows at once. `into_main_grad` adds the gradient of a weight that Megatron trains
-    directly to its sum. Collective over `shard.group`.
+    `chunk_tokens` 0 computes all rows in one chunk. `into_main_grad` adds the weight's gradient directly to its
+    `main_grad`. Collective over `shard.group`.
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     entropy_grad = with_entropy and entropy_grad
@@ -372,9 +372,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether the elementwise work between two products is compiled into single passes over the logits, which is 2.5
-    times faster than one kernel per operation. `TORCHDYNAMO_DISABLE=1` switches it off.
-    """
+    """Returns whether the elementwise operations between two products are compiled into single passes over the logits,
+    which is 2.5 times faster than one kernel per operation. `TORCHDYNAMO_DISABLE=1` disables this."""
     return x.is_cuda and has_triton()
 
 
@@ -402,7 +401,7 @@ class _RowFactors:
     local: Tensor
     """int64: local row of the target."""
     own: Tensor
-    """0 where another rank holds the target."""
+    """0 if a different rank holds the target."""
 
     def at(self, rows: slice) -> _RowFactors:
         curve = None if self.curve is None else self.curve[rows]
@@ -433,7 +432,7 @@ def _write_gradient(
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Forward results of some rows, equal on every rank; each [n], in float32 or float64."""
+    """Forward results of n rows, the same on every rank; each [n], in float32 or float64."""
 
     top: Tensor
     """Largest logit, before temperature."""
@@ -450,7 +449,7 @@ class _Chunk:
 
 
 def _forward_chunk(raw: Tensor, target_tokens: Tensor, settings: _Settings, wide: torch.dtype) -> _Chunk:
-    """raw [n, V_valid]: local logits; target_tokens [n]."""
+    """Computes the results for raw [n, V_valid] (local logits) and target_tokens [n]."""
     shard, scale = settings.shard, settings.inverse_temperature
     slices, fused = _row_slices(raw), _is_fused(raw)
     sums_of = _compiled(_sums) if fused else _sums
@@ -574,7 +573,7 @@ def _row_factors(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> _Row
 def _chunk_gradient(
     raw: Tensor, top: Tensor, log_total: Tensor, factors: _RowFactors, settings: _Settings, top_p_set: TopPSet | None
 ) -> None:
-    """`_write_gradient` for all rows of a chunk, a few at a time."""
+    """Calls `_write_gradient` for all rows of a chunk, a few rows at a time."""
     if not raw.size(1):
         return
     fused = _is_fused(raw)

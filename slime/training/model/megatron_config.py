@@ -33,13 +33,13 @@ _HELD = (
 
 
 def fixed(config: type) -> dict[str, Any]:
-    """Returns the fields of a Megatron config class that the trainer fixes, with their values."""
+    """Returns the fields of a Megatron config class whose values the trainer fixes, with these values."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
 
 
 def trained_config(args: Args) -> dict[str, Any]:
-    """Returns the checkpoint's `config.json`, with the multi-token prediction layer if it is trained."""
+    """Returns the checkpoint's `config.json`, with the MTP layer if it is trained."""
     hf_config = read_hf_config(args.hf_checkpoint)
     return dict(with_mtp(hf_config)) if args.enable_mtp_training else hf_config
 
@@ -52,7 +52,7 @@ def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
 
 
 def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, Any]) -> TransformerConfig:
-    """Returns the model's configuration: `architecture` from its family, everything else from the settings."""
+    """Returns the model's configuration: `architecture` from the family, everything else from the settings."""
     sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -61,26 +61,26 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
     values.update(fixed(TransformerConfig))
     values.update(
         activation_func=torch.nn.functional.silu,
-        # slime has its own experts and orders their rows itself (`models.common.moe`).
+        # slime has its own experts and orders their rows (`models.common.mlp`).
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
-        # Unless this is set, Megatron divides gradients by the data-parallel size. Our losses already carry the
-        # denominators of the whole step, so the sum over ranks is the gradient. The flag of this name is slime's.
+        # Unless this is set, Megatron divides gradients by the data-parallel size. Our losses already include the
+        # denominators of the whole step, so the sum over ranks is the gradient. The flag with this name is slime's.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
-        mtp_num_layers=None,  # multi-token prediction is slime's own
-        experimental_attention_variant=None,  # families have their own layers; Megatron's refuse context parallelism
+        mtp_num_layers=None,  # slime implements multi-token prediction
+        experimental_attention_variant=None,  # slime has its own layers; Megatron's refuse context parallelism
     )
     if sizes.vp > 1:
-        # With two stages, each is the other's predecessor and successor; batched exchanges mix up the directions.
+        # With two stages, each is both predecessor and successor of the other; batched exchanges mix up the directions.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     config = TransformerConfig(**values)
-    # Packed rows have any length, so pipeline stages send the shape first. Set afterwards because Megatron's own
-    # all-gather dispatcher refuses it; ours takes rows of different lengths.
+    # Packed rows have any length, so pipeline stages send the shape first. Set only now, because Megatron's all-gather
+    # dispatcher refuses the setting; ours supports rows of different lengths.
     config.variable_seq_lengths = sizes.pp > 1
     return config
 
@@ -95,9 +95,9 @@ def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Configures AdamW, sharded over the data-parallel ranks, with master weights and moments in float32.
 
-    With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters
-    themselves, and `slime.training.step.adamw` holds master weights and moments, because Megatron's own optimizer
-    for this needs Transformer Engine.
+    With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters, and
+    `slime.training.step.adamw` holds master weights and moments, because Megatron's optimizer for this needs
+    Transformer Engine.
     """
     dtype = training_dtype(megatron)
     values = config_kwargs(OptimizerConfig, megatron)
@@ -119,8 +119,8 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
 
-    Settings equal to a default are left out. Megatron then derives its own values from defaults, and a field that two
-    classes share with different defaults keeps the default of each class.
+    Settings equal to a default are omitted. So Megatron derives its values from defaults, and a field with different
+    defaults in two classes keeps the default of each class.
     """
     hints = typing.get_type_hints(cls)
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}

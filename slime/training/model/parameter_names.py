@@ -1,7 +1,7 @@
-"""Converts the names of parameters in one rank's chunk to their names in the whole model.
+"""Converts the names of parameters in one rank's chunk to global names.
 
-A chunk counts its own layers and experts from zero; weight tables, checkpoints and gradients use names of the whole
-model. Each expert in a stacked parameter has its own name; `Held` says where the expert is.
+A chunk numbers its layers and experts from zero; weight tables, checkpoints and gradients number those of the whole
+model. Each expert in a stacked parameter has a global name; `Held` says where the expert is.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 _STACK = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
-"""Name endings of buffers that belong to the model but are not trained."""
+"""Suffixes of buffers that belong to the model but are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where this rank holds one parameter of the whole model."""
+    """Where this rank holds a parameter with a global name."""
 
     parameter: Tensor
-    """The parameter, or the stack of experts that holds it."""
+    """The parameter, or the stack of experts that contains it."""
     number: int | None
     """Index of the expert in its stack."""
 
     def of(self, like: Tensor) -> Tensor:
-        """Returns a view of this parameter's part of `like`, a tensor with the layout of `parameter` (a gradient)."""
+        """Returns a view of `like`, a tensor with the layout of `parameter` (a gradient): all of it, or the expert."""
         return like if self.number is None else like.detach()[self.number]
 
     @property
@@ -53,7 +53,7 @@ def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """Returns a parameter's name in the whole model. The last stage's copy of a tied embedding has the same name."""
+    """Returns the global name of a parameter. The last stage's copy of a tied embedding has the same name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)
@@ -65,12 +65,12 @@ def global_name(chunk: PolicyModel, local_name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter belongs to a routed expert, which is whole on one expert-parallel rank."""
+    """Returns whether the parameter belongs to a routed expert."""
     return _EXPERT.search(name) is not None
 
 
 def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
-    """Maps each global name to its place, for all chunks of this rank and including the `BUFFERS`."""
+    """Maps each global name on this rank to where its parameter is, including the `BUFFERS`."""
     out: dict[str, Held] = {}
     for chunk in chunks:
         buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))

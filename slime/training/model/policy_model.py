@@ -38,23 +38,23 @@ class PolicyModel(GPTModel):
     num_tokens: int
     """Size of the vocabulary without padding."""
     layer_offset: int
-    """Number of this chunk's first layer in the whole model."""
+    """Global number of this chunk's first layer."""
     rotary: Rotary | None = None
-    """Shared by all layers; None if each layer makes its own."""
+    """Shared by all layers; None if each layer computes its own."""
     mtp: MultiTokenHead
     """Only on the last chunk, and only if multi-token prediction is trained."""
     borrows_embedding: bool
     """Whether multi-token prediction is trained and the last stage has no embedding."""
     lent_embedding: Tensor | None
-    """[V_local, H] on that stage during a step; see `draft`."""
+    """[V_local, H] on the last stage during a step; see `draft`."""
     tower: VisionTower | None = None
     """Encodes the images of a row. Not a submodule: it is not trained, sent or saved."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Marks parameters as Megatron's own method does, but exchanges no weights, which are loaded later.
+        """Marks parameters as Megatron's method does, but exchanges no weights, because they are loaded later.
 
-        The last stage has a copy of a tied embedding. Its gradient is summed with the first stage's, and the gradient
-        norm counts the sum once.
+        The last stage has a copy of a tied embedding. Its gradient is summed with the first stage's gradient, and the
+        gradient norm counts the sum once.
         """
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -74,13 +74,13 @@ class PolicyModel(GPTModel):
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """Returns this rank's rows [V_local, H] of the output layer (of the embedding when tied)."""
+        """Returns this rank's rows [V_local, H] of the output layer (of the embedding if tied)."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """Returns the output [T_local, 1, H] of the chunk's last layer for this rank's part of `tokens` [T]."""
+        """Returns the output [T_local, 1, H] of the chunk's last layer for this rank's shard of `tokens` [T]."""
         if self.rotary is not None and packed.rotary is None:
             positions = packed.positions if packed.images is None else packed.images.positions
             assert positions is not None, "a packed row has the positions of its tokens"
@@ -89,7 +89,7 @@ class PolicyModel(GPTModel):
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
         ids, positions, embedded = tokens.unsqueeze(0), position_ids.unsqueeze(0), None
         if packed.images is not None:
-            assert self.tower is not None, "a row with images needs a model that sees"
+            assert self.tower is not None, "a row with images needs a vision tower"
             embedded = packed.images.into(self.embedding(input_ids=ids, position_ids=positions), self.tower)
         out: Tensor = super().forward(
             input_ids=ids, position_ids=positions, attention_mask=None, decoder_input=embedded, packed_seq_params=packed
@@ -110,8 +110,8 @@ class PolicyModel(GPTModel):
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
         """Returns the last hidden states [T, H] of the whole row, also under sequence parallelism.
 
-        tokens, position_ids [T]. Under context parallelism it returns only this rank's part, [T / cp, H], which
-        `packed.shard` defines. A chunk that is not the last returns the input of the next one, [T_local, 1, H].
+        tokens, position_ids [T]. Under context parallelism it returns only this rank's shard, [T / cp, H], which
+        `packed.shard` defines. A chunk that is not the last returns the input of the next chunk, [T_local, 1, H].
         """
         out = self.states(tokens, position_ids, packed)
         return self.gathered(out) if self.post_process else out
@@ -131,8 +131,8 @@ class PolicyModel(GPTModel):
         """Returns float32 scores [U] of `target_tokens` [U], predicted at `positions` [U] of a row; see `score_tokens`.
 
         `answers` [R] selects scores. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the whole row
-        instead. Each context-parallel rank evaluates its own positions, and all of them get all results. A chunk that
-        is not the last returns the hidden states for the next.
+        instead. Each context-parallel rank evaluates its positions, and all of these ranks get all results. A chunk
+        that is not the last returns the hidden states for the next chunk.
         """
         states = self.states(tokens, position_ids, packed)
         if not self.post_process:
@@ -166,7 +166,7 @@ class PolicyModel(GPTModel):
     ) -> Tensor:
         """Returns log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
 
-        states [T_local, 1, H]: the model's, detached. The result is undefined at the first position of a sequence.
+        states [T_local, 1, H]: the model's output, detached. The result is undefined at a sequence's first position.
         """
         next_tokens = following(tokens, packed.cu_seqlens_q)
         if packed.shard is not None:
@@ -186,7 +186,7 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> TokenScores:
-        """Returns scores [U] of the whole row. `hidden` [T, H] is only this rank's part under context parallelism."""
+        """Returns scores [U] of the whole row. `hidden` [T, H] is only this rank's shard under context parallelism."""
         shard, size = packed.shard, positions.size(0)
         which: Tensor | None = None
         if shard is not None:
@@ -214,7 +214,7 @@ class ValueModel(PolicyModel):
     """The critic: a decoder that returns one value per response token."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Replaces the output layer by a value head that starts at zero, whole on every tensor-parallel rank."""
+        """Replaces the output layer with a value head of zeros, replicated on tensor-parallel ranks."""
         if self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(
@@ -244,7 +244,7 @@ class ValueModel(PolicyModel):
         shard, size = packed.shard, positions.size(0)
         if shard is not None:
             which, positions = shard.owned(positions)
-        if hidden.requires_grad:  # every tensor-parallel rank computes the whole value, and their gradients are summed
+        if hidden.requires_grad:  # every tensor-parallel rank computes all values, and gradients are summed over ranks
             hidden.register_hook(lambda grad: grad / self.config.tensor_model_parallel_size)
         values = token_values(_picked(hidden, packed, positions), self.value_head.weight, self.value_head.bias)
         values = values if shard is None else shard.whole(values, which, size)
@@ -255,5 +255,5 @@ def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tenso
     """Selects the hidden states [U, H] at `positions` [U] from this rank's `hidden` [T, H]."""
     if packed.asked is None:
         return hidden.index_select(0, positions)
-    assert packed.asked.rows.numel() == positions.numel(), "a row with shared prefixes has its own positions"
+    assert packed.asked.rows.numel() == positions.numel(), "the positions are not those of the packed row"
     return repeat_rows(hidden, packed.asked)

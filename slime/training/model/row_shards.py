@@ -1,16 +1,16 @@
 """Packed rows on the device, and their split over context-parallel ranks.
 
-Only `PolicyModel` and the attention see context parallelism: every rank gets the whole row, and every rank gets the
-results of all response tokens, so that all of them compute the same losses and metrics. Softmax attention gathers keys
-and values. A recurrence needs whole sequences, but its heads are independent. Before it, each rank exchanges its tokens
-of all heads for all tokens of its heads; after it, the ranks exchange them back (as DeepSpeed Ulysses does for
+Only `PolicyModel` and the attention depend on context parallelism: every rank gets the whole row and the results of all
+response tokens, so that all ranks compute the same losses and metrics. Softmax attention gathers keys and values. A
+recurrence needs whole sequences, but its heads are independent. Before the recurrence, each rank exchanges its tokens
+of all heads for all tokens of its heads; afterwards, the ranks reverse the exchange (as DeepSpeed Ulysses does for
 attention, arXiv:2309.14509).
 
 Invariants
-1. A gradient that flows into a whole result is the gradient of the one loss that every rank computes: each rank takes
-   the part that it owns, and nothing is summed twice.
-2. All ranks run the same collectives in the same order, even a rank that owns no response token.
-3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on the others. As
+1. Every rank computes the same loss, so each rank has the gradient of all results: it uses only the gradient of its own
+   tokens, and nothing is summed twice.
+2. All ranks run the same collectives in the same order, even a rank without response tokens.
+3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on other ranks. As
    for other parameters, the sum over ranks is the gradient.
 """
 
@@ -38,16 +38,16 @@ from slime.ops.repeats import Repeats, repeat_rows
 ASKED = "asked_positions"
 """Key in the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
 _INDICES = ("positions", "local_index", "order", "place")
-"""Fields of `slime.data.context_split.ContextSplit` that go to the device."""
+"""Fields of `slime.data.context_split.ContextSplit` that are copied to the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """This rank's part of a row of T tokens and N sequences; see `slime.data.context_split`."""
+    """This rank's shard of a row of T tokens and N sequences; see `slime.data.context_split`."""
 
     group: dist.ProcessGroup
     positions: Tensor
-    """[T / cp] int64 row positions of the tokens held here."""
+    """[T / cp] int64 row positions of this rank's tokens."""
     local_index: Tensor
     """[T] int64 index among this rank's tokens; -1 for tokens of other ranks."""
     keys: Repeats
@@ -57,11 +57,11 @@ class ContextShard:
     place: Tensor
     """[T] int64, the inverse of `order`."""
     cu_lengths: Tensor
-    """[N + 1] int32, where each whole sequence begins."""
+    """[N + 1] int32: the start of each whole sequence, then the total."""
     lengths: tuple[int, ...]
     responses: tuple[Tensor, Tensor, Tensor] | None = None
-    """Row positions [R] of each pass and the result of `owned` for them, computed on the host so that nothing waits for
-    the device."""
+    """Row positions [R] of each pass, and the result of `owned` for these positions, computed on the host to avoid
+    waiting for the device."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [K, g, d] that each local chunk attends to, concatenated.
@@ -76,9 +76,9 @@ class ContextShard:
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """Exchanges `part` [T / cp, h, d], all heads of this rank's tokens, for its heads of the whole row.
+        """Exchanges all heads of this rank's tokens, `part` [T / cp, h, d], for this rank's heads of the whole row.
 
-        Returns [T, h / cp, d] in row order, so each sequence is whole. The group size must divide h.
+        Returns [T, h / cp, d] in row order. The group size must divide h.
         """
         share: Tensor = _Exchange.apply(part, self, True)
         return share
@@ -93,7 +93,7 @@ class ContextShard:
         return parameter.chunk(self.group.size())[self.group.rank()]
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which of the row positions [R] this rank holds [R_own], and their index among its tokens [R_own]."""
+        """Returns which row positions [R] are on this rank [R_own], and their indices among its tokens [R_own]."""
         if self.responses is not None and positions is self.responses[0]:
             return self.responses[1:]
         local = self.local_index.index_select(0, positions)
@@ -103,7 +103,7 @@ class ContextShard:
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
         """Merges this rank's results [R_own, ...] at `which` [R_own] with those of all ranks into [R, ...], R = `size`.
 
-        The gradient passes unchanged, because every rank computes the same whole loss.
+        The gradient passes unchanged, because every rank computes the same loss.
         """
         row = part.new_zeros(size, *part.shape[1:]).index_copy(0, which, part)
         result: Tensor = reduce_from_tensor_model_parallel_region(row, group=self.group)
@@ -124,7 +124,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
-    """Converts [T / cp, h, d] to [T, h / cp, d] with `to_heads`, else the other way."""
+    """Converts [T / cp, h, d] to [T, h / cp, d] with `to_heads`, else the reverse."""
     size = shard.group.size()
     if to_heads:
         sent = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # one block of heads for each rank
@@ -158,7 +158,7 @@ class RowPlan:
         asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """Returns this rank's plan. `asked`: positions [U] to compute. `prefixes`: see `PackedBatch.prefixes`."""
+        """Returns this rank's plan. `asked`: positions [U] of the outputs. `prefixes`: see `PackedBatch.prefixes`."""
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
         before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
@@ -188,7 +188,7 @@ class RowPlan:
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
-        """Returns the row on the device. `tensors` must hold `arrays` on the device, and may hold more."""
+        """Returns the row on the device. `tensors` must include `arrays` on the device."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}

@@ -1,18 +1,18 @@
-"""Chooses what to train: adapters (LoRA), or the parameters that the settings select. The rest is frozen.
+"""Chooses what to train: adapters (LoRA), or the parameters that the settings select. All others are frozen.
 
 A parameter is frozen before Megatron wraps the model, so it has neither gradient nor optimizer state. The experts of a
 layer are one parameter, and are trained or frozen together.
 
 Adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen. `a` [rank, in] and `b` [out, rank] are
 parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split the factor that has the split dimension
-of the weight: `b` of a column-parallel layer, `a` of a row-parallel layer. The other factor is whole on each rank.
-Adapters of experts are stacked like the experts.
+of the weight: `b` of a column-parallel layer, `a` of a row-parallel layer. The other factor is replicated. Adapters of
+experts are stacked like the experts.
 
 Invariants of adapters
-1. The product is zero at the start (b = 0), and the whole `a` depends on seed and name only, not on the layout.
-2. The low-rank activation crosses ranks where the layer itself communicates. So the gradients of split adapters are
-   complete, and whole adapters see all tokens, or a part of them over which Megatron sums (`sequence_parallel`).
-3. An export merges one weight at a time (`ShardedModel.merged`) and keeps no second copy of the model.
+1. The product is zero at the start (b = 0), and the initial `a` depends only on seed and name, not on the layout.
+2. Ranks exchange the low-rank activation where the layer communicates. So the gradients of split adapters are complete.
+   Replicated adapters see all tokens, or some tokens if Megatron sums the gradient (`sequence_parallel`).
+3. An export merges one weight at a time (`ShardedModel.merged`), without a second copy of the model.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from slime.weights.hf_shards import load_shard
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
-    """Returns the global names of the trained parameters of all ranks. At most one of `only` and `freeze` is given.
+    """Returns the global names of the trained parameters of all ranks. At most one of `only` and `freeze` can be set.
 
-    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if no parameter
-    is left to train.
+    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if all parameters
+    would be frozen.
     """
     trainable = {e.megatron for e in table.entries if e.row.trained}
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
@@ -65,7 +65,7 @@ def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequen
         chosen |= found
     left = trainable & chosen if only else trainable - chosen
     if not left:
-        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} leaves nothing to train; change the patterns")
+        raise ConfigError(f"{flag} {' '.join(only or freeze or ())} freezes all parameters; change the patterns")
     _require_whole_stacks(table, left, f"{flag} {' '.join(only or freeze or ())}")
     return frozenset(left)
 
@@ -76,7 +76,7 @@ def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: st
         if odd is not None:
             raise ConfigError(
                 f"{given} separates {odd.megatron} from other experts of its layer, but all experts of a layer are one "
-                "parameter; name all of them or none"
+                "parameter; use a pattern that matches all or none"
             )
 
 
@@ -91,7 +91,7 @@ def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Makes a block's input require a gradient: without this, recomputation gives the block's parameters none."""
+    """Makes a block's input require a gradient. Otherwise recomputation gives the block's parameters no gradient."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
@@ -164,7 +164,7 @@ class Adapters:
 
 
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
-    """Tells Megatron over which ranks to sum a gradient, and which gradients the norm counts once."""
+    """Marks a parameter: over which ranks Megatron sums its gradient, and whether the norm counts it once."""
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
@@ -176,7 +176,7 @@ def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
 
 
 def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
-    """Draws float32 values within 1 / sqrt(in), as `torch.nn.Linear` and PEFT's adapters start."""
+    """Draws float32 values within 1 / sqrt(in), the initial values of `torch.nn.Linear` and of PEFT's adapters."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
@@ -198,7 +198,7 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
 
 
 def choose_trained(chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> ShardedModel:
-    """Adds adapters if set, finds which rank holds which parameter, and freezes the rest. Collective."""
+    """Adds adapters if set, builds the record of the sharded model, and freezes untrained parameters. Collective."""
     if args.lora_rank:
         adapters = Adapters(chunks, table, args)
         model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)

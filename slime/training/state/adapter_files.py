@@ -1,7 +1,7 @@
 """Adapters in files: their rows in weight tables, and the folder that PEFT reads.
 
-A fused layer has one adapter here but several modules in PEFT. Each module gets the shared `a` and its own rows of `b`,
-so its `scale * b a` equals what a merged export adds to its weight.
+A fused layer has one adapter here but several modules in PEFT. Each module gets the shared `a` and its rows of `b`, so
+its `scale * b a` equals what a merged export adds to the module's weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "base_model.model."
 
 
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
-    """Returns the table with adapter rows of `rank` after the rows that they adapt, under the same names in files."""
+    """Returns the table with adapter rows of rank `rank`, each after the row that it adapts."""
 
     def more(row: Row, layer: int) -> tuple[Row, ...]:
         # The experts of a layer are adapted together.
@@ -68,7 +68,7 @@ def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
 
 
 def peft_knows(table: FamilyTable) -> bool:
-    """Whether PEFT can hold all adapters of a table: routed experts are not modules in transformers."""
+    """Returns whether PEFT supports all adapters of a table: routed experts are not modules in transformers."""
     return not any(EXPERT in row.megatron for rows in adapters_alone(table).layers for row in rows)
 
 
@@ -77,13 +77,13 @@ def write_peft(
 ) -> None:
     """Writes `directory` in the format of PEFT's `PeftModel.from_pretrained`.
 
-    `table`: the model's, with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of the
-    base model. Raises `CheckpointError` for adapters of routed experts.
+    `table`: the model's table with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of
+    the base model. Raises `CheckpointError` for adapters of routed experts.
     """
     if not peft_knows(table):
         raise CheckpointError(
-            f"PEFT cannot hold adapters of the routed experts of {table.family}: transformers has no module for each "
-            "of them; export the merged model"
+            f"PEFT does not support adapters of the routed experts of {table.family}, because they are not modules in "
+            "transformers; export the merged model"
         )
     found = {name: tensor.detach().cpu() for name, tensor in tensors}
     written = dict(_modules(table, found))

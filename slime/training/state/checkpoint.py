@@ -1,12 +1,12 @@
-"""The commit protocol of checkpoints: all parts of a step, or none. Works on files only, without torch or ranks.
+"""The commit protocol of checkpoints: all files of a step, or none. Works on files only, without torch or ranks.
 
-    parts = begin(root, rollout_id)          an empty folder, invisible to `latest`
+    parts = begin(root, rollout_id)          an empty folder that `latest` ignores
     ... every rank and the Data Buffer write their files into `parts`; the caller waits for all of them ...
     path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
     prune(root, keep_last=3)                 retention; never removes `latest`
 
 Invariants
-1. `latest` names only folders that were complete when they got their name. After a crash at any point it names the
+1. `latest` names only folders that were complete when they got their name. After a crash at any time, it names the
    previous folder or the new one.
 2. `verify` finds every missing, added, shortened or altered file.
 3. A folder is renamed before its files are removed, so a folder with a final name is complete.
@@ -48,7 +48,7 @@ Seal = dict[str, Any]
 class Checkpoint:
     path: Path
     rollout_id: int
-    """The last step that it contains."""
+    """The last step in the checkpoint."""
 
 
 class HashedFile:
@@ -78,9 +78,9 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """Creates an empty folder for the parts of step `rollout_id`. Removes or restores leftovers of crashes in `root`.
+    """Creates an empty folder for the files of step `rollout_id`. Removes or restores leftovers of crashes in `root`.
 
-    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if another run has taken
+    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if a different run has taken
     `root` (`slime.core.lease`).
     """
     lease.check(root)
@@ -99,16 +99,16 @@ def begin(root: Path, rollout_id: int) -> Path:
 
 
 def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
-    """Turns the parts into a checkpoint: hashes, manifest, rename, `latest`. Call it once, after writing every part.
+    """Turns `parts` into a checkpoint: hashes, manifest, rename, `latest`. Call it once, after all files are written.
 
     `seals`: size and hash, by path below `parts`, of files that were hashed and flushed as they were written. Other
-    files are read once. Raises `CheckpointError` if parts are missing or differ from their seals, or if another run has
-    taken the folder.
+    files are read once. Raises `CheckpointError` if files are missing or differ from their seals, or if a different run
+    has taken the folder.
     """
     lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
     if not files:
-        raise CheckpointError(f"there is no file in {parts}; write the parts before committing")
+        raise CheckpointError(f"there is no file in {parts}; write the files before committing")
     entries = dict(seals or {})
     for name, file in files.items():
         if name not in entries:
@@ -124,7 +124,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     root = parts.parent
     final = root / f"step_{rollout_id:06d}"
     stale = root / f"{_REPLACED}{final.name}"
-    if final.exists():  # a repeated step after a resume; the old folder stays complete until the new one has its name
+    if final.exists():  # a step repeated after a resume; the old folder stays complete until the new one is renamed
         shutil.rmtree(stale, ignore_errors=True)
         final.rename(stale)
     parts.rename(final)
@@ -139,8 +139,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
 def set_aside(root: Path, *, after: int) -> list[str]:
     """Protects checkpoints of steps later than `after` from `prune`; returns the names of all protected checkpoints.
 
-    A run that resumes from an earlier step calls this first, because the later steps belong to the branch that it
-    leaves.
+    A run that resumes from an earlier step calls this first, because the later steps belong to a different branch.
     """
     names = _names_set_aside(root) | {found.path.name for found in _complete(root) if found.rollout_id > after}
     if names:
@@ -156,7 +155,7 @@ def _names_set_aside(root: Path) -> set[str]:
 def prune(
     root: Path, *, keep_last: int | None, retain_interval: int | None = None, keep: Collection[Path] = ()
 ) -> list[Path]:
-    """Removes all but the `keep_last` newest checkpoints of this branch, and returns their paths. None removes nothing.
+    """Removes all but the `keep_last` newest checkpoints of this branch; returns the removed paths. None removes none.
 
     Always keeps the checkpoints that `latest` or `keep` names, every `retain_interval`-th step, and other branches
     (`set_aside`).
@@ -181,7 +180,7 @@ def prune(
 def latest(root: Path) -> Checkpoint | None:
     """Returns the newest committed checkpoint under `root` (or `root` itself if it is one); None without a checkpoint.
 
-    Raises `CheckpointError` if `latest.json` names a folder that is gone or has lost its manifest.
+    Raises `CheckpointError` if `latest.json` names a folder that does not exist or has no manifest.
     """
     if (root / MANIFEST).is_file():
         return Checkpoint(root, int(read_checkpoint_json(root / MANIFEST)["rollout_id"]))
@@ -198,7 +197,7 @@ def latest(root: Path) -> Checkpoint | None:
 def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
     """Returns the checkpoint of a step, or `latest` for None.
 
-    Raises `CheckpointError` with the steps that exist if this one is missing.
+    Raises `CheckpointError` with the existing steps if this step is missing.
     """
     if rollout_id is None:
         return latest(root)
@@ -206,7 +205,8 @@ def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
     found = next((c for c in there if c.rollout_id == rollout_id), None)
     if found is None:
         raise CheckpointError(
-            f"{root} does not hold --ckpt-step {rollout_id}; it has {sorted(c.rollout_id for c in there)}"
+            f"{root} has no checkpoint of --ckpt-step {rollout_id}; the steps there are "
+            f"{sorted(c.rollout_id for c in there)}"
         )
     return found
 
@@ -222,17 +222,17 @@ def _complete(root: Path) -> list[Checkpoint]:
 
 
 def _offer(root: Path, damaged: Path | None = None) -> str:
-    """Returns the end of an error message: the newest good checkpoint other than `damaged`, and how to load it."""
+    """Returns the end of an error message: the newest undamaged checkpoint, and how to load it."""
     for other in _complete(root):
         if other.path != damaged and not _damage(other.path):
             return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
-    return f"; {root} holds no other whole checkpoint"
+    return f"; {root} has no other complete checkpoint"
 
 
 def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares every file with the manifest. With `share` (i, n) it hashes only the i-th of n parts of the files.
+    """Compares every file with the manifest. With `share` (i, n), hashes only every n-th file, beginning with file i.
 
-    Raises `CheckpointError` with the files that differ and the newest other checkpoint that is undamaged.
+    Raises `CheckpointError` with the files that differ and the newest undamaged checkpoint.
     """
     wrong = _damage(path, share)
     if wrong:
@@ -241,7 +241,7 @@ def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
 
 def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     if not (path / MANIFEST).is_file():
-        return [f"{MANIFEST} is missing, so it is not a committed checkpoint"]
+        return [f"{MANIFEST} is missing, so the checkpoint was not committed"]
     try:
         manifest = read_checkpoint_json(path / MANIFEST)
         seal, want = manifest.pop("sha256"), manifest["files"]
@@ -260,9 +260,9 @@ def _damage(path: Path, share: tuple[int, int] = (0, 1)) -> list[str]:
         size = file.stat().st_size
         if size != want[name]["bytes"]:
             return f"{name} has {size} bytes instead of {want[name]['bytes']}"
-        return None if name not in own or _sha256(file) == want[name]["sha256"] else f"{name} was altered"
+        return None if name not in hashed or _sha256(file) == want[name]["sha256"] else f"{name} was altered"
 
-    own = set(sorted(want, key=lambda name: (-want[name]["bytes"], name))[share[0] :: share[1]])
+    hashed = set(sorted(want, key=lambda name: (-want[name]["bytes"], name))[share[0] :: share[1]])
     with ThreadPoolExecutor(max_workers=min(8, usable_cores())) as pool:
         return [text for text in pool.map(fault, sorted(have | set(want))) if text]
 
@@ -277,10 +277,10 @@ def _json_sha256(data: object) -> str:
 
 
 # Saving in the background: a daemon thread writes and commits a checkpoint while training continues. The driver polls
-# after each step, or waits with a limit; the end of the thread wakes the driver.
+# after each step, or waits with a limit; the thread wakes the driver when it finishes.
 #
-# 1. At most one save is under way: call `finish` before `start`.
-# 2. The next `poll` or `finish` raises an error of the background, once.
+# 1. At most one save runs at a time: call `finish` before `start`.
+# 2. The next `poll` or `finish` raises an error of the thread, once.
 
 Facts = Mapping[str, float]
 """Metrics that a save reports."""
@@ -293,7 +293,7 @@ class BackgroundSave:
 
     def start(self, write: Callable[[], Facts], *, what: str) -> None:
         """Runs `write` in a daemon thread; `what` names it in errors."""
-        assert self._future is None, f"{self._what} is still under way; finish it first"
+        assert self._future is None, f"{self._what} is still running; call finish first"
         future: Future[Facts] = Future()
 
         def run() -> None:
@@ -306,11 +306,11 @@ class BackgroundSave:
         threading.Thread(target=run, name=what, daemon=True).start()
 
     def poll(self) -> Facts:
-        """Returns the metrics of a save that has ended, else {}. Raises the error of a failed save."""
+        """Returns the metrics of a finished save, else {}. Raises the error of a failed save."""
         return self.finish(limit_s=0) if self._future is not None and self._future.done() else {}
 
     def finish(self, *, limit_s: float) -> Facts:
-        """Waits for the save under way, if any, and returns its metrics. Raises its error, or `DeadlineExceeded`."""
+        """Waits for a running save and returns its metrics, else {}. Raises its error, or `DeadlineExceeded`."""
         if self._future is None:
             return {}
         done, _ = wait([self._future], timeout=limit_s)

@@ -1,9 +1,9 @@
 """Reads and writes Hugging Face checkpoints directly: safetensors one tensor at a time, JSON, and copied assets.
 
 Invariants
-1. A whole checkpoint is never in memory. A tensor that is read is a view of its file; the parts that are used take
-   memory until `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
-2. A folder is removed only if it holds `EXPORT_MARKER`, the file that every export writes first.
+1. A whole checkpoint is never in memory. A tensor that is read is a view of a file; its pages stay in memory until
+   `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
+2. A folder is removed only if it contains `EXPORT_MARKER`, the file that every export writes first.
 3. The error for a damaged file names the file, and is raised before any of its tensors is read.
 """
 
@@ -29,7 +29,7 @@ from slime.training.state.shards import TensorFile
 from slime.weights.quantised.formats import format_of
 
 MAX_SHARD_BYTES = 5 * 1000**3
-"""Largest safetensors file that `write_hf` makes."""
+"""Maximum size of the safetensors files that `write_hf` writes."""
 
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
 """Files of a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
@@ -42,7 +42,7 @@ EXPORT_MARKER = ".slime_export.json"
 """Marks a folder as an export, which the next export may replace."""
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of quantised codes, which mean nothing without their scales."""
+"""Dtypes of quantised codes, which cannot be interpreted without scales."""
 
 
 class HfReader:
@@ -64,7 +64,7 @@ class HfReader:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """All weights of the checkpoint, in the order of its files."""
+        """Names of all weights of the checkpoint, in the order of its files."""
         if self._format is None:
             return tuple(self._location)
         of_part = {part: name for name in self._format.names for part in self._format.parts_of(name)}
@@ -77,7 +77,7 @@ class HfReader:
     def __call__(self, name: str) -> Tensor:
         """Returns the full tensor on the host, in the dtype of the file or float32 if quantised. Do not write to it.
 
-        Raises `CheckpointError` if it is missing, or if its scales are missing or have another shape.
+        Raises `CheckpointError` if it is missing, or if its scales are missing or have a wrong shape.
         """
         if self._format is not None and name in self._format.names:
             parts = self._format.parts_of(name)
@@ -90,19 +90,19 @@ class HfReader:
         if tensor.dtype in _CODES:
             raise CheckpointError(
                 f"{self._directory / self._location[name]}, {name}: {tensor.dtype} codes cannot be read as weights "
-                "without their scales or a quantization_config in config.json; fetch the missing part"
+                "without their scales or a quantization_config in config.json; download all files of the checkpoint"
             )
         return tensor
 
     def plain(self, name: str) -> Tensor:
-        """Returns the tensor like a call, but a quantised one in the dtype of config.json (bfloat16 by default)."""
+        """Returns the tensor like a call, but in the dtype of config.json (default: bfloat16) if it is quantised."""
         tensor = self(name)
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
         """Frees the memory of the tensors read since the last release. They stay valid and are read from file again.
 
-        May be called repeatedly while they are used: it frees the same tensors until the next read.
+        Can be called repeatedly while these tensors are used: until the next read, each call frees the same tensors.
         """
         self._released = True
         for file in self._touched:
@@ -115,7 +115,7 @@ class HfReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._touched.clear()
-        self._files.clear()  # the last tensor that views a mapping closes it
+        self._files.clear()  # a mapping is closed with the last tensor that is a view of it
 
     def _read(self, name: str) -> Tensor:
         if name not in self._location:
@@ -211,7 +211,7 @@ def write_hf(
 def with_duplicates(
     tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yields `tensors`, each followed by its duplicates in files (`FamilyTable.duplicates`) that are `wanted`."""
+    """Yields `tensors`, each followed by those of its `FamilyTable.duplicates` that are `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
@@ -220,7 +220,7 @@ def with_duplicates(
 def with_duplicates_of(
     source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Adds the duplicates that the checkpoint `source` has, as `with_duplicates` does."""
+    """Yields `tensors` with the duplicates that the checkpoint `source` has; see `with_duplicates`."""
     if not duplicates:
         return tensors
     with HfReader(source) as read:
@@ -239,7 +239,7 @@ def _chained(
 
 
 def require_replaceable(directory: Path) -> None:
-    """Raises `CheckpointError` unless an export may replace `directory`: it is missing, empty, or an export."""
+    """Raises `CheckpointError` unless `directory` is missing, empty, or an earlier export."""
     if not directory.exists() and not directory.is_symlink():
         return
     if directory.is_dir() and not directory.is_symlink():
@@ -249,15 +249,15 @@ def require_replaceable(directory: Path) -> None:
     else:
         found = "is not a folder"
     raise CheckpointError(
-        f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; choose another "
-        "folder with --save-hf, or move this one away"
+        f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; set --save-hf "
+        "to a different folder, or move this one away"
     )
 
 
 def begin_export(directory: Path) -> Path:
     """Creates an empty, marked folder next to `directory` for its next content. Removes leftovers of a crash.
 
-    Raises `CheckpointError` if `directory` or the folder next to it holds anything but an export.
+    Raises `CheckpointError` if `directory` or the folder next to it contains anything but an export.
     """
     require_room(directory)
     partial = being_written(directory)
@@ -269,20 +269,20 @@ def begin_export(directory: Path) -> Path:
 
 
 def require_room(directory: Path) -> None:
-    """Raises `CheckpointError` unless an export may write to `directory` and to its temporary folders next to it."""
+    """Raises `CheckpointError` unless `directory` and the temporary folders next to it can be replaced by an export."""
     for folder in (directory, being_written(directory), _replaced(directory)):
         require_replaceable(folder)
 
 
 def being_written(directory: Path) -> Path:
-    """Returns the folder next to `directory` that holds its next content until that content is complete."""
+    """Returns the temporary folder next to `directory` for its next content."""
     return directory.with_name(directory.name + ".writing")
 
 
 def commit_export(partial: Path, directory: Path) -> None:
     """Renames `partial` to `directory` and removes an earlier export. Raises `CheckpointError` like `begin_export`.
 
-    The earlier export is renamed before its files are removed, so a folder with this name is complete and on disk.
+    The earlier export is renamed before its files are removed, so `directory` is always complete and on disk.
     """
     old = _replaced(directory)
     for folder in (directory, old):
@@ -353,7 +353,7 @@ def export(
     """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
 
     All writers share the folder. Each calls `rest` with the unfinished folder after the weights are written. Raises
-    `CheckpointError`, and changes nothing, if `directory` holds anything but an export.
+    `CheckpointError`, and changes nothing, if `directory` contains anything but an export.
     """
     require_room(directory)  # on every rank, so that all of them fail together
     writers.meet()  # before a rank makes the folder

@@ -1,8 +1,8 @@
-"""Converts full HF tensors to weights of a sharded model at start, and back for weight sync and `--save-hf`.
+"""Converts full HF tensors to weights of a sharded model, and back for weight sync and `--save-hf`.
 
-A parameter lives on one pipeline stage, an expert on one expert-parallel rank of that stage, and everything else is
-split over the tensor-parallel ranks. For an export the holder broadcasts the parameter over the expert group, then over
-the pipeline, so that every rank has this tensor-parallel shard. Then the shards are gathered.
+One pipeline stage holds a parameter, one expert-parallel rank of the stage holds an expert, and everything else is
+split over tensor-parallel ranks. For an export the holder broadcasts the parameter over the expert group, then over the
+pipeline, so that every rank has this tensor-parallel shard. Then the shards are gathered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slime.training.state.shards import iter_full
 from slime.weights.hf_shards import load_shard
 
 COPY_BYTES = 32 * 2**20
-"""Bytes of a file that are in memory at once while it is copied to a parameter."""
+"""Maximum number of bytes of a file in memory while they are copied to a parameter."""
 
 
 @torch.no_grad()
 def load_weights(model: ShardedModel, directory: Path) -> None:
     """Copies this rank's shard of every tensor of an HF checkpoint, one at a time, cast to the parameter's dtype.
 
-    Raises `ConfigError` if model and checkpoint do not name the same tensors, `CheckpointError` on a wrong shape.
+    Raises `ConfigError` if model and checkpoint have different tensors, `CheckpointError` for a wrong shape.
     """
     with HfReader(directory) as read:
         model.table.check(hf_names=read.names)
@@ -38,9 +38,9 @@ def load_weights(model: ShardedModel, directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: ShardedModel, read: HfReader) -> None:
-    """Loads the shards of `model`, which may be the model of any rank.
+    """Loads the shards of `model`, which can be the model of any rank.
 
-    Copies at most `COPY_BYTES` at a time, so a shard that is a view of a file takes no more memory than that.
+    Copies at most `COPY_BYTES` at a time, so a shard that is a view of a file needs no more memory.
     """
     for own in model.own:
         shard = load_shard(model.table, own.name, read, tp_rank=own.tp_rank, tp_size=own.tp_size)

@@ -1,11 +1,11 @@
-"""Keeps other policies in host memory, and lends them to the trained policy's model for a forward pass.
+"""Keeps the reference, teacher and old policy in host memory, and swaps them into the model for a forward pass.
 
-The caller decides which policies exist (reference, teacher, old policy) and when they change.
+The caller decides which policies exist and when they change.
 
 Invariants
-1. Nothing else may run while a policy is lent. Afterwards the trained policy's weights are restored bitwise.
-2. A policy copied from the trained one holds all parameters, or only the adapters if there are any, to save memory.
-   (Parameters frozen by name are included: they never change within a run, but a loaded checkpoint may change them.)
+1. Nothing else may use the model during the swap. Afterwards the trained policy's weights are restored bitwise.
+2. A copy of the trained policy has all parameters, or only the adapters if there are any, to save memory. (Parameters
+   frozen by name are included: they never change within a run, but loading a checkpoint can change them.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HostPolicies:
         self._taken = model.adapters if model.adapters.tensors else model
         self._policies: dict[str, dict[str, Tensor]] = {}
         self._arenas: list[HostArena] = []
-        """Kept because the memory is pinned only as long as they exist."""
+        """The memory is pinned only as long as these objects exist."""
         self._kept: dict[str, Tensor] = {}
-        """The trained policy's weights while another one is lent."""
+        """The trained policy's weights while a different policy is in the model."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._policies
@@ -51,20 +51,20 @@ class HostPolicies:
     def read(self, name: str, directory: Path, flag: str) -> None:
         """Reads an HF checkpoint into policy `name`, cast to the trained policy's dtypes, with zero adapters.
 
-        Raises `ConfigError` for another architecture.
+        Raises `ConfigError` for a different architecture.
         """
         table, other = self._model.table, table_for(read_hf_config(str(directory)))
         if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
                 f"{flag} {directory} differs from the policy in family or architecture; use a model of the same size"
             )
-        # Other policies never need multi-token prediction.
+        # Only the trained policy needs multi-token prediction.
         policy = self._rooms(name for name in self._parameters if not name.startswith(PREFIX))
         load_weights(self._model.base.within(other).at(policy), directory)
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:
-        """Makes `newer` the new `older`, and the current trained policy the new `newer`."""
+        """Moves policy `newer` to `older`, and copies the current trained policy to `newer`."""
         self._policies[newer], self._policies[older] = self._policies[older], self._policies[newer]
         self.take(newer)
 
@@ -86,7 +86,7 @@ class HostPolicies:
                 _copy(policy, self._kept, self._parameters)
 
     def _rooms(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns zeros in host memory for these parameters, in one pinned range if they are on a GPU."""
+        """Allocates zeros in host memory for these parameters, in one pinned range if the parameters are on a GPU."""
         like = {name: self._parameters[name] for name in names}
         on_gpu = {n: p for n, p in like.items() if p.is_cuda}
         rooms = {n: torch.zeros_like(p, device="cpu", requires_grad=False) for n, p in like.items() if not p.is_cuda}

@@ -1,16 +1,17 @@
-"""Gathers the trainer's weights for the engines: in each turn, ranks give their shards to the rank that sends.
+"""Gathers the trainer's weights for the engines: in each turn (`send_plan.Turn`), ranks pass shards to the sender.
 
-A parameter lives on one pipeline stage, and ranks of that stage send it. The sender gathers the shards of its
-tensor-parallel ranks, and receives experts from the expert-parallel rank that holds them. Many small parameters travel
-in one message. A rank waits for its tensor-parallel and expert-parallel groups in their collectives.
+Ranks of the pipeline stage that holds a parameter send it. The sender gathers the shards of its tensor-parallel ranks,
+and receives experts from the expert-parallel rank that holds them. Many small parameters are sent in one message. A
+rank waits for its tensor-parallel and expert-parallel groups in their collectives.
 
 Invariants
-1. Every rank goes through all turns in the same order, and takes part if the sender is in one of its groups.
-2. Besides its shards and buckets, a rank has one message of at most `limit / MESSAGES` bytes, which takes at most four
-   times as much with its inputs and results. A larger parameter is a message by itself, and takes at most two and a
-   half times its size. If layers have such parameters, buckets shrink by that amount, down to `LEAST_BUCKET` of the
-   limit. A parameter that still does not fit is reported (`beside`), and gathered while there is no other bucket.
-3. An error in a tensor is raised at the end of the turn, after all ranks have given their shards.
+1. Every rank iterates over all turns in the same order, and takes part if the sender is in one of its groups.
+2. In addition to its shards and buckets, a rank holds one message of at most `limit / MESSAGES` bytes. With its inputs
+   and results, a message takes at most four times its size. A larger parameter is a separate message, and takes at most
+   two and a half times its size. If layers have such parameters, buckets shrink by that amount, down to `LEAST_BUCKET`
+   of the limit. A parameter that still does not fit is reported (`fill_bytes`), and gathered while there is no other
+   bucket.
+3. An error in a tensor is raised at the end of the turn, after all ranks have passed their shards.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry, FamilyTable
 from slime.training.state.sharded_model import ShardedModel, ShardedTensor
 from slime.weights.hf_shards import export, export_stack
-from slime.weights.send_plan import Portion, Spec, Turn, turns_of
+from slime.weights.send_plan import Spec, TensorGroup, Turn, turns_of
 
 MESSAGES = 16
 """Minimum number of messages in a bucket."""
 MESSAGE_TIMES = 4
-"""Maximum number of copies in memory of a message with several parameters."""
+"""Peak memory of a message with several parameters, as a multiple of its size."""
 PARAMETER_TIMES = 2.5
-"""Maximum number of copies in memory of a larger parameter: gathered, outgoing, and this rank's shard if it is cast."""
+"""Peak memory of a larger parameter as a multiple of its size: gathered, outgoing, and this rank's shard if cast."""
 LEAST_BUCKET = 0.5
-"""Minimum fraction of the limit for a bucket; a parameter that would leave less is gathered separately."""
+"""Minimum size of a bucket as a fraction of the limit. A parameter that would leave less is gathered separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters of one dtype that travel together between training ranks. Experts also share a row and a holder."""
+    """Parameters of one dtype that training ranks exchange together. Experts also share a row and a holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
@@ -54,10 +55,10 @@ class _Message:
 
 
 class TrainerWeights:
-    """Implements `weights.send_plan.Outgoing` for one training rank. All ranks construct it together."""
+    """Implements `weights.send_plan.Outgoing` for one training rank. The constructor is a collective."""
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: the engines' dtype; None keeps the training dtype. Rows that stay float32 are not converted."""
+        """`dtype`: the engines' dtype; None keeps the training dtype. Rows that stay in float32 are not converted."""
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
@@ -68,32 +69,32 @@ class TrainerWeights:
         self._expert_ranks = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
         self._rank = dist.get_rank()
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
-        """The limit in bytes, and the turns computed for it."""
+        """The limit in bytes, and the turns for this limit."""
         self._room = 0
         """Bytes that each of two buckets leaves for gathering."""
         self._wrong: Exception | None = None
         """First error of the turn."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Buckets leave room for gathering, so a sender never holds more than twice `limit_bytes`."""
+        """Returns all turns. Buckets leave room for gathering, so a sender holds at most twice `limit_bytes`."""
         if self._turns[0] != limit_bytes:
-            portions, message = list(self._portions()), max(1, limit_bytes // MESSAGES)
-            in_layers = [_bytes_of(p, message) for p in portions if p.entries[0].layer is not None]
+            groups, message = list(self._tensor_groups()), max(1, limit_bytes // MESSAGES)
+            in_layers = [_bytes_of(p, message) for p in groups if p.entries[0].layer is not None]
             room = max([MESSAGE_TIMES * message, *(n for n in in_layers if n <= 2 * (1 - LEAST_BUCKET) * limit_bytes)])
             self._room = -(-room // 2)
             limit, together = max(1, limit_bytes - self._room), self.table.together
-            turns = turns_of(portions, senders=self._senders, limit_bytes=limit, together=together)
+            turns = turns_of(groups, senders=self._senders, limit_bytes=limit, together=together)
             self._turns = limit_bytes, turns
         return self._turns[1]
 
-    def beside(self, turn: Turn) -> int:
-        """Returns the bytes of gathering beyond the room in a bucket.
+    def fill_bytes(self, turn: Turn) -> int:
+        """Returns the memory for gathering that exceeds the room left by a bucket.
 
-        Positive for a parameter larger than about half a bucket.
+        It is above 0 if a parameter is larger than about half a bucket.
         """
-        return max(0, *(_bytes_of(portion, self._message_bytes) - self._room for portion in turn.portions))
+        return max(0, *(_bytes_of(group, self._message_bytes) - self._room for group in turn.groups))
 
-    def _portions(self) -> Iterator[Portion]:
+    def _tensor_groups(self) -> Iterator[TensorGroup]:
         for run in self.table.runs:
             groups = [run] if run[0].row.stacked else [(entry,) for entry in run]
             for entries in groups:
@@ -101,7 +102,7 @@ class TrainerWeights:
                 shapes = zip(entries[0].hf, entries[0].row.shapes, strict=True)
                 lead = (len(entries),) if entries[0].row.stacked else ()
                 specs = tuple(Spec(name, (*lead, *shape), self._wanted(first)) for name, shape in shapes)
-                yield Portion(entries, specs, first.pp_rank)
+                yield TensorGroup(entries, specs, first.pp_rank)
 
     def _wanted(self, tensor: ShardedTensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and not tensor.entry.row.wide else tensor.dtype
@@ -113,18 +114,18 @@ class TrainerWeights:
         """Yields (HF name, full tensor). Tensors may share memory with the parameters."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
-        for stacked, portions in groupby(turn.portions, lambda portion: portion.entries[0].row.stacked):
+        for stacked, groups in groupby(turn.groups, lambda group: group.entries[0].row.stacked):
             if stacked:
-                for portion in portions:
-                    yield from self._stacked(portion, turn.sender)
+                for group in groups:
+                    yield from self._stacked(group, turn.sender)
             else:
-                for message in self._messages([entry for portion in portions for entry in portion.entries]):
+                for message in self._messages([entry for group in groups for entry in group.entries]):
                     yield from self._full(message, turn.sender)
         wrong, self._wrong = self._wrong, None
         if isinstance(wrong, SlimeError):
             raise wrong
         if wrong is not None:
-            raise WeightSyncError(f"{type(wrong).__name__} while weights were gathered: {wrong}") from wrong
+            raise WeightSyncError(f"gathering weights failed with {type(wrong).__name__}: {wrong}") from wrong
 
     def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields from `make` until an error, which `tensors` raises at the end of the turn."""
@@ -163,17 +164,17 @@ class TrainerWeights:
         for tensor in message.tensors if shards else ():
             yield from self._kept(export, self.table, tensor.name, shards.pop(0))
 
-    def _stacked(self, portion: Portion, sender: int) -> Iterator[tuple[str, Tensor]]:
+    def _stacked(self, group: TensorGroup, sender: int) -> Iterator[tuple[str, Tensor]]:
         whole: dict[str, Tensor] = {}
-        for message in self._messages(portion.entries):
+        for message in self._messages(group.entries):
             stack = self._stack_at(message, sender)
             if stack is None:
                 continue
             entries = [tensor.entry for tensor in message.tensors]
-            if len(entries) == len(portion.entries):
+            if len(entries) == len(group.entries):
                 yield from self._kept(export_stack, entries, stack)
                 return
-            for _ in self._kept(_placed, whole, stack, portion, entries):
+            for _ in self._kept(_placed, whole, stack, group, entries):
                 pass
         yield from whole.items() if self._wrong is None else ()
 
@@ -183,7 +184,7 @@ class TrainerWeights:
         return self._model.merged(tensor).detach().to(dtype)
 
     def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
-        """Returns the shards of each parameter in rank order on the sender, and nothing elsewhere."""
+        """Returns the shards of each parameter in rank order on the sender, and nothing on other ranks."""
         if sender not in self._tensor_ranks:
             return []
         split = [tensor for tensor in message.tensors if tensor.tp_size > 1]
@@ -205,7 +206,7 @@ class TrainerWeights:
         return [_apart(flat, shards) for flat in of_ranks or ()]
 
     def _stack_at(self, message: _Message, sender: int) -> Tensor | None:
-        """Returns the parameters [experts, *shape] of a message on the sender, else None."""
+        """Returns the parameters of a message, [experts, *shape], on the sender, and None on other ranks."""
         if sender not in self._expert_ranks:
             return None
         holder = self._expert_ranks[message.tensors[0].ep_rank]
@@ -222,7 +223,7 @@ class TrainerWeights:
         return None
 
     def _own_stack(self, message: _Message) -> Tensor:
-        """Returns this rank's stack: a view if no adapter is merged and the dtype stays, else a copy."""
+        """Returns this rank's stack: a view if no adapter is merged and the dtype does not change, else a copy."""
         first, last = message.tensors[0], message.tensors[-1]
         adapted = any(self._model.adapter_of(tensor) is not None for tensor in message.tensors)
         if first.here.number is not None and not adapted and first.dtype == message.dtype:
@@ -230,17 +231,15 @@ class TrainerWeights:
         return torch.stack([self._own(tensor, message.dtype) for tensor in message.tensors])
 
     def _pass(self, operation: Any, stack: Tensor, other: int) -> None:
-        """Exchanges with another expert-parallel rank, as a batch, which needs no NCCL communicator for the pair."""
+        """Sends `stack` to a different expert-parallel rank or receives it. A batch of one operation needs no NCCL
+        communicator for the pair."""
         group = mpu.get_expert_model_parallel_group()
         for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
             work.wait()
 
 
 def _senders(*, takes_turns: bool) -> list[list[int]]:
-    """Returns the sending ranks of each pipeline stage: the first, or all that share experts with it, in turns.
-
-    Collective.
-    """
+    """Returns the sending ranks of each pipeline stage: the first, or all that share experts with it. Collective."""
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
@@ -250,22 +249,22 @@ def _senders(*, takes_turns: bool) -> list[list[int]]:
     return [first[stage] for stage in range(mpu.get_pipeline_model_parallel_world_size())]
 
 
-def _bytes_of(portion: Portion, message_bytes: int) -> int:
-    """Returns the peak memory of gathering `portion`, in bytes."""
-    if portion.entries[0].row.stacked:  # all experts of a layer, put together message by message
-        return portion.num_bytes + MESSAGE_TIMES * message_bytes
-    return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * portion.num_bytes))
+def _bytes_of(group: TensorGroup, message_bytes: int) -> int:
+    """Returns the peak memory of gathering `group`, in bytes."""
+    if group.entries[0].row.stacked:  # all experts of a layer, combined message by message
+        return group.num_bytes + MESSAGE_TIMES * message_bytes
+    return max(MESSAGE_TIMES * message_bytes, int(PARAMETER_TIMES * group.num_bytes))
 
 
 def _placed(
-    whole: dict[str, Tensor], stack: Tensor, portion: Portion, entries: Sequence[Entry]
+    whole: dict[str, Tensor], stack: Tensor, group: TensorGroup, entries: Sequence[Entry]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Writes the parts of some experts into `whole`, which has all experts of the portion."""
+    """Copies some experts into `whole`, which has all experts of the group."""
     first = entries[0].expert
     assert first is not None, f"{entries[0].megatron} has no expert number"
     for name, part in export_stack(entries, stack):
         if name not in whole:
-            whole[name] = part.new_empty((len(portion.entries), *part.shape[1:]))
+            whole[name] = part.new_empty((len(group.entries), *part.shape[1:]))
         whole[name][first : first + len(part)] = part
         yield name, part
 

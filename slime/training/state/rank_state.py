@@ -1,17 +1,17 @@
-"""One rank's part of a checkpoint: shards of weights, master weights and moments; schedule, RNG. Safetensors and JSON.
+"""The files that one rank writes to a checkpoint: shards of weights, master weights and moments; schedule and RNG.
 
-A rank writes what it owns, without communication: the optimizer's ranges of master weights and moments, and its share
-of the model's weights. All ranks that hold the same shard divide it among themselves.
+A rank writes without communication: its optimizer's ranges of master weights and moments, and its share of the model's
+weights. All ranks that hold the same shard divide the shard among themselves. Files are safetensors and JSON.
 
 Invariants
-1. Loading with the same parallel layout and settings restores every bit. With another layout, it restores every bit of
-   weights and optimizer, but generators get new seeds.
-2. A checkpoint of another model, or with a missing tensor, raises a `CheckpointError` and is never loaded in part: all
-   tensors are looked up before anything changes.
+1. Loading with the same parallel layout and settings is bitwise exact. With a different layout, weights and optimizer
+   are bitwise exact, but generators get new seeds.
+2. A checkpoint of a different model, or with a missing tensor, raises a `CheckpointError` and is never partly loaded:
+   all tensors are looked up before anything changes.
 3. Computed state comes from the checkpoint; settings (learning rate, weight decay, betas) come from this run. The state
-   of Python's `random` is not saved: training draws nothing from it, but libraries may at any time.
-4. At most one parameter is in memory besides the model.
-5. Stacked experts are written and read one by one under their own names, so a checkpoint does not depend on how they
+   of Python's `random` is not saved: training draws nothing from it, but libraries can draw at any time.
+4. At most one parameter is in memory in addition to the model.
+5. Stacked experts are written and read one by one under separate names, so a checkpoint does not depend on how experts
    are stacked or distributed.
 """
 
@@ -57,8 +57,8 @@ from slime.training.step.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
 
-# Megatron's distributed optimizer gives each rank a range of a flattened parameter. A stack of experts is one parameter
-# there, so a range may hold the end of one expert, some whole ones and the beginning of another.
+# In Megatron's distributed optimizer, each rank has a range of a flattened parameter. A stack of experts is one
+# parameter there, so a range can begin and end within an expert.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class Owned:
 
     optimizer: Any
     main: Tensor
-    """The optimizer's main parameter that holds the state's weights."""
+    """The optimizer's main parameter, which contains the shard's weights."""
     within: slice
     """The shard's range in the flattened main parameter."""
     start: int
-    """Start of that range in the flattened shard."""
+    """Where `within` begins in the flattened shard."""
 
     def part(self, like: Tensor) -> Tensor:
-        """Returns a flat view of the shard's part of `like`, a tensor with the layout of the main parameter."""
+        """Returns a flat view of the shard in `like`, a tensor with the layout of the main parameter."""
         return like.view(-1)[self.within]
 
 
 def owned_part(trainable: Trainable, held: Held) -> Owned | None:
-    """Returns this rank's optimizer state for a shard; None if it is frozen or in the range of another rank."""
+    """Returns this rank's optimizer state for a shard; None if the shard is frozen or belongs to a different rank."""
     for inner in trainable.inner:
-        if inner.optimizer is None:  # trains nothing here
+        if inner.optimizer is None:  # no trained parameter on this rank
             continue
         place = inner.model_param_group_index_map.get(held.parameter)
         if place is not None:
@@ -96,7 +96,7 @@ def owned_part(trainable: Trainable, held: Held) -> Owned | None:
     return None
 
 
-# The random generators of training: torch's on each device, NumPy's and Megatron's tracked ones.
+# The random generators of training: those of torch on each device, of NumPy, and of Megatron's tracker.
 
 RNG = "rng/"
 """Prefix of the generators' tensors in a file."""
@@ -125,27 +125,27 @@ def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A model that checkpoints contain: the policy or the critic."""
+    """A model in a checkpoint: the policy or the critic."""
 
     trainable: Trainable
     info: ParallelInfo
     hf_checkpoint: Path
-    """Folder of its config.json and tokenizer."""
+    """The folder with the model's config.json and tokenizer."""
     other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Policies that a new run could not rebuild, such as an updated reference, by name. Loading fills them in place."""
+    """Policies that a new run could not rebuild, by name, such as an updated reference. Loading fills them in place."""
 
     @property
     def model(self) -> ShardedModel:
         return self.trainable.model
 
     def of_others(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Returns (role, shard) of a parameter for each of the other policies."""
+        """Yields (role, shard) of a parameter for each of `other_policies`."""
         return ((OTHER_POLICY + p, held[name]) for p, held in self.other_policies.items() if name in held)
 
     def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
-        """Yields (role, tensor, start of its range in the flattened shard) of this rank's optimizer state for a shard.
+        """Yields (role, tensor, where the tensor begins in the flattened shard) of the optimizer state for a shard.
 
-        Omits master weights that are a view of the parameter, or have the same bits.
+        Omits master weights that are a view of the parameter, or bitwise equal to it.
         """
         owned = owned_part(self.trainable, held)
         if owned is not None:
@@ -158,17 +158,17 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank's part of one model in a checkpoint."""
+    """What one rank writes of one model."""
 
     rank: int
     tensors: Mapping[str, Tensor]
-    """By name in the file. Unless `on_host` copied them, these are the trainer's own tensors, on its device."""
+    """Name in the file -> tensor. Before `on_host`, these are the trainer's tensors, on its device."""
     meta: Mapping[str, Any]
     assets_from: Path | None
-    """Folder of the assets that rank 0 copies next to the files; None on other ranks."""
+    """The folder from which rank 0 copies config and tokenizer; None on other ranks."""
 
     def on_host(self) -> RankState:
-        """Returns a copy in host memory, which training does not change."""
+        """Returns a copy in host memory, which training cannot change."""
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
             for name, t in self.tensors.items()
@@ -194,10 +194,10 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One rank's part of a checkpoint, for all models."""
+    """What one rank writes of all models."""
 
     states: Mapping[str, RankState]
-    """By folder, relative to the checkpoint's."""
+    """Folder relative to the checkpoint -> state."""
 
     def write(self, directory: Path) -> dict[str, Seal]:
         """Writes every file; returns their seals by path below `directory`."""
@@ -209,7 +209,7 @@ class Snapshot:
 
 
 def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
-    """Returns this rank's part of a checkpoint, without copying or communicating."""
+    """Returns what this rank writes of a model, without copying or communicating."""
     tensors: dict[str, Tensor] = {}
     shards: list[CheckpointShard] = []
 
@@ -251,7 +251,7 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
     """Restores the state that all ranks wrote, including `kept.other_policies`, and returns the weight version.
 
-    `seed`: the run's seed. Raises `CheckpointError` if the checkpoint does not fit, before anything changes.
+    `seed`: the run's seed. Raises `CheckpointError` if the checkpoint does not match this run, before anything changes.
     """
     reader = ShardReader(directory)
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
@@ -286,7 +286,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
         else:
             if kept.info.rank == 0:
                 logger.info(
-                    "the checkpoint %s was written under another layout (%s): weights and optimizer are restored, but "
+                    "the checkpoint %s has a different parallel layout (%s): weights and optimizer are restored, but "
                     "generators get new seeds from --seed and weight version %d",
                     directory,
                     meta["layout"],
@@ -309,10 +309,10 @@ class _Destination:
     role: str
     own: ShardedTensor
     target: Tensor
-    """Filled from element `start` of the flattened shard, unless `state_of` is given."""
+    """Filled from element `start` of the flattened shard, unless `state_of` is set."""
     start: int = 0
     state_of: Owned | None = None
-    """If given, entry `role` of this optimizer state is filled instead."""
+    """If set, entry `role` of this optimizer state is filled instead of `target`."""
 
     def fill(self, source: Tensor) -> None:
         if self.state_of is None:
@@ -347,40 +347,40 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         odd = [k for k in sorted(there | here) if there.get(k) != here.get(k)]
         raise CheckpointError(
             f"{reader.folder / HF}/config.json describes a different model from {kept.hf_checkpoint}: "
-            f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; give the --hf-checkpoint "
-            "that the checkpoint was trained from"
+            f"{', '.join(f'{k} {there.get(k)} instead of {here.get(k)}' for k in odd[:6])}; set --hf-checkpoint to the "
+            "model that the checkpoint was trained from"
         )
     if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
-            f"{reader.folder} holds no optimizer, schedule and RNG, because it was written with --no-save-optim; pass "
-            "--no-load-optim to continue with its weights and new states (or --finetune, from step 0)"
+            f"{reader.folder} has no optimizer, schedule and RNG states, because it was written with --no-save-optim; "
+            "pass --no-load-optim to continue with its weights and new states (or --finetune, from step 0)"
         )
     others = {role.removeprefix(OTHER_POLICY) for role in reader.roles if role.startswith(OTHER_POLICY)}
     if with_optimizer and others != set(kept.other_policies):
         raise CheckpointError(
-            f"{reader.folder} holds the other policies {sorted(others)}, but this run needs "
-            f"{sorted(kept.other_policies)}; give --ref-update-interval and --keep-old-actor as in the first run, or "
-            "--finetune to start with fresh ones"
+            f"{reader.folder} has the additional policies {sorted(others)}, but this run needs "
+            f"{sorted(kept.other_policies)}; set --ref-update-interval and --keep-old-actor as in the run that wrote "
+            "the checkpoint, or pass --finetune to create new policies"
         )
     held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.model.tensors))
     if held != own or meta["adapter_scale"] != kept.model.adapter_scale:
         raise CheckpointError(
-            f"{reader.folder} holds {len(held)} adapters of scale {meta['adapter_scale']}, but this run has {len(own)} "
-            f"of scale {kept.model.adapter_scale}; give the LoRA settings of the first run, or merge the adapters with "
-            "slime convert and start from the result with --hf-checkpoint"
+            f"{reader.folder} has {len(held)} adapters of scale {meta['adapter_scale']}, but this run has {len(own)} "
+            f"of scale {kept.model.adapter_scale}; use the LoRA settings of the run that wrote the checkpoint, or "
+            "merge the adapters with slime convert and start from the result with --hf-checkpoint"
         )
 
 
 def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype | None, directory: Path) -> None:
     """Raises `CheckpointError` if a saved shard has a different shape or dtype from the model's.
 
-    `dtype` is None for optimizer state, whose dtype may differ.
+    `dtype` is None for optimizer state, whose dtype can differ.
     """
     is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
             f"{there.role} of {there.name} is {there.dtype} {list(there.shape)} in {directory}, but the model has "
-            f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the first run"
+            f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the run that wrote the checkpoint"
         )
 
 
@@ -390,27 +390,27 @@ def _counts(trainable: Trainable) -> set[float]:
     found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
     for optimizer in optimizers:
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
-        found += torch.stack(steps).tolist() if steps else []  # one copy: fused kernels keep them on the device
+        found += torch.stack(steps).tolist() if steps else []  # one copy: with fused kernels they are on the device
     return {float(step) for step in found}
 
 
 def _computed(trainable: Trainable) -> dict[str, Any]:
     counts = _counts(trainable)
-    assert len(counts) <= 1, f"parameters of one optimizer made different numbers of steps: {counts}"
+    assert len(counts) <= 1, f"parameters of one optimizer have different step counts: {counts}"
     scaler = trainable.inner[0].grad_scaler
     state = {k: torch.as_tensor(v).tolist() for k, v in scaler.state_dict().items()} if scaler else None
     return {"step": next(iter(counts), None), "grad_scaler": state}
 
 
 def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
-    """`metas`: the saved result of `_computed` for each rank; a rank that trained nothing has no step."""
+    """`metas`: the saved result of `_computed` for each rank; a rank without trained parameters has no step count."""
     meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():
         for group in optimizer.param_groups:
             if type(optimizer).__module__.startswith("torch."):
                 for parameter in group["params"]:
-                    device = parameter.device if group["fused"] else "cpu"  # where torch keeps it
+                    device = parameter.device if group["fused"] else "cpu"  # as in torch
                     optimizer.state[parameter]["step"] = torch.tensor(step, device=device)
             else:
                 group["step"] = int(step)

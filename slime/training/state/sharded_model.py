@@ -1,13 +1,12 @@
 """A record of a model that is sharded over ranks: the names, split, holders and local shard of each parameter.
 
 It is built once, from the family's table and the parameters on each rank. Loading, export, checkpoints, memory and
-other policies loop over it, so none of them has to find the holder of a name.
+offloaded policies iterate over the record, so none of them has to find the rank that holds a parameter.
 
 Invariants
-1. The record names exactly the parameters of the table, the same on each rank. Only the fields about "this rank"
-   differ.
-2. The record holds parameters, not their memory: a shard is a view taken on demand, because Megatron's wrapper moves
-   the memory of parameters.
+1. The record has exactly the parameters of the table, on every rank. Only the fields about "this rank" differ.
+2. The record refers to parameters, not to their memory: a shard is a view taken on demand, because Megatron's wrapper
+   moves the memory of parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ShardedTensor:
     """A parameter of the whole model. Each expert has its own record, even if its rank stacks experts."""
 
     entry: Entry
-    """The names, and the row, which says how the parameter is split and whether it stays float32."""
+    """The names and the row, which says how the parameter is split and whether it stays in float32."""
     shape: tuple[int, ...]
     """Shape of one shard."""
     dtype: torch.dtype
@@ -42,16 +41,16 @@ class ShardedTensor:
     tp_size: int = 1
     """This rank has tensor-parallel shard `tp_rank` of `tp_size`; 0 of 1 if the parameter is not split."""
     pp_rank: int = 0
-    """First stage that holds it; a tied embedding also has a copy on the last stage."""
+    """The first stage with this parameter; a tied embedding also has a copy on the last stage."""
     ep_rank: int = 0
     """The expert-parallel rank that holds an expert; 0 for everything else."""
     trained: bool = True
-    """False if it is frozen, or a buffer."""
+    """False for a frozen parameter or a buffer."""
     held: Held | None = None
-    """Where this rank holds its shard; None if it holds none."""
+    """Where this rank holds its shard; None without a shard on this rank."""
     share: tuple[int, int] | None = None
-    """(number, count): this rank writes part `number` of `count` equal parts of its shard, because `count` ranks divide
-    the writing; None if other ranks write it."""
+    """(number, count): `count` ranks divide the writing of the shard, and this rank writes part `number`; None if this
+    rank writes nothing."""
 
     @property
     def name(self) -> str:
@@ -65,18 +64,18 @@ class ShardedTensor:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the parameter itself, or a view of its stack."""
+        """This rank's shard: the parameter, or a view of the stack of experts."""
         return self.here.of(self.here.parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """All parameters of a model, and which of them this rank holds."""
+    """All parameters of a model, with the shards of this rank."""
 
     table: FamilyTable
     """Rows of the parameters, including those of adapters."""
     tensors: Mapping[str, ShardedTensor]
-    """By name; this rank's come first, in the order of its modules."""
+    """Name -> parameter, first the parameters on this rank, in the order of its modules."""
     device: torch.device
     adapter_scale: float | None = None
     """Scale for merging adapters; None without adapters."""
@@ -89,9 +88,9 @@ class ShardedModel:
         trained: Container[str],
         adapter_scale: float | None = None,
     ) -> ShardedModel:
-        """Builds the record of the model that the `chunks` of all ranks form. Collective.
+        """Builds the record of a model from the `chunks` of all ranks. Collective.
 
-        `trained`: names of trained parameters. Raises `ConfigError` if table and ranks name different parameters.
+        `trained`: names of trained parameters. Raises `ConfigError` if table and ranks have different parameters.
         """
         held = held_by(chunks)
         holders = _find_holders(held)
@@ -126,12 +125,12 @@ class ShardedModel:
 
     @property
     def shards(self) -> dict[str, Tensor]:
-        """Name -> view of this rank's shard at its current place in memory."""
+        """Name -> view of this rank's shard at its current address in memory."""
         return {own.name: own.shard for own in self.own}
 
     @cached_property
     def base(self) -> ShardedModel:
-        """The model without adapters, as in a checkpoint of the family."""
+        """The model without adapters, as in an HF checkpoint."""
         return self if self.adapter_scale is None else self.within(without_adapters(self.table))
 
     @cached_property
@@ -201,7 +200,7 @@ def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
 
 
 def _first(found: Mapping[str, _Holder], group: dist.ProcessGroup, rank_name: str) -> dict[str, _Holder]:
-    """Merges `found` of all ranks of a group. The lowest rank wins and is recorded as `rank_name`."""
+    """Merges `found` of all ranks of a group. The lowest rank has priority; its number is stored in `rank_name`."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, found, group=group)
     holders: dict[str, _Holder] = {}

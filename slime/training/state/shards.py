@@ -5,8 +5,8 @@ checkpoint shards into `rank_NNNNN.safetensors` and describes them in `rank_NNNN
 files holds the configuration and the tokenizer of the model, so that a checkpoint is self-contained.
 
 Invariants
-1. A range that no checkpoint shard covers raises a `CheckpointError`; it is never filled with zeros.
-2. A reader holds one parameter at a time.
+1. If no checkpoint shard covers a range, a `CheckpointError` is raised; the range is never filled with zeros.
+2. A reader has one parameter at a time in memory.
 3. Writing neither copies a host tensor nor holds the interpreter's lock for long: bytes are written and hashed in
    chunks.
 """
@@ -58,9 +58,9 @@ DTYPES = {
 
 
 class TensorFile:
-    """A memory-mapped safetensors file. Raises `CheckpointError` with its name if it is damaged.
+    """A memory-mapped safetensors file. Raises `CheckpointError` with the file's name if it is damaged.
 
-    The library's own reader keeps every page that was read while the file is open. This reader can release pages.
+    The library's reader keeps all pages in memory that were read while the file is open. This reader can release pages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class TensorFile:
                 raise ValueError(f"it has {len(self._map)} bytes instead of {end}")
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CheckpointError(
-                f"{path} is missing or not a whole safetensors file ({error}); fetch or export it again"
+                f"{path} is missing or not a complete safetensors file ({error}); download or export it again"
             ) from error
 
     @property
@@ -96,7 +96,7 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         """Returns a view of the mapping. Writes to it are lost at the next release."""
         if name not in self._tensors:
-            raise CheckpointError(f"{self._path} has no {name}; it is damaged; load or fetch another file")
+            raise CheckpointError(f"{self._path} is damaged: {name} is missing; load a different checkpoint")
         dtype, shape, start = self._tensors[name]
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
@@ -110,7 +110,7 @@ class TensorFile:
 FORMAT = 3
 MODEL, MASTER = "model", "master"
 OTHER_POLICY = "copy."
-"""Roles of weights, and the prefix of other policies' roles. The other roles are the optimizer's names of its state."""
+"""Roles of weights, and the prefix of the roles of additional policies. Other roles are names of optimizer state."""
 SHARDS_KEY = "pieces"
 """Key of a rank's checkpoint shards in its JSON file, in format 3."""
 HF = "hf"
@@ -145,7 +145,7 @@ class CheckpointShard:
     name: str
     """Name of the parameter in the whole model (`training.model.parameter_names`)."""
     tp_rank: int
-    """0 of 1 if every tensor-parallel rank holds the whole parameter."""
+    """0 of 1 if the parameter is replicated on tensor-parallel ranks."""
     tp_size: int
     shape: tuple[int, ...]
     """Shape of the tensor-parallel shard."""
@@ -160,7 +160,7 @@ class CheckpointShard:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a config.json that decide which weights a model has and what they compute."""
+    """Returns the entries of a config.json that determine a model's weights and computation."""
     return {k: v for k, v in hf_config.items() if k not in _NOT_ARCHITECTURE and not k.startswith("_")}
 
 
@@ -170,7 +170,7 @@ def digest_of(hf_config: Mapping[str, Any]) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
     """Writes a safetensors file, one tensor after the other, and flushes it to disk; returns its size and hash."""
-    # Wide types first, as in the library, so that each tensor begins at a multiple of its element size.
+    # Wider types first, as in the library, so that each tensor begins at a multiple of its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -197,21 +197,21 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
 
 
 class ShardReader:
-    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Its files stay open."""
+    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Files stay open."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads every rank's description. Raises `CheckpointError` with the name of a missing or damaged one."""
+        """Reads the JSON file of every rank. Raises `CheckpointError` with the name of a missing or damaged file."""
         self.folder = folder
         files = sorted(folder.glob("rank_*.json"))
         if not files:
-            raise CheckpointError(f"{folder} has no rank_*.json, so it holds no model; choose another checkpoint")
+            raise CheckpointError(f"{folder} has no rank_*.json, so it has no model; choose a different checkpoint")
         self.metas = [_read_meta(file) for file in files]
         world_size = int(self.metas[0]["layout"]["world_size"])
         missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
         if missing or len(files) != world_size:
             raise CheckpointError(
-                f"{folder} holds {len(files)} of {world_size} ranks, missing {sorted(missing)[:4]}; load another "
-                "checkpoint"
+                f"{folder} has files of {len(files)} of {world_size} ranks; missing are {sorted(missing)[:4]}; load a "
+                "different checkpoint"
             )
         self._shards: dict[tuple[str, str], list[tuple[Path, CheckpointShard]]] = {}
         for file, meta in zip(files, self.metas, strict=True):
@@ -232,17 +232,17 @@ class ShardReader:
         return self._names.get(role, ())
 
     def any_shard(self, role: str, name: str) -> CheckpointShard:
-        """Returns one shard of a parameter, to see how it is split. Raises `CheckpointError` if there is no shard."""
+        """Returns one shard of a parameter, to see how it is split. Raises `CheckpointError` if there is none."""
         if (role, name) not in self._shards:
             raise CheckpointError(
-                f"{self.folder} has no {role} of {name}; it was written by another model or with other settings"
+                f"{self.folder} has no {role} of {name}; it was written with a different model or different settings"
             )
         return self._shards[role, name][0][1]
 
     def flat(self, role: str, name: str, tp_rank: int, start: int, end: int) -> Tensor:
         """Returns elements [start, end) of a flattened shard, on the host.
 
-        Raises `CheckpointError` if a part is missing.
+        Raises `CheckpointError` if elements are missing.
         """
         found = [(f, s) for f, s in self._shards.get((role, name), ()) if s.tp_rank == tp_rank]
         parts, at = [], start
@@ -252,8 +252,8 @@ class ShardReader:
                 at = min(shard.end, end)
         if at != end:
             raise CheckpointError(
-                f"{self.folder} lacks elements {at} to {end} of shard {tp_rank} of {role} of {name}; the checkpoint is "
-                "incomplete; load another checkpoint"
+                f"elements {at} to {end} of shard {tp_rank} of {role} of {name} are missing in {self.folder}: the "
+                "checkpoint is incomplete; load a different checkpoint"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
@@ -265,7 +265,7 @@ class ShardReader:
         return [self.shard(role, name, rank) for rank in range(self.any_shard(role, name).tp_size)]
 
     def tensor(self, rank: int, key: str) -> Tensor:
-        """Returns a copy of one rank's own tensor, such as a generator's state."""
+        """Returns a copy of a tensor that belongs to one rank, such as a generator's state."""
         return self._read(self.folder / f"rank_{rank:05d}.safetensors", key).clone()
 
     def _read(self, file: Path, key: str) -> Tensor:
@@ -279,7 +279,7 @@ class ShardReader:
 
 
 def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
-    """Returns the shard of rank `tp_rank` of `tp_size`, from a checkpoint with another split."""
+    """Returns the shard of rank `tp_rank` of `tp_size`, from a checkpoint with a different split."""
     whole = dict(export(table, name, reader.shards(role, name)))
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
@@ -291,7 +291,7 @@ def iter_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) in table order, from each entry's shards. Experts that share a tensor are stacked.
 
-    `stack` is called with the first expert of a row, and may return one tensor that holds all experts of the row.
+    `stack` is called with the first expert of a row, and can return one tensor with all experts of the row.
     """
     for run in table.runs:
         whole = stack(run[0])
@@ -313,26 +313,26 @@ class OpenCheckpoint:
     """A committed checkpoint, read without ranks, for `slime convert`."""
 
     hf_config: dict[str, Any]
-    """The policy's config, flat as from `read_hf_config`."""
+    """The policy's config, as from `read_hf_config`."""
     table: FamilyTable
     assets: Path
 
     def __init__(self, folder: Path) -> None:
-        """Raises `CheckpointError` if `folder` holds no model."""
+        """Raises `CheckpointError` if `folder` has no model."""
         self.reader = ShardReader(folder)
         self.assets = folder / HF
         self.hf_config = read_hf_config(str(self.assets))
         self.table = self.table_of(self.hf_config)
 
     def table_of(self, hf_config: HfConfig) -> FamilyTable:
-        """Returns the table of a config, with the multi-token prediction layer if it was trained."""
+        """Returns the table of a config, with the MTP layer if it was trained."""
         trained = any(name.startswith(PREFIX) for name in self.reader.names(MODEL))
         return table_for(with_mtp(hf_config) if trained else hf_config)
 
     def iter_hf(self, role: str = MODEL) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) in table order, one at a time, with adapters merged.
 
-        `role` "master" selects the optimizer's float32 weights where it keeps them.
+        `role` "master" selects the optimizer's float32 weights, where the checkpoint has them.
         """
         held = self.reader.names(role)
 
@@ -340,7 +340,7 @@ class OpenCheckpoint:
             return self.reader.shards(role if name in held else MODEL, name)
 
         def shards(entry: Entry) -> list[Tensor]:
-            """Returns the shards merged with their adapter as in an export, but in float32 for master weights."""
+            """Returns the shards merged with the adapter as in an export, but in float32 for master weights."""
             weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
             if linear + "lora_a" not in self.reader.names(MODEL):
                 return weights
@@ -358,7 +358,7 @@ class OpenCheckpoint:
         """
         names = [name for name in self.reader.names(MODEL) if name.endswith(A)]
         if not names:
-            raise CheckpointError(f"{self.reader.folder} holds no adapters: its run had no --lora-rank")
+            raise CheckpointError(f"{self.reader.folder} has no adapters: its run had no --lora-rank")
         rank = int(self.reader.any_shard(MODEL, names[0]).shape[0])
         table = with_adapters(self.table, {name.removesuffix(A) + "weight" for name in names}, rank)
         alone = adapters_alone(table)
@@ -368,13 +368,13 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """Opens one checkpoint, or the latest one of a `--save` folder, after comparing every file with its hash.
+    """Opens one checkpoint, or the latest one of a `--save` folder, after verifying the hash of every file.
 
     Raises `CheckpointError` if `path` has no checkpoint, or a damaged one.
     """
     found = latest(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint; give a --save folder, or one of its step_* folders")
+        raise CheckpointError(f"{path} has no checkpoint; pass a --save folder, or one of its step_* folders")
     verify(found.path)
     yield OpenCheckpoint(found.path)
 

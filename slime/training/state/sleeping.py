@@ -1,13 +1,13 @@
 """Chooses what a training rank keeps on its GPU: everything, only the policy's weights, or nothing.
 
     wake            everything              to train, to load, to save
-    keep_weights    the policy's weights    while engines hold only their weights: a weight sync, an export
+    keep_weights    the policy's weights    while engines hold only weights: a weight sync, an export
     sleep           nothing                 while engines generate
 
-A colocated trainer lends its GPU memory to the engines by moving its storages to one range of host memory. The range is
+A colocated trainer frees GPU memory for the engines by moving its storages to one range of host memory. The range is
 pinned in the background while the engines start, because pinning storage by storage would add seconds to the first
-sleep. Storages are moved, not tensors, so every view (a parameter into Megatron's contiguous buffer, a master weight
-into a parameter) stays valid: its storage is emptied and filled again.
+sleep. Storages are moved, not tensors, so every view (a parameter in Megatron's contiguous buffer, a master weight in a
+parameter) stays valid: its storage is emptied and filled again.
 
 The backend calls this module from one thread. `take` and `close` of the arena wait, with a limit, for the pinning
 thread, which wakes them.
@@ -16,7 +16,7 @@ Invariants
 1. `wake` restores every tensor bitwise, except gradients, which are zeros.
 2. Memory that weights and optimizer share (float32 training) stays on the GPU as long as the weights do.
 3. Ranges taken from the arena do not overlap, and each begins at a multiple of `ALIGNMENT`.
-4. If the arena is too small, it allocates another room and logs a warning; results do not change.
+4. If the arena is too small, it allocates one more block and logs a warning; results do not change.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""Bytes; enough for any dtype and for full bursts of a copy engine."""
+"""In bytes; sufficient for any dtype and for full bursts of a copy engine."""
 PIN_LIMIT_S, SLOWEST_PIN = 600.0, 100e6
-"""Limit of the wait for the memory: `PIN_LIMIT_S` plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second
-per 4 GB, and longer on a busy host that has to swap out other memory."""
+"""Time limit for pinning: `PIN_LIMIT_S` plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second per 4 GB,
+and longer on a busy host that has to swap out other memory."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
-"""Pins host memory for the device. Returns the memory to use (the same or other memory), and a function to unpin it."""
+"""Pins host memory for the device. Returns the pinned memory (the same or a replacement) and a function to unpin it."""
 
 
 def pin_for(device: torch.device) -> Pin:
@@ -76,8 +76,8 @@ def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
     if result == 0:
         return memory, lambda: cudart.cudaHostUnregister(address)
     logger.warning(
-        "cudaHostRegister failed with error %d for %d bytes: this host does not lock existing pages; torch allocates "
-        "them instead, up to twice as many",
+        "cudaHostRegister failed with error %d for %d bytes: this host cannot lock existing pages, so torch allocates "
+        "new pages, up to twice as many",
         result,
         num_bytes,
     )
@@ -89,10 +89,10 @@ def room_of(num_bytes: int) -> int:
 
 
 class HostArena:
-    """Allocates host memory in rooms and hands out ranges of it. Only one thread may call `take` and `rewind`."""
+    """Allocates pinned host memory in blocks and returns ranges of it. Only one thread may call `take` and `rewind`."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
-        """Starts to allocate a room of `num_bytes` in the background, and returns at once."""
+        """Starts to allocate a block of `num_bytes` in the background, without waiting for it."""
         self._pin, self._limit_s = pin, PIN_LIMIT_S + num_bytes / SLOWEST_PIN if limit_s is None else limit_s
         self._rooms: list[Future[Tensor]] = []
         self._room, self._used = 0, 0
@@ -124,7 +124,7 @@ class HostArena:
         return self.take(num_bytes)
 
     def mark(self) -> tuple[int, int]:
-        """Returns the current end of the taken ranges, for `rewind`."""
+        """Returns where the taken ranges end, for `rewind`."""
         return self._room, self._used
 
     def rewind(self, mark: tuple[int, int]) -> None:
@@ -172,13 +172,14 @@ def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
 def _pages(num_bytes: int) -> Tensor:
     """Allocates memory [num_bytes] uint8 with all pages present. Forked children do not inherit it.
 
-    Pages are touched before they are pinned, because other threads can run during touching but not during pinning.
+    Touching the pages before pinning them is faster for other threads, which can run while pages are touched, but not
+    while they are pinned.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # not every kernel knows this advice
+    with suppress(OSError):  # not every kernel supports this advice
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).fill_(0)
 
@@ -188,7 +189,7 @@ _Away = tuple[torch.UntypedStorage, int, Tensor | None]
 
 
 class HostStash:
-    """Holds the contents of a device's storages in one host arena while the trainer sleeps. Last in, first out."""
+    """Keeps the contents of a device's storages in one host arena while the trainer sleeps. Last in, first out."""
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
@@ -202,7 +203,7 @@ class HostStash:
     def put_away(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
         """Moves the storages of `keep` to the host, and frees those of `drop` (gradients, zeros after waking).
 
-        May be called again before `take_back`. Returns the bytes freed. Ignores tensors of other devices.
+        Can be called again before `take_back`. Returns the number of freed bytes. Ignores tensors on other devices.
         """
         mark = self._arena.mark()
         away: list[_Away] = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]
@@ -262,29 +263,29 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return view
 
 
-# Predicts the peak of GPU memory in each phase of a colocated step, from sizes that are known once everything is built.
-# All sizes are bytes of one rank and of the GPU that it shares.
+# Predicts the peak of GPU memory in each phase of a colocated step, from sizes that are known after the models are
+# built. All sizes are in bytes, for one training rank and its GPU.
 #
 #   train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
 #                a rehearsal measures (`slime.training.rehearsal`)
 #   sync         the trainer's weights and two buckets, and the weights of the engine
-#   generate     the engine alone: its pool, which holds weights and cache
+#   generate     the engine alone: its pool, which contains weights and cache
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes that one training rank keeps on its GPU between calls."""
+    """GPU memory of one training rank between calls, in bytes."""
 
     weights: int
     """Weights of the policy, including adapters and frozen weights."""
     gradients: int
     others: int
-    """Optimizer states (with moments even before Adam's first step), and a critic without its gradients."""
+    """Optimizer states (including moments before Adam's first step creates them), and a critic without gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """Bytes that one engine rank keeps on the same GPU."""
+    """GPU memory of one engine rank on the same GPU, in bytes."""
 
     weights: int
     pool: int | None
@@ -295,7 +296,7 @@ class EngineBytes:
 class Peak:
     trainer: int
     engine: int | None
-    """None if the engine chooses it later."""
+    """None if the engine chooses its pool later."""
 
     def __str__(self) -> str:
         engine = "as SGLang chooses" if self.engine is None else f"{self.engine / 1e9:.1f} GB"
@@ -323,9 +324,9 @@ class MemoryPlan:
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
-    """Returns the peak of each phase. The peak of training lacks activations, which are measured later.
+    """Returns the peak of each phase, for training without activations, which are measured later.
 
-    A weight sync holds two buckets, each at most as large as the engine's weights, including memory for gathering.
+    A weight sync needs two buckets, each at most as large as the engine's weights, including memory for gathering.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
@@ -343,10 +344,10 @@ def engine_bytes(
     fraction: float | None,
     quantised: QuantisedFormat | None = None,
 ) -> EngineBytes:
-    """Returns an engine rank's share of a model with `itemsize` bytes per element (4 where it stays float32).
+    """Returns an engine rank's share of a model with `itemsize` bytes per element (4 where it stays in float32).
 
-    `quantised` gives the size of quantised weights. The result is slightly too low: it ignores padding and the tensors
-    that an engine does not split.
+    `quantised` determines the size of quantised weights. The result is slightly too low: it ignores padding and the
+    tensors that an engine does not split.
     """
     total = 0
     for entry in table.entries:
@@ -372,7 +373,7 @@ class Parts:
     weights: Sequence[Tensor]
     """The policy's weights, which are sent to engines."""
     others: Sequence[Tensor]
-    """Optimizer states, which may view weights, and a critic's weights."""
+    """Optimizer states, some of which are views of weights, and a critic's weights."""
     gradients: Sequence[Tensor]
     num_later_bytes: int = 0
     """Size of states that the first optimizer step creates."""
@@ -410,7 +411,7 @@ class Parts:
         return [t for t in self.others if t.untyped_storage().data_ptr() not in held]
 
     def num_bytes(self, device: torch.device) -> RankBytes:
-        """Returns the bytes that the parts take on the device, including later states."""
+        """Returns the device memory of the tensors, including states that are created later."""
         return RankBytes(
             weights=num_bytes_of(self.weights, device),
             gradients=num_bytes_of(self.gradients, device),
@@ -418,13 +419,13 @@ class Parts:
         )
 
     def arena_bytes(self, device: torch.device) -> int:
-        """Returns the host memory needed for all parts except gradients."""
+        """Returns the host memory needed for all tensors except gradients."""
         now = sum(room_of(s.nbytes()) for s in storages_of([*self.weights, *self.apart()], device))
         return now + room_of(self.num_later_bytes) + ALIGNMENT * self.num_later
 
 
 class Sleeper:
-    """Moves the parts of one rank. If not `active` (on a CPU), nothing moves."""
+    """Moves the tensors of one rank between GPU and host. If not `active` (on a CPU), nothing moves."""
 
     def __init__(self, parts: Callable[[], Parts], device: torch.device, *, active: bool, prepares: bool) -> None:
         """`parts` is called each time, because an optimizer creates its states in its first step.
@@ -433,7 +434,7 @@ class Sleeper:
         """
         self._parts, self._device, self._active = parts, device, active
         self.plan: MemoryPlan | None = None
-        """Predicted peaks, reported beside the measured ones."""
+        """Predicted peaks, reported together with the measured ones."""
         self._held = Held.ALL
         self._arena: HostArena | None = None
         self._stash: HostStash | None = None
@@ -447,7 +448,7 @@ class Sleeper:
     def keep_weights(self) -> dict[str, float]:
         """Keeps only the policy's weights on the GPU: frees everything else, or restores the weights after `sleep`.
 
-        Returns the peak of the phase that ends; {} if nothing changes.
+        Returns the peak of the phase before this call; {} if nothing changes.
         """
         if not self._active or self._held is Held.WEIGHTS:
             return {}
@@ -456,13 +457,13 @@ class Sleeper:
             self._prepare().put_away(parts.apart(), parts.gradients)
         else:
             seen = self._seen("generate")
-            self._prepare().take_back_last()  # `sleep` puts the weights away last, in a separate call
+            self._prepare().take_back_last()  # `sleep` moves the weights last, in a separate call
         self._held = Held.WEIGHTS
         self._reset_peak()
         return seen
 
     def sleep(self) -> dict[str, float]:
-        """Moves everything off the GPU. Returns the peaks of the phases that end; {} if it sleeps already."""
+        """Moves everything off the GPU. Returns the peaks of the phases before this call; {} if it sleeps already."""
         if not self._active or self._held is Held.NOTHING:
             return {}
         seen = self._seen("sync") if self._held is Held.WEIGHTS else self.keep_weights()
@@ -482,7 +483,7 @@ class Sleeper:
         return slept
 
     def expect_in_training(self, num_bytes: int) -> None:
-        """Puts the measured peak of training, including activations, into the plan."""
+        """Adds the measured peak of training, including activations, to the plan."""
         if self.plan is not None:
             self.plan = self.plan.with_training(num_bytes)
 
@@ -510,7 +511,7 @@ class Sleeper:
 
 
 def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], device: torch.device) -> Sleeper:
-    """Builds a rank's sleeper. If its GPU is shared with engines, it pins host memory and plans the phases."""
+    """Builds a rank's sleeper. If engines share the GPU, pins host memory and predicts the peak of each phase."""
     active = device.type == "cuda"
     sleeper = Sleeper(parts, device, active=active, prepares=args.offload_train)
     if active and args.offload_train:

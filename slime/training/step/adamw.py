@@ -1,19 +1,19 @@
-"""AdamW that holds master weights and moments itself: in half precision, in host memory, or both.
+"""AdamW with master weights and moments in half precision, in host memory, or both.
 
 Megatron's distributed optimizer passes it this rank's shards of the model's parameters, each with its gradient in
-`decoupled_grad`. `--optimizer-cpu-offload` keeps a part of the state in host memory, where the CPU computes the update
+`decoupled_grad`. `--optimizer-cpu-offload` keeps some of the state in host memory, where the CPU computes the update
 while the next gradient is copied in and the previous weights are copied out. `--use-precision-aware-optimizer` sets the
-precision of each part of the state.
+precision of master weights and moments.
 
 Consumes: complete gradients on the device. Produces: new weights on the device. The host waits for each gradient before
-it uses it. `step` returns once the last copy of weights has started, and the device's stream waits for that copy.
+using it. `step` returns once the last copy of weights has started, and the device's stream waits for that copy.
 
 Invariants
-1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019), whatever the dtype of the stored state.
+1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019) for any dtype of the stored state.
 2. Half-precision state is rounded stochastically, so it is correct on average. Rounding to nearest would lose every
    update smaller than half a unit in the last place.
-3. The random numbers depend only on the step and the place in the optimizer, so a resumed run equals an uninterrupted
-   one.
+3. The random numbers depend only on the step and the parameter's index in the optimizer, so a resumed run equals an
+   uninterrupted one.
 4. The master weight of a float32 parameter on the device is the parameter itself.
 """
 
@@ -31,7 +31,7 @@ from torch.optim.adamw import adamw
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
 """Keys of a parameter's state, and the roles of its tensors in a checkpoint."""
 BLOCK = 1 << 24
-"""Elements per block. With half precision, only one block at a time has float32 copies."""
+"""Number of elements per block. With half precision, only one block at a time has float32 copies."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by their names in the settings."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -46,11 +46,11 @@ class Holding:
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
     host_fraction: float = 0.0
-    """Fraction of this rank's parameter elements with state in host memory; the first parameters come first."""
+    """Fraction of this rank's parameter elements with state in host memory, starting with the first parameter."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Holding | None:
-        """Reads the settings. None if torch's own AdamW is used."""
+        """Reads the settings. Returns None if torch's AdamW is used."""
         offload, precise = megatron.get("optimizer_cpu_offload"), megatron.get("use_precision_aware_optimizer")
         if not (offload or precise):
             return None
@@ -101,7 +101,7 @@ class HeldAdamW:
         return (p for group in self.param_groups for p in group["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the references to gradients, which belong to Megatron."""
+        """Removes the references to gradients, whose memory belongs to Megatron."""
         for parameter in self._parameters():
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ class HeldAdamW:
         return held
 
     def first_step_bytes(self) -> int:
-        """Device memory that the first step will allocate: moments that do not exist yet and are not on the host."""
+        """Returns how much device memory the first step will allocate: the moments that will not be on the host."""
         return sum(
             parameter.numel() * self.holding.dtype_of(key, parameter).itemsize
             for place, parameter in enumerate(self._parameters())
@@ -202,7 +202,7 @@ def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
 
 
 def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
-    """Rounds float32 stochastically to one of its two neighbours in bfloat16 or float16; the nearer one is likelier.
+    """Rounds float32 stochastically to a neighbour in bfloat16 or float16; the nearer neighbour is more likely.
 
     Below 6e-5, float16 has fewer digits, and values are rounded to nearest.
     """
@@ -212,7 +212,7 @@ def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Te
 
 
 class _Lane:
-    """Host buffers for copying one block at a time from and to the device."""
+    """Host buffers for copying one block at a time from the device and back."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"

@@ -1,6 +1,6 @@
 """The critic, for estimators that need one: a value model and its optimizer, split over ranks like the policy.
 
-It starts with the weights of `--critic-load` and a zero value head, so its first values are zero.
+The critic starts with the weights of `--critic-load` and a zero value head, so its first values are zero.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _METRICS = {
     "train/lr-pg_0": "train/critic-lr-pg_0",
     "train/skipped_updates": "train/critic-skipped_updates",
 }
-"""Metrics of every optimizer step -> the critic's names for them."""
+"""Metric of an optimizer step -> its name for the critic."""
 
 
 class Critic:
-    """Computes values of response tokens before an update, and makes the update. All methods are collective."""
+    """Computes values of response tokens, then updates the value model. All methods are collective."""
 
     trainable: Trainable
 

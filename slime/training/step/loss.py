@@ -1,7 +1,7 @@
 """The objectives of training, one per kind of loss: what to compute for a micro-batch, and what to minimise.
 
-Loss and metrics are sums of weight * value over tokens. The weights carry the denominators of the whole step, so the
-numbers of a step are sums over its micro-batches and ranks. `slime.algorithms` has the formulas per token; this module
+Loss and metrics are sums of weight * value over tokens. The weights include the denominators of the whole step, so loss
+and metrics of a step are sums over micro-batches and ranks. `slime.algorithms` has the formulas per token; this module
 combines them.
 """
 
@@ -26,7 +26,7 @@ from slime.training.model.log_probs import RowLogits, TokenScores
 from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
-"""Metric name -> this micro-batch's part of the metric, a float64 scalar on the device."""
+"""Metric name -> the contribution of a micro-batch, a float64 scalar on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,21 @@ class Evaluation(Protocol):
         """Returns the output of one model chunk. `trains`: a loss will be computed from it."""
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """Returns the last chunk's results, each [R] float32. The last result is comparable with engines, if any is."""
+        """Returns the last chunk's results, each [R] float32. If one is comparable with engines, it is the last one."""
 
     @property
     def num_results(self) -> int: ...
 
 
 class Objective(Evaluation, Protocol):
-    """One model's side of a training step."""
+    """What to compute for a model in a training step, and what to minimise."""
 
     @property
     def compares_with_engines(self) -> bool:
         """Whether the results are comparable with the engines' log-probs."""
 
     def loss(self, batch: MicroBatch, output: Any) -> LossParts:
-        """Returns the loss of the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
+        """Returns the loss for the last chunk's output. Raises `HookError` if a user's function breaks its contract."""
 
 
 def nothing_of(objective: Objective, output: Any) -> Tensor:
@@ -84,14 +84,14 @@ def objective_of(args: Args, algorithm: Algorithm) -> Objective:
 class LogProbs:
     """Log-probs under the sampling distribution, and entropy if a loss needs it.
 
-    The sampling distribution has temperature, top-k and top-p; fine-tuning uses the plain distribution. Engines report
-    log-probs of the full distribution at that temperature, regardless of top-k and top-p. So with a top-p set there is
-    a second result for the full distribution.
+    The sampling distribution has temperature, top-k and top-p; fine-tuning uses none of them. Engines report log-probs
+    with the temperature but without top-k and top-p. So with a top-p set, there is a second result without top-k and
+    top-p.
     """
 
     args: Args
     whole: bool = False
-    """Whether to use only the full distribution, as for a reference or a teacher."""
+    """Whether to ignore top-k and top-p, as for a reference or a teacher."""
 
     @property
     def with_entropy(self) -> bool:
@@ -162,7 +162,7 @@ class CustomObjective(LogProbs):
         args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
         assert args.custom_loss_function_path is not None, "--loss-type custom_loss needs a function"
         if isinstance(output, RowLogits) and not batch.positions:
-            nothing = output.logits.sum() * 0.0  # a row without samples also needs a backward pass
+            nothing = output.logits.sum() * 0.0  # even a row without samples needs a backward pass
             return LossParts(nothing, log_probs, {})
         data = {f.name: getattr(batch, f.name) for f in fields(batch)}
         data.update(loss_masks=list(batch.mask.split(batch.lengths)), response_lengths=list(batch.lengths))
@@ -182,7 +182,7 @@ class CustomObjective(LogProbs):
         device = log_probs.device
         sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
         sums["loss"] = loss.detach().double()
-        # A non-finite loss of the user's function cannot be traced to a token, so the whole micro-batch is suspect.
+        # A non-finite loss of the user's function cannot be traced to a token, so all tokens get the loss.
         return LossParts(loss, loss.detach().expand_as(log_probs), sums)
 
 
@@ -203,7 +203,7 @@ class PolicyObjective(LogProbs):
         recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
         made = policy_losses(args, algorithm, batch, log_probs, old)
-        # Engines report log-probs of the full distribution, so compare the same.
+        # Engines report log-probs without top-k and top-p, so compare with the same.
         whole = recomputed
         if samples_top_p_set(args):
             whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
@@ -241,7 +241,7 @@ class PolicyObjective(LogProbs):
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's objective: to predict the expected return before each response token."""
+    """The critic's objective: predicts the expected return before each response token."""
 
     estimator: CriticEstimator
     compares_with_engines = False
@@ -254,7 +254,7 @@ class ValueObjective:
         return (output,)
 
     def loss(self, batch: MicroBatch, output: Tensor) -> LossParts:
-        """output [R]: the values."""
+        """Returns the value loss. output [R]: the values."""
         assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
         loss, clipped = self.estimator.value_loss(output, batch.old_values, batch.returns, batch.mask)
         sums = {
@@ -287,10 +287,10 @@ def _corrected(
     old: Tensor,
     whole: Tensor,
 ) -> tuple[Tensor, Sums]:
-    """Returns the policy loss [R] after every correction, and metrics. Tokens that no engine sampled keep weight 1.
+    """Returns the policy loss [R] after every correction, and metrics. Tokens that no engine sampled have weight 1.
 
-    log_probs [R]: current, detached. old [R]: the old policy's. whole [R]: the trainer's before the update, of the
-    full distribution, as engines report them.
+    log_probs [R]: current, detached. old [R]: the old policy's. whole [R]: the trainer's before the update, without
+    top-k and top-p, as engines report them.
     """
     tokens = OffPolicyTokens(
         log_probs=log_probs,
@@ -336,12 +336,12 @@ def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: T
 
 
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
-    """Checks a user's loss. Even a dummy micro-batch needs a backward pass, because other ranks wait for it."""
+    """Checks a user's loss. Even a dummy micro-batch needs a backward pass, because other ranks wait in collectives."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise HookError(f"{flag}: the loss must be a tensor with one number, not {type(value).__name__}")
     if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
         raise HookError(
-            f"{flag}: the loss has no gradient for trained tokens; compute it from the function's arguments"
+            f"{flag}: the loss has no gradient for trained tokens; compute the loss from the function's arguments"
         )
     value = value.to(source.device).reshape(())
     return value if value.requires_grad else value + source.sum() * 0.0
@@ -358,7 +358,7 @@ def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Returns this micro-batch's part of a mean over the trained tokens of the step, detached, in float64."""
+    """Returns a micro-batch's contribution to a mean over the step's trained tokens, detached, in float64."""
     return (unmasked(values.detach(), batch.mask).double() * batch.token_share).sum()
 
 
@@ -376,8 +376,8 @@ class WithDraft:
 
     A trained token at index t of its sample is predicted a second time, from the hidden state at t - 2 and the token at
     t - 1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
-    `--mtp-loss-scaling-factor`. The mask is that of the policy loss. A token at index 1 cannot be predicted in this way
-    and adds nothing.
+    `--mtp-loss-scaling-factor`. The mask is the same as for the policy loss. A token at index 1 cannot be predicted in
+    this way, and is not counted.
     """
 
     policy: Objective
@@ -399,9 +399,9 @@ class WithDraft:
         return self.policy.results(output)
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """Adds the scaled loss of multi-token prediction. The metric `loss` stays the policy's."""
+        """Adds the scaled loss of multi-token prediction. The metric `loss` includes only the policy's loss."""
         parts = self.policy.loss(batch, output)
-        assert output.draft_log_probs is not None, "the model was not asked for multi-token prediction"
+        assert output.draft_log_probs is not None, "the model computed no multi-token prediction"
         foreseen = batch.mask * (batch.position_ids.index_select(0, batch.predicting) > 0)
         token_loss = unmasked(-output.draft_log_probs, foreseen)
         loss = parts.loss + self.scaling_factor * batch.token_share * token_loss.sum()

@@ -1,8 +1,9 @@
 """Converts a train batch to the tensors of one forward pass and its loss.
 
 `prepare` computes the schedule and the weight of every token in the loss of its step, on the host, the same on every
-rank. Forward passes then give log-probs, whole on every rank, and `with_advantages` adds advantages and returns
-(`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so no result can depend on the partition.
+rank. Forward passes then compute log-probs, which every rank gets for all tokens, and `with_advantages` adds advantages
+and returns (`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so no result can depend on the
+partition.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from slime.training.step.vision_encoder import Sight
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch with everything computed from the whole batch. Sequences are by sample position, each entry [R]."""
+    """A batch with all values that depend on the whole batch. Arrays are by sample position, each [R]."""
 
     batch: TrainBatch
     schedule: Schedule
@@ -59,15 +60,15 @@ class PreparedBatch:
     """The critic's values before its update; None without a critic."""
     aims: AdvantagesAndReturns | None = None
     routing: BatchRouting | None = None
-    """Choices that the routers replay; None if they choose themselves."""
+    """Choices that the routers replay; None without replay."""
     images: Sight | None = None
-    """Encodes the images behind the samples' placeholders; None without images."""
+    """Encodes the images of the samples; None without images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
-    """Positions of a micro-batch -> what each of its samples shares with an earlier one; None if nothing is shared."""
+    """Positions of a micro-batch -> what each sample shares with an earlier sample; None if nothing is shared."""
 
     @property
     def shared_fraction(self) -> float:
-        """Fraction of the batch's tokens that is not computed, because another sample of the row has the same ones."""
+        """Fraction of the batch's tokens that are not computed, because a sample of the same row shares them."""
         if self.shared is None:
             return 0.0
         shared = sum(one.num_tokens for row in self.shared.values() for one in row)
@@ -88,7 +89,7 @@ def prepare(
     """Computes schedule and token weights of a batch. Deterministic; every rank computes the same.
 
     `one_step` is for measuring: it makes a batch of any size one step, regardless of the settings. `flops` is the cost
-    of samples for `--balance-data`. A micro-batch may hold `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    model for `--balance-data`. A micro-batch can have `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
     """
     samples = batch.samples
     check_samples(samples, args, algorithm)
@@ -136,29 +137,29 @@ class MicroBatch:
     """The tensors of one forward pass on the device; R is the number of response tokens of all its samples."""
 
     positions: tuple[int, ...]
-    """Positions of its samples in the batch, in packing order; empty for a dummy."""
+    """Positions of the samples in the batch, in packing order; empty for a dummy."""
     lengths: tuple[int, ...]
     total_lengths: tuple[int, ...]
-    """Tokens of each sample, prompt included."""
+    """Number of tokens of each sample, including the prompt."""
     tokens: Tensor
     """[T] int64"""
     position_ids: Tensor
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[R] int64 index in [0, T) whose hidden state predicts each response token."""
+    """[R] int64 index in [0, T) of the hidden state that predicts each response token."""
     target_tokens: Tensor
     """[R] int64 response tokens, sample by sample."""
     asked_positions: Tensor
-    """[U] int64 row positions to predict at; response tokens that samples share appear once."""
+    """[U] int64 row positions whose hidden states are scored; response tokens that samples share appear once."""
     asked_tokens: Tensor
     """[U] int64 token to score at each of these positions."""
     answers: Tensor | None
-    """[R] int64 index in [0, U) of each response token; None if U is R, in order."""
+    """[R] int64 index in [0, U) of each response token; None if U equals R and the order is the same."""
     sequences: Sequences
     """The sample that each response token belongs to."""
     mask: Tensor
-    """[R] float32, 1 where trained."""
+    """[R] float32: 1 for trained tokens, else 0."""
     weights: Tensor
     """[R] float32 weight in the loss of the step; zero where masked."""
     token_share: float
@@ -166,17 +167,17 @@ class MicroBatch:
     unit: float
     """Factor for the sum that a user's reducer returns; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
-    """[R] float32; meaningless where `sampled` is 0."""
+    """[R] float32; undefined where `sampled` is 0."""
     sampled: Tensor
-    """[R] float32: 1 where the token is trained and has an engine's log-prob."""
+    """[R] float32: 1 if the token is trained and has an engine's log-prob, else 0."""
     versions: Tensor
     """[R] int32 weight version of each token."""
     advantages: Tensor
     """[R] float32; zero until they are computed."""
     old_log_probs: Tensor | None
-    """[R] float32, of the policy before the update; None if the training pass gives them."""
+    """[R] float32, of the policy before the update; None if the training pass computes them."""
     old_full_log_probs: Tensor | None
-    """[R] float32, of the full distribution; only if tokens were sampled from a top-p set."""
+    """[R] float32, the same without top-k and top-p; only if tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None
@@ -196,7 +197,7 @@ def to_device(
 ) -> MicroBatch:
     """Packs the samples at `positions` and moves their tensors to the device. Padding works as in `pack`.
 
-    `put` copies all arrays to the device at once (`slime.training.step.staging`). Without it, each array is copied
+    `put` copies all arrays to the device in one copy (`slime.training.step.staging`). Without it, each array is copied
     separately.
     """
     samples = [prepared.batch.samples[p] for p in positions]
@@ -243,7 +244,7 @@ def to_device(
 
 
 def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
-    """Returns the row's fields of `MicroBatch`: tokens and asked positions, without `answers` if U is R."""
+    """Returns the fields of `MicroBatch` about the row: tokens and asked positions, without `answers` if U equals R."""
     asked_positions, asked_tokens, answers = row.questions()
     found = {} if answers is None else {"answers": answers}
     tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
@@ -257,7 +258,7 @@ def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the [R] fields of `MicroBatch` that are known already."""
+    """Returns the [R] fields of `MicroBatch`, with zeros where a later pass computes the values."""
     samples = [prepared.batch.samples[p] for p in positions]
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)

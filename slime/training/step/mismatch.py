@@ -1,10 +1,10 @@
 """Train-inference mismatch: the difference between the trainer's and the engine's log-probs of the same tokens.
 
-A wrong weight, template or temperature, or a stale engine, shows here first. Tokens sampled by the trainer's current
-version must agree up to rounding; a difference over a limit, which depends on the dtype, stops the run. Tokens of other
-versions (partial rollouts, asynchronous training) legitimately differ and have their own metric. If a request continued
-with its old keys and values (`in_place`), or experts are replayed, current tokens after older ones in a sample belong
-to that metric too, because they depend on what older versions computed.
+A wrong weight, template or temperature, or a stale engine, is visible here first. Tokens sampled by the trainer's
+current version must agree up to rounding; a difference above a limit, which depends on the dtype, stops the run. Tokens
+of other versions (partial rollouts, asynchronous training) are expected to differ and have their own metric. If a
+request continued with old keys and values (`in_place`), or experts are replayed, that metric also includes current
+tokens that follow older ones in a sample, because they depend on results of older versions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LIMITS: dict[torch.dtype, tuple[str, float]] = {
 }
 """Training dtype -> the statistic that is limited, and its default limit in nats. `--mismatch-limit` overrides it.
 
-float32 engines agree to 1e-6 on tiny models; a wrong weight gives 0.1 or more. In half precision single tokens of real
-models differ by 1 or more, so the limit is on the mean."""
+float32 engines agree to 1e-6 on tiny models; a wrong weight causes 0.1 or more. In half precision, single tokens of
+real models differ by 1 or more, so the mean is limited."""
 
 _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
-"""Histogram of log10(difference): bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
+"""Histogram of log10(difference) with bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class WorstToken:
 
 
 class MismatchMeter:
-    """Collects differences over micro-batches. `finish` reduces them over the group and raises if over the limit."""
+    """Collects differences over micro-batches. `finish` reduces them over the group and checks the limit."""
 
     def __init__(self, version: int, device: torch.device, *, mixes_versions: bool = False) -> None:
         """`mixes_versions`: in a sample of several versions, the newest tokens depend on results of older versions."""
@@ -59,10 +59,10 @@ class MismatchMeter:
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
         self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """Micro-batch, and [4] float64 of its worst token: difference, index, trainer's and engine's log-prob."""
+        """Micro-batch, and difference, index, trainer's and engine's log-prob of its worst token, [4] float64."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
-        """Adds the trainer's detached `log_probs` [R]. Nothing waits for the device before `finish`."""
+        """Adds the trainer's detached `log_probs` [R]. Does not wait for the device; only `finish` does."""
         if batch.target_tokens.numel() == 0:
             return
         sampled = batch.sampled > 0
@@ -127,7 +127,7 @@ def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
         if index < length:
             return position, index
         index -= length
-    raise AssertionError(f"response token {index} is beyond the end of the micro-batch")
+    raise AssertionError(f"the micro-batch has no response token {index}")
 
 
 def _percentile(histogram: Tensor, share: float) -> float:
@@ -142,13 +142,13 @@ def _check_limit(
     figure, default = LIMITS[dtype]
     bound = default if limit is None else limit
     value = worst.diff if figure == "max" else mean
-    if value <= bound:  # false for NaN, too
+    if value <= bound:  # also false for NaN
         return
     sample = batch.samples[worst.position]
     token = int(sample.tokens[sample.num_tokens - sample.response_length + worst.offset])
     raise NumericsError(
         f"the {figure} train-inference mismatch of {value:.3g} exceeds the limit of {bound:.3g} for {dtype}: trainer "
-        f"and engine do not evaluate the same model on the same tokens. Worst: sample {sample.index} of group "
+        f"and engine do not evaluate the same model on the same tokens. Worst token: sample {sample.index} of group "
         f"{sample.group_index}, response token {worst.offset} (id {token}), trainer {worst.trainer:.6f}, engine "
         f"{worst.engine:.6f}, both version {version}. Check --sglang-dtype, --rollout-temperature and the weight "
         f"sync; --mismatch-limit changes the limit"

@@ -1,18 +1,18 @@
 """Finds non-finite numbers at trained tokens, writes their samples to the run folder and stops the step.
 
-A clamp or a mask may hide a non-finite number from the loss, so the inputs of the loss are checked, too. Every rank
+A clamp or a mask can hide a non-finite number from the loss, so the inputs of the loss are checked, too. Every rank
 raises the same error, before the weights change.
 
     <run dir>/non_finite/step_<rollout id>_rank_<rank>/
-      samples.json           the samples, where the loss is not finite, which numbers are not finite there
+      samples.json           the samples, the tokens with a non-finite loss, and the non-finite numbers there
       tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all others [R]
 
 Each rank that found non-finite numbers writes its own folder.
 
 Invariants
-1. A folder is complete or absent: it is written under a hidden name and renamed. A folder is never replaced.
-2. At most `MAX_SAMPLES` samples are written; samples.json says how many there were.
-3. A failure to write is logged, not raised, so it cannot hide the error that is being reported.
+1. A folder is complete or absent: it is written with a hidden name and then renamed. A folder is never replaced.
+2. At most `MAX_SAMPLES` samples are written; samples.json has the total number.
+3. A failed write is logged, not raised, so it cannot hide the original error.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def dump_non_finite(
     *,
     rank: int,
 ) -> Path | None:
-    """Writes one rank's samples with a non-finite loss; returns their folder, or None if it could not be written.
+    """Writes one rank's samples with a non-finite loss; returns their folder, or None if the write failed.
 
     `offsets`: sample position in `batch` -> response tokens whose loss is not finite. `numbers`: name -> [R] of each
-    sample, of any float dtype (log-probs, advantages, weights, ...); None or a missing position is left out.
+    sample, of any float dtype (log-probs, advantages, weights, ...); None and missing positions are omitted.
     """
     if not offsets:
         return None
@@ -114,7 +114,7 @@ def _describe(sample: TrainSample, offsets: Sequence[int], own: Mapping[str, Arr
 
 
 def _json_number(value: Any) -> float | str:
-    """Returns a float, or the name of a non-finite number, which JSON cannot hold."""
+    """Returns a float, or the name of a non-finite number, which JSON does not support."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -126,7 +126,7 @@ def _write(folder: Path, report: dict[str, Any], tensors: dict[str, Array]) -> P
     save_file(tensors, partial / "tensors.safetensors")
     open_to_readers(partial / "tensors.safetensors")
     (partial / "samples.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    # A resumed run may find the same samples again; the first folder stays.
+    # A resumed run can find the same samples again; the first folder is not replaced.
     free, again = folder, 1
     while free.exists():
         again += 1
@@ -140,11 +140,11 @@ Offsets = Mapping[int, list[int]]
 
 
 class Suspects:
-    """Non-finite numbers in one rank's micro-batches of one step. Nothing waits for the device before `offsets`."""
+    """Non-finite numbers in one rank's micro-batches of one step. Only `offsets` waits for the device."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
-        """Micro-batch, bool [R] where a number is not finite, scores [R]."""
+        """Micro-batch; mask of non-finite numbers, bool [R]; scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
         """scores [R]: the model's results. token_loss [R]: zero where masked. Both are detached."""
@@ -155,11 +155,11 @@ class Suspects:
         self._seen.append((batch, bad, scores))
 
     def any_found(self) -> Tensor | None:
-        """Whether a number is not finite, a bool on the device; None if nothing was added."""
+        """Returns whether a number is not finite, a bool on the device; None if nothing was added."""
         return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
 
     def offsets(self) -> dict[int, list[int]]:
-        """Returns where numbers are not finite. Waits for the device per micro-batch, so call `any_found` first."""
+        """Returns the tokens with non-finite numbers. Waits for the device in each micro-batch; see `any_found`."""
         out: dict[int, list[int]] = {}
         for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
@@ -168,7 +168,7 @@ class Suspects:
         return out
 
     def scores(self) -> dict[int, np.ndarray[Any, Any]]:
-        """Sample position -> the model's results [R]."""
+        """Returns sample position -> the model's results [R]."""
         return {
             position: part.float().cpu().numpy()
             for batch, _, scores in self._seen
@@ -234,7 +234,7 @@ def names_of(prepared: PreparedBatch, bad: Offsets) -> list[str]:
 
 def _message(names: list[str], folders: Iterable[object]) -> str:
     kept = ", ".join(str(folder) for folder in folders if folder)
-    look = f"look at them in {kept}" if kept else "look at these samples"
+    look = f"inspect them in {kept}" if kept else "inspect these samples"
     return (
         f"the loss is non-finite in {len(names)} samples: {'; '.join(names[:8])}; a log-prob, old log-prob or "
         f"advantage there is not finite; this step has not changed the weights; {look}"

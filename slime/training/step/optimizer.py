@@ -3,8 +3,8 @@
 Experts have their own optimizer, because they are sharded over different ranks from the rest of the model.
 
 Invariants
-1. Gradients are sums over all ranks that have the parameter. Megatron's own division is disabled (`megatron_config`),
-   because the loss carries the denominators of the whole step.
+1. Gradients are sums over all ranks with the parameter. Megatron's division is disabled (`megatron_config`), because
+   the loss includes the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -37,7 +37,7 @@ class Trainable:
     ddps: tuple[DistributedDataParallel, ...]
     """One per model chunk of this rank."""
     optimizer: Any
-    """Megatron's `ChainedOptimizer` over the `inner` ones."""
+    """Megatron's `ChainedOptimizer` over the `inner` optimizers."""
     scheduler: OptimizerParamScheduler
 
     @property
@@ -52,8 +52,8 @@ class Trainable:
     def let_go(self) -> None:
         """Empties the wrappers when they are no longer used.
 
-        Autograd nodes keep the wrappers' hooks alive, and the garbage collector cannot see that. Without this call the
-        model, buffers and groups would stay in memory, and the groups' threads would run until the process ends.
+        Autograd nodes keep the wrappers' hooks alive, in a way that the garbage collector cannot see. Without this call
+        the model, buffers and groups would stay in memory, and the groups' threads would run until the process exits.
         """
         for ddp in self.ddps:
             vars(ddp).clear()
@@ -65,7 +65,7 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
     Raises `ConfigError` for float16 with experts.
     """
     config = chunks[0].config
-    # Buckets let communication start early. Only the first chunk needs them: the others overlap with later chunks.
+    # With buckets, communication starts early. Only the first chunk needs buckets: others overlap with later chunks.
     ddps = tuple(
         DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -84,10 +84,10 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:
-    """Uses our AdamW if `holding` is given, else torch's fused kernel on a GPU.
+    """Uses our AdamW if `holding` is set, else torch's fused kernel on a GPU.
 
-    Without the fused kernel, torch runs one operation at a time over lists of tensors, and its peak includes a copy of
-    all weights.
+    Without the fused kernel, torch runs one operation at a time over lists of tensors, and peak memory includes a copy
+    of all weights.
     """
     if holding is not None:
         inner.optimizer = HeldAdamW(inner.optimizer.param_groups, holding)
@@ -98,18 +98,18 @@ def _choose_adam(inner: Any, holding: Holding | None) -> None:
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
-    """One step of the schedule is one optimizer step, as for `train_iters` and `lr_warmup_iters`.
+    """Builds the schedule, which counts optimizer steps, like `train_iters` and `lr_warmup_iters`.
 
-    `slime.settings` derives the lengths, the warm-up and both ends of the weight decay.
+    `slime.settings` derives the lengths, the warm-up, and the first and last weight decay.
     """
     style, warmup = str(megatron["lr_decay_style"]), int(megatron["lr_warmup_iters"])
     decay_steps = int(megatron["lr_decay_iters"] or 0)
     if style == "constant":
         decay_steps = max(decay_steps, warmup + 1)
     elif not decay_steps:
-        raise ConfigError(f"--lr-decay-style {style} needs --lr-decay-iters; set it")
+        raise ConfigError(f"--lr-decay-style {style} needs --lr-decay-iters; set --lr-decay-iters")
     elif warmup >= decay_steps:
-        raise ConfigError(f"{warmup} warm-up steps fill the schedule of {decay_steps} steps; lower --lr-warmup-iters")
+        raise ConfigError(f"{warmup} warm-up steps are the whole schedule of {decay_steps}; lower --lr-warmup-iters")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=float(megatron["lr_warmup_init"]),
@@ -137,7 +137,7 @@ def zero_grad(trainable: Trainable) -> None:
 
 @torch.no_grad()
 def reset_moments(trainable: Trainable) -> None:
-    """Resets moments and step count to zero, as before the first update. Master weights and schedule stay."""
+    """Resets moments and step count to zero, as before the first update. Master weights and schedule do not change."""
     for inner in trainable.inner:
         if inner.optimizer is None:
             continue
@@ -153,7 +153,7 @@ def reduce_grads(trainable: Trainable) -> None:
     """Sums gradients over ranks after the last backward pass of a step.
 
     The sum is over data-parallel ranks, over tensor-parallel ranks where needed, and over the two copies of a tied
-    embedding. Each data-parallel rank then has its own shard of the sum; the rest of its buffers is partial.
+    embedding. Each data-parallel rank then has its shard of the sum; the rest of its buffers is not yet summed.
     """
     finalize_model_grads(list(trainable.ddps))
 
@@ -162,7 +162,7 @@ def reduce_grads(trainable: Trainable) -> None:
 def apply_update(trainable: Trainable) -> dict[str, float]:
     """Clips, updates the weights and advances the schedule; returns gradient norm (before clipping) and learning rate.
 
-    With float16, a gradient overflow under the loss scale skips the update (`train/skipped_updates`). Any other
+    With float16, the update is skipped if gradients overflow with the loss scale (`train/skipped_updates`). Any other
     non-finite gradient raises `NumericsError` on every rank, before the weights change.
     """
     optimizer = trainable.optimizer
@@ -174,8 +174,8 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
         raise NumericsError(
-            f"the gradient norm is {norm} although the losses are finite: the backward pass overflowed or met NaN; "
-            "this step has not changed the weights; check the learning rate, the dtype and the last batch"
+            f"the gradient norm is {norm} although the losses are finite: the backward pass overflowed or produced "
+            "NaN; this step has not changed the weights; check the learning rate, the dtype and the last batch"
         )
     for inner in trainable.inner:
         own = inner.get_parameters()
@@ -192,8 +192,8 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
     return {"train/grad_norm": norm, "train/lr-pg_0": rate}
 
 
-# Users' functions around the passes of the trainer (`--custom-megatron-...-path`) run on every rank, and must change
-# the model in the same way on all of them. Each raises `HookError` for a path without a suitable function.
+# Users' functions before passes of the trainer (`--custom-megatron-...-path`). They run on every rank, and must change
+# the model in the same way on all ranks. Each raises `HookError` for a path without a suitable function.
 
 
 def after_init(args: Args) -> None:
@@ -203,13 +203,13 @@ def after_init(args: Args) -> None:
 
 
 def before_log_prob(args: Args, chunks: Sequence[Any], prefix: str) -> None:
-    """Runs before a pass without gradients. `prefix` names the policy that is used: "", `ref_` or `teacher_`."""
+    """Runs before a pass without gradients. `prefix` names the policy of the pass: "", `ref_` or `teacher_`."""
     if args.custom_megatron_before_log_prob_hook_path is not None:
         load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")(args, list(chunks), prefix)
 
 
 def before_train_step(args: Args, rollout_id: int, step: int, trainable: Trainable) -> None:
-    """Runs before the passes of an optimizer step, when gradients are zero."""
+    """Runs before the passes of an optimizer step, while gradients are zero."""
     if args.custom_megatron_before_train_step_hook_path is not None:
         hook = load_hook(args.custom_megatron_before_train_step_hook_path, "before_train_step")
         hook(args, rollout_id, step, list(trainable.ddps), trainable.optimizer, trainable.scheduler)

@@ -5,7 +5,7 @@
 
 Invariants
 1. A step that is not chosen runs as if there were no profiler.
-2. A file gets its name when it is complete.
+2. A file gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
 HISTORY_ENTRIES = 1_000_000
-"""Number of most recent events that the allocator keeps, in some hundred megabytes of host memory."""
+"""Number of recent events that the allocator records, in a few hundred megabytes of host memory."""
 
 
 class Profiles:
-    """The profiles of one training rank. Build it before the model, so that the history includes the model's memory."""
+    """The profiles of one training rank. Create them before the model, so that the memory history includes it."""
 
     def __init__(self, args: Args, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
@@ -62,7 +62,7 @@ class Profiles:
                 self._records = False
 
     def part(self, target: Target, rollout_id: int) -> AbstractContextManager[Any]:
-        """Returns a context that traces `target`, or marks it in the running trace, or does nothing."""
+        """Returns a context manager that traces `target`, or marks it in the running trace, or does nothing."""
         if rollout_id not in self._steps:
             return nullcontext()
         if self._tracing:
@@ -81,7 +81,7 @@ class Profiles:
             ) as profiler:
                 yield
                 if self._device.type == "cuda":
-                    torch.cuda.synchronize()  # so that the trace has the kernels of this step
+                    torch.cuda.synchronize()  # so that the trace includes the kernels of this step
         finally:
             self._tracing = False
         path = self._traces / f"step_{rollout_id}_{target}_rank_{self._rank}.json.gz"

@@ -1,8 +1,8 @@
-"""The policies besides the trained one (reference, teacher, old policy) and their log-probs.
+"""Reference, teacher and old policy, and their log-probs.
 
-Each is a set of weights on the host that is lent to the model for a forward pass. The old policy has the weights that
-the engines served when they sampled a batch. `train_async.py` generates while it trains, so the old policy is one
-weight sync behind. The weights of the last two syncs are kept, and each weight sync shifts them.
+The weights of each are on the host, and are swapped into the model for a forward pass (`offloaded_policies`). The old
+policy has the weights that the engines served when they sampled a batch. `train_async.py` generates while it trains, so
+the old policy is one weight sync behind. The host has the weights of the last two syncs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from slime.training.step.optimizer import Trainable
 from slime.training.step.train_step import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
-"""Names in checkpoints. Engines serve the weights `SYNCED`; before that they served `BEFORE`."""
+"""Names in checkpoints. Engines serve the weights `SYNCED`; before the last weight sync they served `BEFORE`."""
 _PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
-"""The prefixes of these policies in users' functions."""
+"""The prefixes of reference and teacher in users' functions."""
 
 
 class OtherPolicies:
@@ -36,7 +36,7 @@ class OtherPolicies:
     def __init__(self, args: Args, policy: Trainable) -> None:
         """Copies the initial weights from the policy, and reads other checkpoints.
 
-        Raises `ConfigError` or `CheckpointError` for a checkpoint that does not fit.
+        Raises `ConfigError` or `CheckpointError` for a checkpoint of a different model.
         """
         self._args, self._chunks, self._host = args, policy.ddps, HostPolicies(policy.model)
         self._synced_version = 0
@@ -58,7 +58,7 @@ class OtherPolicies:
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
         """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
 
-        The log-probs use the full distribution, without top-k and top-p.
+        The log-probs are without top-k and top-p.
         """
         if name not in self._host:
             return None
@@ -69,7 +69,7 @@ class OtherPolicies:
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Returns log-probs (see `LogProbs`) of each token under the old policy, which sampled it.
 
-        The old policy is `SYNCED`, or `BEFORE` for earlier versions. Tokens that no engine sampled may get either.
+        The old policy is `SYNCED`, or `BEFORE` for earlier versions. For tokens that no engine sampled, it is either.
         """
         versions = [s.token_versions for s in prepared.batch.samples]
         newer = [v >= self._synced_version for v in versions]
@@ -100,18 +100,18 @@ class OtherPolicies:
 
     @property
     def lasting(self) -> dict[str, Mapping[str, Tensor]]:
-        """Tensors of the policies that a checkpoint must hold, because a new run could not rebuild them.
+        """Returns the policies that a checkpoint must contain, because a new run could not rebuild them.
 
-        Loading fills them in place.
+        Loading fills the tensors in place.
         """
         names = (REFERENCE,) if self._args.ref_update_interval else ()
         return self._host.lasting((*names, *((SYNCED,) if self._args.keep_old_actor else ())))
 
 
 def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
-    """Whether the log-probs of the policy before the update need their own pass.
+    """Returns whether the log-probs of the policy before the update need a separate pass.
 
-    With one step, the training pass gives them, unless advantages are computed from them.
+    With one step, the training pass computes them, unless advantages depend on them.
     """
     several = len(prepared.schedule.steps) > 1
     hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path

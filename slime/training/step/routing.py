@@ -1,12 +1,12 @@
-"""Routing in the passes over a batch: routers choose, or replay the choices of the engines or of an earlier pass.
+"""Routing in the passes over a batch: routers choose experts, or replay choices of the engines or of an earlier pass.
 
 Engines record their choices while they sample (`--use-rollout-routing-replay`). The choices of the old policy's pass
-can be kept for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its passes
-replay them. Reference, teacher and critic have other weights, and their routers choose.
+can be recorded for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its
+passes replay them. Reference, teacher and critic have different weights, so their routers choose.
 
 Invariants
 1. A record is split over ranks like the tokens of its row: context-parallel chunks, then sequence-parallel slices.
-2. A rank reads the choices that it kept for the same micro-batch, because all passes over a batch share a schedule.
+2. A rank reads the choices that it recorded for the same micro-batch; all passes over a batch have the same schedule.
 3. Without a record, passes are unchanged.
 """
 
@@ -38,7 +38,7 @@ Kept = dict[tuple[int, ...], dict[int, Tensor]]
 @dataclass(frozen=True, slots=True)
 class BatchRouting:
     samples: tuple[TrainSample, ...]
-    """Empty if the engines' record is not read."""
+    """Empty if the engines' record is not used."""
     replays: bool
     """Whether the engines' record is replayed; otherwise it is only compared."""
     counts: Tensor | None
@@ -49,10 +49,10 @@ class BatchRouting:
 
     @classmethod
     def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
-        """Returns the routing of the policy's first pass over a batch; None without records to read or choices to keep.
+        """Returns the routing of the policy's first pass over a batch; None if nothing is replayed or recorded.
 
-        `config`: Megatron's config of the policy. Raises `DataError` for a record of another model, and for a missing
-        record that is to be replayed.
+        `config`: Megatron's config of the policy. Raises `DataError` for a record of a different model, and if a record
+        to replay is missing.
         """
         replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
@@ -68,7 +68,7 @@ class BatchRouting:
         return cls(batch.samples if is_recorded else (), replays, counts, keeps=keeps)
 
     def afterwards(self) -> BatchRouting | None:
-        """Returns the routing of the passes after the first; None if nothing is replayed in them."""
+        """Returns the routing of all later passes; None without replay."""
         if self.keeps:
             return dataclasses.replace(self, samples=(), counts=None, keeps=False)
         return dataclasses.replace(self, counts=None) if self.replays else None
@@ -102,7 +102,7 @@ class BatchRouting:
         ids = torch.from_numpy(whole).to(device, non_blocking=True)
         if shard is not None:
             ids = ids.index_select(0, shard.positions)
-        # Experts under tensor parallelism always come with sequence parallelism.
+        # With experts, tensor parallelism always implies sequence parallelism.
         slices = mpu.get_tensor_model_parallel_world_size() if mpu.is_initialized() else 1
         return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
 
@@ -132,7 +132,7 @@ def _check(config: Any, batch: TrainBatch) -> None:
         if s.routed_experts is not None and s.routed_experts.shape[1:] != expected:
             raise DataError(
                 f"sample {s.index} has routed experts of {s.routed_experts.shape[1:]} (layers, choices), but the "
-                f"trainer's model has {expected}, so another model recorded them; check --hf-checkpoint"
+                f"trainer's model has {expected}, so a different model recorded them; check --hf-checkpoint"
             )
 
 

@@ -1,17 +1,17 @@
-"""Copies host arrays to the device: each micro-batch in one asynchronous copy, one micro-batch ahead.
+"""Copies host arrays to the device: one asynchronous copy per micro-batch, one micro-batch ahead.
 
 A copy from pageable memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
 them into pinned memory, copies it once on its own stream and returns views. While one micro-batch is computed, a
 thread packs and copies the next one.
 
 Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the
-consumer's stream. The consumer waits for the thread. The thread waits until the copy before last has finished, because
-it reuses that copy's buffer. A consumer that stops early closes the iterator, which ends the thread.
+consumer's stream. The consumer waits for the thread. The thread waits until the second-to-last copy has finished,
+because it reuses the buffer of that copy. A consumer that stops early closes the iterator, which stops the thread.
 
 Invariants
-1. Staging changes no byte: a separate copy of each array would give the same tensors.
+1. Staging changes no byte: copying each array separately would result in the same tensors.
 2. Device memory belongs to the computing stream before it is used, and is not reused before that stream has read it.
-3. If a build fails, its error is raised when the consumer reaches that micro-batch, after the earlier ones.
+3. If building a micro-batch fails, the error is raised when the consumer requests that micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes; kernels read full vectors from the beginning of a tensor."""
+"""In bytes, because kernels read full vectors from the beginning of a tensor."""
 NUM_BUFFERS = 2
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class _Buffer:
 
 
 class Staging:
-    """The pinned buffers of one rank, for one iterator at a time."""
+    """The pinned buffers of one rank. Only one iterator at a time can use them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,7 +101,7 @@ class Staging:
             return value, self._mark()
 
     def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Returns a built value for the computing thread, which calls this and may use the value on its stream."""
+        """Returns a built value to the computing thread, which calls this and can use the value on its stream."""
         value, made = built.result()
         if made is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -140,7 +140,7 @@ class Staging:
 
 
 def _storages(value: Any) -> list[Tensor]:
-    """Returns the GPU tensors in nested records, lists and mappings, one for each storage."""
+    """Returns the GPU tensors in nested records, lists and mappings, one per storage."""
     found: dict[int, Tensor] = {}
     waiting = [value]
     while waiting:

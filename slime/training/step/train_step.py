@@ -1,12 +1,12 @@
 """Training on one batch: forward passes for log-probs, then the optimizer steps.
 
-All layouts take one path: Megatron's own schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
+All layouts use the same code: Megatron's schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
 pipeline builds the same micro-batches in the same order, and each stage waits for the hidden states of the previous
-one. Only the last pipeline stage has results, the same on its tensor- and context-parallel ranks; one of them
-`reports`. Its results are shared with the whole world, so metrics, log-probs and errors are the same on every rank.
+stage. Only the last pipeline stage has results, the same on its tensor- and context-parallel ranks. One of these ranks
+(`StepContext.reports`) sends them to all ranks, so metrics, log-probs and errors are the same on every rank.
 
 Invariants
-1. The loss is not scaled by the number of micro-batches, tokens or ranks: it already carries its denominators.
+1. The loss is not scaled by the number of micro-batches, tokens or ranks: it already includes its denominators.
 2. All ranks run the same number of micro-batches, so that sends and collectives match.
 """
 
@@ -66,7 +66,7 @@ class StepContext:
     pad_each_to: int
     """Sequences are padded to a multiple of this, because context parallelism splits each into two chunks per rank."""
     staging: Staging | None
-    """Copies micro-batches to a GPU, one ahead; None on a CPU."""
+    """Copies micro-batches to a GPU, one micro-batch ahead; None on a CPU."""
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class StepContext:
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
-    """Returns the number that must divide every rank's micro-batches, because interleaving works in rounds."""
+    """Returns the number of which every rank's number of micro-batches must be a multiple (rounds of interleaving)."""
     if len(chunks) == 1:
         return 1
     return int(chunks[0].config.microbatch_group_size_per_vp_stage)
@@ -96,8 +96,8 @@ def forward_batch(
 ) -> tuple[Arrays, ...]:
     """Returns each result of `evaluation`, [R] float32 for every sample, on every rank. No gradients. Collective.
 
-    One rank writes each position of flat rows and the others add zeros, so no bit is lost. `whose`: prefix of the
-    policy that is lent, see `before_log_prob`.
+    In the sum over ranks, one rank has each value and the others have zeros, so the result is exact. `whose`: prefix of
+    the policy in the model, see `before_log_prob`.
     """
     before_log_prob(context.args, chunks, whose)
     lengths = [s.response_length for s in prepared.batch.samples]
@@ -144,7 +144,7 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    """Sets `mixes_versions` for settings under which newer tokens depend on results of older versions."""
+    """Returns a meter, with `mixes_versions` if newer tokens can depend on results of older versions."""
     mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
     return MismatchMeter(version, context.device, mixes_versions=mixes)
 
@@ -162,10 +162,10 @@ def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Array
 def train_on(
     context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
-    """Runs every optimizer step of the batch; returns metrics averaged over them.
+    """Runs every optimizer step of the batch; returns metrics averaged over the steps.
 
-    A batch without old log-probs has one step, and its forward pass gives them. Raises `NumericsError` on all ranks,
-    before the weights change, for a non-finite loss or gradient and for a train-inference mismatch over its limit.
+    A batch without old log-probs has one step, whose forward pass computes them. Raises `NumericsError` on all ranks,
+    before the weights change, for a non-finite loss or gradient and for a train-inference mismatch above the limit.
     """
     results = []
     first_mismatch = {}
@@ -190,7 +190,7 @@ def train_on(
 def rehearse_step(context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch) -> None:
     """Runs the passes of a batch's first step with a loss of zero. Collective.
 
-    Gradients are zeros before and after.
+    Gradients are zeros before and after the passes.
     """
     (step, *_) = prepared.schedule.steps
     zero_grad(trainable)
@@ -227,7 +227,7 @@ def run_step(
     step: StepSchedule,
     meter: MismatchMeter | None,
 ) -> dict[str, float]:
-    """Runs the passes of one optimizer step and sums gradients. Returns its metrics, the same on every rank."""
+    """Runs the passes of one optimizer step and sums gradients. Returns the step's metrics, the same on every rank."""
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
@@ -268,8 +268,8 @@ def _run_micro_batches(
     """Runs forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
 
     `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)` returns the
-    output of one chunk. `lends`: the last stage gets the embedding for multi-token prediction from the first. Gradients
-    are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
+    output of one chunk. `lends`: the last stage gets a copy of the first stage's embedding for multi-token prediction.
+    Gradients are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -288,14 +288,14 @@ def _run_micro_batches(
             data_iterator=list(itertools.tee(batches, len(chunks))),
             model=list(chunks),
             num_microbatches=num_micro_batches,
-            seq_length=1,  # stages exchange the real shapes, because rows differ in length
+            seq_length=1,  # stages exchange the actual shapes, because rows differ in length
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Generator[MicroBatch]:
-    """Yields this rank's micro-batches of one step, each built on demand, or one ahead (`StepContext.staging`)."""
+    """Yields this rank's micro-batches of one step, built on demand or one ahead (`StepContext.staging`)."""
 
     def build(positions: Sequence[int], put: Put | None = None) -> MicroBatch:
         return to_device(
@@ -342,7 +342,7 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
         raise seen.failure
     for rank, (*_, failed) in enumerate(reports):
         if failed is not None:
-            raise HookError(f"the loss of training rank {rank} raised {failed}")
+            raise HookError(f"the loss function on training rank {rank} raised {failed}")
     raise_for([name for _, part, _, _ in reports for name in part], [folder for _, _, folder, _ in reports])
     every = dict.fromkeys(name for sums, *_ in reports for name in sums)
     return {f"train/{name}": math.fsum(sums.get(name, 0.0) for sums, *_ in reports) for name in sorted(every)}

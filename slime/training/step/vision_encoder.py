@@ -1,11 +1,11 @@
 """Encodes a batch's images on a training rank: vision tower and processor, and the patches of each micro-batch.
 
-Patches and their places are computed on the host when a micro-batch is built. A micro-batch reads and encodes each
-distinct image once; the placeholders of all samples with that image point to the same features.
+Patches and their positions are computed on the host when a micro-batch is built. A micro-batch reads and encodes each
+distinct image once; the placeholders of all samples with this image use the same features.
 
 Invariants
-1. Only the first n placeholder tokens of a prompt are placeholders, where n is the number that its images need. Later
-   tokens with the same id are text, because a model may sample it.
+1. Only the first n placeholder tokens of a prompt are placeholders, where n is the number of tokens of its images.
+   Later tokens with the same id are text, because a model can sample the id.
 2. Without images in a batch, passes are unchanged.
 """
 
@@ -46,7 +46,7 @@ class RowPictures:
     arrays: dict[str, npt.NDArray[Any]]
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
-        """Returns the images on the device. `tensors` must hold `arrays` on the device, and may hold more."""
+        """Returns the images on the device. `tensors` must include `arrays` on the device."""
         pixels, rows, features, positions = (tensors[f"images/{name}"] for name in _NAMES)
         return RowImages(pixels, torch.from_numpy(self.grids), rows, features, positions)
 
@@ -62,9 +62,9 @@ def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> In
     prompt = sample.num_tokens - sample.response_length
     if not runs or places[-1] >= prompt or any(run[-1] - run[0] + 1 != len(run) for run in runs):
         raise DataError(
-            f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images take "
-            f"{counts.tolist()} tokens, so it was made with another processor or other images; let the dataset expand "
-            "them, and keep the tokens of the prompt"
+            f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images need "
+            f"{counts.tolist()} tokens, so a different processor or different images were used; let the dataset expand "
+            "placeholders, and do not change the tokens of the prompt"
         )
     return places[ends - counts]
 
@@ -92,17 +92,17 @@ class Sight:
         return cls(folder, family.images(hf_config, source), tower)
 
     def of_batch(self, batch: TrainBatch) -> Sight | None:
-        """Returns this object if the batch has images, else None. Raises `ConfigError` if images have no processor."""
+        """Returns this object if the batch has images, else None. Raises `ConfigError` if there is no processor."""
         if not any(s.images for s in batch.samples):
             return None
         if self.processor is None:
-            raise ConfigError(f"step {batch.rollout_id} has images, but no processor reads them; add --multimodal-keys")
+            raise ConfigError(f"step {batch.rollout_id} has images, but there is no processor; set --multimodal-keys")
         return self
 
     def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
         """Returns the images of a micro-batch, or None. `own` [T]: positions of tokens in their samples.
 
-        Raises `DataError` if a prompt's placeholders do not fit its images.
+        Raises `DataError` if a prompt's placeholders do not match its images.
         """
         digests = list(dict.fromkeys(digest for s in samples for digest in s.images))
         if not digests:
@@ -126,7 +126,7 @@ class Sight:
         return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
 
     def digests(self, dtype: torch.dtype, digest: Digest) -> dict[str, str]:
-        """Returns resident name -> digest of the tower's tensors in an engine of one rank; empty without a tower."""
+        """Returns resident name -> digest of the tower's tensors in a single-rank engine; empty without a tower."""
         return {} if self.tower is None else {name: digest(held) for name, held in self.tower.resident(dtype)}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The disk transport with agents: writes versions, most of them deltas, to the shared folder and calls each agent.
 
 Consumes: buckets. Produces: a version, which appears when its temporary folder is renamed, and engines that have loaded
-it. Waits for: the agents beside the engines, with the limit of the weight sync.
+it. Waits for: the agents of the engines, with the limit of the weight sync.
 
 Any number of ranks may send. Each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
 conductor makes a version from all reports (`finish`). All ranks agree on whether a version is full, because they see

@@ -1,12 +1,12 @@
-"""Encodings of patches. A patch turns the old bytes of a tensor into the new ones exactly.
+"""Encodings of patches. A patch turns the old bytes of a tensor into exactly the new ones.
 
-    xor         new ^ old for each changed element: small numbers from a small set. Applying it twice undoes the
+    xor         new ^ old for each changed element: few distinct, small numbers. Applying the patch twice undoes the
                 change, so it must be applied only to its base; the chain of digests ensures that.
-    overwrite   the new value of each changed element: larger, but it may be applied again
+    overwrite   the new value of each changed element: larger, but the patch can be applied repeatedly
 
 A patch is a sequence of chunks of `CHUNK` elements. A chunk consists of a head, the streams of positions and the
 streams of symbols. A manifest names its encoding by a key of `ENCODINGS`. The name is never used as an import path,
-because others may write to the folder.
+because other users may be able to write to the folder.
 
 Streams. Bytes with the same meaning are stored together, so that one entropy code fits them. Each stream is one zstd
 frame. The parameters favour its entropy coder: sequences of symbols hardly ever repeat, and encoding short matches
@@ -14,13 +14,13 @@ takes more space than they save. So zstd searches only for long matches.
 
 Positions. A skip is the number of unchanged elements before a changed one. If all elements change with the same
 probability, skips have a geometric distribution. A skip is split into its low bits and the rest. The rest is written as
-bytes, where 255 means "255 more". An entropy code for single bytes is then within a few per cent of the entropy at any
-density, and below it if changes are clustered in rows, as in an embedding. At densities of at least `BITMAP_FROM`, a
-bitmap is equally small, and faster.
+bytes, where 255 means "255 more". An entropy code for single bytes is then within a few per cent of the entropy of this
+distribution at any density, and better if changes are clustered in rows, as in an embedding. At densities of at least
+`BITMAP_FROM`, a bitmap is equally small, and faster.
 
 Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so almost all changes are one of a handful of 16-bit
-symbols. Written as ranks in a table, each symbol takes one byte with its own code. Written as two byte planes, rare
-carries into the upper byte would double the size.
+symbols. Written as ranks in a table, each symbol takes one byte, which has its own code. Written as two byte planes,
+rare carries into the upper byte would double the size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def join(streams: Sequence[Bytes]) -> bytes:
-    """Compresses each stream into a frame and joins the frames, each after its length. A stream has less than 4 GiB."""
+    """Compresses each stream into a frame and joins the frames, each after its length. A stream must be below 4 GiB."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
     return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
@@ -56,15 +56,15 @@ class Streams:
         self._data, self.at = data, at
 
     def next(self, limit: int) -> Bytes:
-        """Returns the next stream. Raises before decompressing if it has more than `limit` bytes."""
+        """Returns the next stream. Raises before decompressing if the stream has more than `limit` bytes."""
         frame = self.take(self.take_length())
         try:
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= limit:
-                raise WeightSyncError(f"a stream has {size} bytes, more than {limit}; the patch is damaged")
+                raise WeightSyncError(f"a stream has {size} bytes, above the limit of {limit}; the patch is damaged")
             content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except zstandard.ZstdError as error:
-            raise WeightSyncError(f"a stream is not zstd ({error}); the patch is damaged") from error
+            raise WeightSyncError(f"a stream is not valid zstd ({error}); the patch is damaged") from error
         return np.frombuffer(content, np.uint8)
 
     def take_length(self) -> int:
@@ -75,7 +75,7 @@ class Streams:
         """Returns the next `size` bytes unchanged."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
-            raise WeightSyncError(f"the patch ends at byte {len(self._data)}, before its content does")
+            raise WeightSyncError(f"the patch ends at byte {len(self._data)}, so it is truncated")
         self.at += size
         return part
 
@@ -95,15 +95,15 @@ def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) ->
 # --- positions: which elements changed
 
 MORE = 255
-"""In the rest of a skip, this byte means "255 more", and the next byte is added to it."""
+"""In the rest of a skip, this byte means that the next byte is added to 255."""
 LOW_BITS = (0, 4, 8, 12)
 """Possible numbers of low bits of a skip that are written separately."""
 BITMAP = 255
-"""Form of positions that are written as a bitmap instead of skips."""
+"""The form for positions that are written as a bitmap instead of skips."""
 BITMAP_FROM = 0.15
-"""A bitmap is used if at least this share of the elements changed."""
+"""A bitmap is used if at least this fraction of the elements changed."""
 LOOKED_AT = 1 << 16
-"""Number of skips or symbols that are examined to choose their form."""
+"""Number of skips or symbols that are sampled to choose a form."""
 Positions = NDArray[np.uint32]
 
 
@@ -127,7 +127,7 @@ def read_positions(form: int, streams: Streams, count: int, size: int) -> Positi
         rest = streams.next(count + size // MORE + 1)
         at = np.cumsum(_skip_values(low, rest, form, count) + 1) - 1
     else:
-        raise WeightSyncError(f"positions are in the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"positions have the unknown form {form}; the patch is damaged")
     if len(at) != count or (count and at[-1] >= size):
         raise WeightSyncError(
             f"the patch has {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed"
@@ -156,7 +156,7 @@ def _nibbles(values: Bytes) -> Bytes:
 
 def _from_nibbles(packed: Bytes, count: int) -> Bytes:
     if len(packed) != -(-count // 2):
-        raise WeightSyncError(f"there are {len(packed)} bytes for {count} half bytes; the patch is damaged")
+        raise WeightSyncError(f"there are {len(packed)} bytes for {count} 4-bit values; the patch is damaged")
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
 
 
@@ -178,7 +178,7 @@ def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> ND
 
 PLANES, RANKS = 0, 1
 RARE = 255
-"""Rank of symbols that are not in the table. These symbols are written separately."""
+"""Stands for a symbol that is not in the table; these symbols are written separately."""
 Symbols = NDArray[np.unsignedinteger]
 
 
@@ -194,13 +194,13 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
     if form == PLANES:
         return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
     if form != RANKS or dtype != np.uint16:
-        raise WeightSyncError(f"symbols of {dtype} are in the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"symbols of {dtype} have the unknown form {form}; the patch is damaged")
     table = streams.next(2 * RARE)
     ranks = streams.next(count)
     rare = ranks == RARE
     apart = [streams.next(count) for _ in range(2)]
     if len(ranks) != count or len(table) % 2 or (ranks[~rare] >= len(table) // 2).any():
-        raise WeightSyncError(f"the patch has {len(ranks)} ranks in a table of {len(table)} bytes for {count} symbols")
+        raise WeightSyncError(f"the patch has {len(ranks)} ranks for {count} symbols, so it is damaged")
     known = np.zeros(RARE + 1, np.uint16)
     known[: len(table) // 2] = table.view("<u2")
     symbols = known[ranks]
@@ -221,7 +221,7 @@ def _ranked(symbols: Symbols) -> list[Bytes]:
 
 def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
     if any(len(plane) != count for plane in planes):
-        raise WeightSyncError(f"the patch has planes of {[len(p) for p in planes]} bytes for {count} symbols")
+        raise WeightSyncError(f"byte planes have {[len(p) for p in planes]} bytes for {count} symbols: a damaged patch")
     return join_planes(planes, dtype)
 
 
@@ -229,11 +229,11 @@ def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]
 
 Elements = NDArray[np.unsignedinteger]
 CHUNK = 1 << 24
-"""Number of elements that are encoded together, which bounds the memory needed beside the tensor."""
+"""Number of elements that are encoded together, which bounds the memory needed in addition to the tensor."""
 _HEAD = struct.Struct("<IBB")
-"""Number of changed elements, form of their positions, form of their symbols."""
+"""The head of a chunk: number of changed elements, form of positions, form of symbols."""
 RAW = "raw"
-"""Encoding of a patch that is the tensor itself. Used in full versions, and where a patch would not be smaller."""
+"""The encoding of a patch that is the full tensor. Used in full versions, and where a delta would not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ ENCODINGS: Mapping[str, Encoding] = {
 
 
 def elements(data: Bytes, width: int) -> Elements:
-    """Views bytes as unsigned integers of `width` bytes."""
+    """Returns a view of the bytes as unsigned integers of `width` bytes."""
     return data.view(np.dtype(f"<u{width}"))
 
 
@@ -269,9 +269,9 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 
 
 def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
-    """Applies a patch in place. Raises `WeightSyncError` if it is damaged; `data` may then be partly changed."""
+    """Applies a patch in place. Raises `WeightSyncError` if the patch is damaged; `data` may then be partly changed."""
     if name not in ENCODINGS:
-        raise WeightSyncError(f"a patch is in the unknown encoding {name}; known are {', '.join(ENCODINGS)}")
+        raise WeightSyncError(f"a patch has the unknown encoding {name}; the encodings are {', '.join(ENCODINGS)}")
     if not patch:
         return
     streams, now = Streams(memoryview(patch)), elements(data, width)
@@ -279,13 +279,13 @@ def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None
         part = now[start : start + CHUNK]
         count, where, what = _HEAD.unpack(streams.take(_HEAD.size))
         if count > len(part):
-            raise WeightSyncError(f"there are {count} changes for {len(part)} elements; the patch is damaged")
+            raise WeightSyncError(f"the patch changes {count} of {len(part)} elements; it is damaged")
         if not count:
             continue
         at = read_positions(where, streams, count, len(part))
         part[at] = ENCODINGS[name].values(part[at], read_symbols(what, streams, count, part.dtype.newbyteorder("=")))
     if streams.at != len(patch):
-        raise WeightSyncError(f"the patch has {len(patch)} bytes, but its content ends at {streams.at}")
+        raise WeightSyncError(f"the patch has {len(patch)} bytes, but its content ends at byte {streams.at}")
 
 
 def _chunk(encoding: Encoding, old: Elements, new: Elements) -> tuple[bytes, int]:

@@ -6,7 +6,7 @@ names its base by digest, not only by number, so deltas cannot be chained wrongl
 Rules for the order of versions
 1. A version is full if it is the first after a start, after an engine joined, or after a failure. In addition, at least
    every `every`-th version is full.
-2. To find missing versions, walk back from the wanted version to the one in the local checkpoint, or to a full version.
+2. To find missing versions, follow the bases from the target to the version in the local checkpoint or to a full one.
 3. A version may be removed once every engine has confirmed a newer full version.
 """
 
@@ -36,12 +36,12 @@ _PLAIN = set("/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a version: the location of its patch, and the checksum of the result."""
+    """One tensor of a version: the location of its patch, and the checksum of the patched tensor."""
 
     name: str
     """The tensor's Hugging Face name."""
     dtype: str
-    """The safetensors name: "BF16", "F32", ..."""
+    """As named in safetensors: "BF16", "F32", ..."""
     shape: tuple[int, ...]
     num_bytes: int
     """Size of the tensor."""
@@ -59,13 +59,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The part of a version that one sender wrote. Sent to the conductor."""
+    """The tensors of a version that one sender wrote. Sent to the conductor."""
 
     entries: tuple[Entry, ...]
     num_elements: int
     """Number of elements in all tensors of this sender."""
     num_changed: int
-    """Number of elements that differ from the previous version. All elements in a full version."""
+    """Number of elements that differ from the previous version; in a full version, all elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Manifest:
             told = (found["format"], found["compression"], found["digest"])
         except OSError as error:
             raise WeightSyncError(
-                f"{folder} holds no version ({error.strerror}): it was removed or never completed"
+                f"{folder} contains no version ({error.strerror}): it was removed or never completed"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise WeightSyncError(
@@ -130,7 +130,7 @@ def merged(reports: Sequence[Report]) -> Report:
     for report in reports:
         for entry in report.entries:
             if entry.name in found:
-                raise WeightSyncError(f"{entry.name} is in {found[entry.name].file} and in {entry.file}; send it once")
+                raise WeightSyncError(f"{entry.name} was sent twice: in {found[entry.name].file} and {entry.file}")
             found[entry.name] = entry
     return Report(
         tuple(found[name] for name in sorted(found)),
@@ -160,13 +160,13 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 def _entry(row: Mapping[str, Any]) -> Entry:
     entry = Entry(**{**row, "shape": tuple(int(n) for n in row["shape"])})
     if _PLAIN & set(entry.file) or entry.file.startswith("."):
-        raise ValueError(f"the file {entry.file!r} is outside of the version's folder")
+        raise ValueError(f"the file {entry.file!r} is outside the version's folder")
     if min(entry.offset, entry.size, entry.num_bytes, *entry.shape, 0) < 0:
         raise ValueError(f"{entry.name} has a negative size")
     return entry
 
 
-# Files that are either complete or absent, and on disk before another process learns of them.
+# Files that are either complete or absent, and on disk before any other process can find them.
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes sure that all files of a folder and their names are on disk."""
+    """Flushes all files of a folder, and the folder, to disk."""
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink():
             sync_to_disk(file)
@@ -189,7 +189,7 @@ def sync_folder(folder: Path) -> None:
 Buffer = bytes | memoryview | NDArray[Any]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 CHECKSUMS: tuple[str, ...] = get_args(Checksum)
-"""xxh3-128 runs at the speed of memory. blake3 is cryptographic and needs its package. adler32 has only 32 bits."""
+"""xxh3-128 is as fast as memory. blake3 is cryptographic and needs the blake3 package. adler32 has only 32 bits."""
 
 
 def checksum(name: str, data: Buffer) -> str:
@@ -219,7 +219,7 @@ def missing(name: str) -> str | None:
 
 
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""Start of a safetensors dtype's name, without its leading letters -> bytes per element."""
+"""The beginning of a safetensors dtype's name, after its leading letters -> bytes per element."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
@@ -290,7 +290,7 @@ def add_assets(folder: Path, checkpoint: Path, put: Callable[[Path, Path], objec
         if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
             put(asset, folder / asset.name)
     if not (folder / "config.json").exists():
-        raise WeightSyncError(f"{checkpoint} has no config.json, without which engines cannot load weights")
+        raise WeightSyncError(f"{checkpoint} has no config.json, which engines need to load weights")
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> None:
@@ -299,7 +299,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
 
 
 def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: bool) -> bool:
-    """Whether the next version must be full.
+    """Returns whether the next version must be full.
 
     `since_full`: number of deltas since the last full version, None before the first one; `confirmed`: whether the
     previous sync succeeded; `all_known`: whether all engines of this sync took part in the previous one.
@@ -308,10 +308,10 @@ def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: b
 
 
 def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) -> list[Manifest]:
-    """Returns the versions that bring a checkpoint to `target`, oldest first. Empty if the checkpoint has the target.
+    """Returns the versions that bring a checkpoint to `target`, oldest first; none if the checkpoint is at `target`.
 
     `held`: digest of the checkpoint's version, None if it has none. The first returned version is full or applies to
-    `held`. Raises `WeightSyncError` if a version is missing (in `read`) or not the expected one.
+    `held`. Raises `WeightSyncError` if a version is missing (in `read`) or is not the expected one.
     """
     steps: list[Manifest] = []
     wanted: Base | None = target
@@ -323,13 +323,13 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
                 f"{wanted.version} ({wanted.digest[:12]}); the chain is broken, send a full version"
             )
         if manifest.base is not None and manifest.base.version >= manifest.version:
-            raise WeightSyncError(f"version {manifest.version} is based on {manifest.base.version}, which is not older")
+            raise WeightSyncError(f"the base of version {manifest.version} is not older: {manifest.base.version}")
         steps.append(manifest)
         wanted = manifest.base
     return steps[::-1]
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """Returns the folders of versions older than `newest_full`. Every engine must have confirmed that version."""
+    """Returns the folders of versions older than `newest_full`, which every engine must have confirmed."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

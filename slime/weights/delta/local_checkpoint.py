@@ -1,16 +1,16 @@
-"""The local checkpoint that engines of one host load. It is complete at one version, and deltas change it in place.
+"""The local checkpoint that engines of one host load. It contains one complete version; deltas change it in place.
 
     state.json      the version of the files, and the checksum of every tensor; absent while they change
     model/          a Hugging Face folder
     lock            held exclusively to change files, shared to load them; agents of one host may share a folder
 
-Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when its holder
-ends.
+Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when the
+process that holds it exits.
 
 Invariants
 1. `state.json` is removed from the disk before the first byte changes, and written after the last changed byte is on
    disk. So half-changed files of a killed process never count as a version.
-2. A patch is applied only if its checksum is right. If the changed tensor then has the wrong checksum, the checkpoint
+2. A patch is applied only if its checksum is correct. If the patched tensor then has the wrong checksum, the checkpoint
    has no state.
 3. If deltas cannot be applied, the checkpoint is copied once from the newest full version, and later deltas are applied
    to the copy. If the checkpoint already has the wanted version, all its checksums are verified, because nothing else
@@ -58,7 +58,7 @@ from slime.weights.delta.folder import (
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""Maximum number of threads that decode and check tensors."""
+"""Maximum number of threads that decode and verify tensors."""
 SUFFIX = ".safetensors"
 
 
@@ -74,8 +74,8 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """The work that one call of `LocalCheckpoint.bring_to` did."""
+class WorkDone:
+    """The work done by one call of `LocalCheckpoint.bring_to`."""
 
     full: int
     """Number of full versions copied."""
@@ -86,7 +86,7 @@ class Done:
 
 
 class _Damaged(WeightSyncError):
-    """The local checkpoint does not match its state. It can be copied again."""
+    """The local checkpoint does not match `state.json`, and must be copied again."""
 
 
 class LocalCheckpoint:
@@ -101,7 +101,7 @@ class LocalCheckpoint:
 
     @property
     def state(self) -> State | None:
-        """The current state; None while the checkpoint is incomplete."""
+        """The current state; None if the checkpoint is incomplete."""
         found = read_json(self._folder / "state.json")
         if found is None:
             return None
@@ -110,15 +110,15 @@ class LocalCheckpoint:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def bring_to(self, target: Base) -> Done:
-        """Brings the checkpoint to `target`. After a `WeightSyncError` it has its old version or no state."""
+    def bring_to(self, target: Base) -> WorkDone:
+        """Brings the checkpoint to `target`. After a `WeightSyncError` it has its previous version or no state."""
         with self._locked(fcntl.LOCK_EX), full_disk_named(self._folder):
             state = self.state
             if state is not None:
                 try:
                     return self._follow(target, state)
                 except _Damaged as error:
-                    logger.warning("%s: the local copy is damaged and is copied again: %s", self._folder, error)
+                    logger.warning("%s: the local checkpoint is damaged, copying it again: %s", self._folder, error)
                 except WeightSyncError as error:
                     logger.warning("%s: cannot continue from version %d: %s", self._folder, state.version, error)
             return self._follow(target, None)
@@ -129,26 +129,26 @@ class LocalCheckpoint:
         with self._locked(fcntl.LOCK_SH):
             yield self.model
 
-    def _follow(self, target: Base, state: State | None) -> Done:
+    def _follow(self, target: Base, state: State | None) -> WorkDone:
         steps = steps_to(target, state.digest if state else None, self._read)
         if state is not None and not steps:
             self._require_intact(state)
-        done = Done(0, 0, 0)
+        done = WorkDone(0, 0, 0)
         for manifest in steps:
             self._note(f"applying version {manifest.version}")
             self._forget()
             if manifest.base is None:
                 tensors = self._copy(manifest)
             else:
-                assert state is not None, "a chain begins with a full version or at the held one"
+                assert state is not None, "a chain begins with a full version or with a delta to the local one"
                 tensors = self._apply(manifest, state.tensors)
             if whole_checksum(tensors) != manifest.whole:
-                raise WeightSyncError(f"version {manifest.version} lacks some of its tensors; send a full version")
+                raise WeightSyncError(f"version {manifest.version} is incomplete; send a full version")
             state = State(manifest.version, manifest.digest, tensors)
             self._remember(state)
             size = sum(entry.size for entry in manifest.entries)
             is_full = manifest.base is None
-            done = Done(done.full + is_full, done.deltas + (not is_full), done.num_bytes + size)
+            done = WorkDone(done.full + is_full, done.deltas + (not is_full), done.num_bytes + size)
         return done
 
     def _copy(self, manifest: Manifest) -> dict[str, str]:
@@ -181,10 +181,10 @@ class LocalCheckpoint:
                 def change(entry: Entry) -> None:
                     self._note(f"applying {entry.name} of version {manifest.version}")
                     if entry.name not in where:
-                        raise _Damaged(f"the copy does not have {entry.name}")
+                        raise _Damaged(f"the local checkpoint has no {entry.name}")
                     file, place = where[entry.name]
                     if (place.dtype, place.shape, place.num_bytes) != (entry.dtype, entry.shape, entry.num_bytes):
-                        raise _Damaged(f"{entry.name} is {entry.dtype} {entry.shape}, but the copy has {place}")
+                        raise _Damaged(f"{entry.name} is {place} locally, but {entry.dtype} {entry.shape} in the delta")
                     data = mapped.views[file][place.offset : place.offset + place.num_bytes]
                     _change(manifest, entry, data, _patch(manifest, entry, patches[entry.file]))
 
@@ -208,7 +208,7 @@ class LocalCheckpoint:
             }
         if held != state.tensors:
             wrong = sorted(name for name in {*held, *state.tensors} if held.get(name) != state.tensors.get(name))
-            raise _Damaged(f"{listed(wrong, 3)} differ in checksum from version {state.version}")
+            raise _Damaged(f"the checksums of {listed(wrong, 3)} differ from version {state.version}")
 
     def _side_by_side(self, manifest: Manifest, do: Callable[[Entry], None]) -> None:
         with ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="weights-apply") as pool:
@@ -234,7 +234,7 @@ class LocalCheckpoint:
 
 
 class _Mapped:
-    """Memory-maps files as flat bytes. If the `with` block ends without an error, changes are on disk."""
+    """Memory-maps files as flat bytes. After a `with` block without an error, changes are on disk."""
 
     def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
         self._folder, self._names, self._write = folder, names, write
@@ -267,10 +267,10 @@ def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
         raise WeightSyncError(
-            f"{entry.name} of the full version {manifest.version} has {len(data)} bytes; it is damaged"
+            f"{entry.name} of version {manifest.version} is damaged: its size of {len(data)} bytes is wrong"
         )
     if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
-        raise WeightSyncError(f"{entry.name} of version {manifest.version} has a different checksum; it is damaged")
+        raise WeightSyncError(f"{entry.name} of version {manifest.version} is damaged: its checksum differs")
 
 
 def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:

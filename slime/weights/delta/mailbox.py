@@ -1,6 +1,6 @@
-"""Calls through a shared folder, from a trainer to the agent beside an engine. The two have no other channel.
+"""Calls through a shared folder, from a trainer to the agent of an engine. The two have no other channel.
 
-    agents/<engine>/agent.json      facts about the agent, and what it is doing
+    agents/<engine>/agent.json      facts about the agent, and its current task
     agents/<engine>/call.json       the newest call: id, method, arguments, and when the caller stops waiting
     agents/<engine>/answer.json     the answer: the id of its call, and a result or an error
 
@@ -10,8 +10,8 @@ Invariants
 1. A call replaces the previous one. An agent runs the newest call unless it has already answered that call. An agent
    that was killed during a call runs it again, so every method must be repeatable.
 2. An answer contains the random id of its call.
-3. A caller that stops waiting removes its call. If the caller was killed, the call expires at the time that it
-   contains, so an agent that starts much later leaves its engine alone.
+3. A caller that stops waiting removes its call. A call contains the time at which it expires. So if the caller was
+   killed, an agent that starts much later ignores the call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def mailbox(folder: Path, address: str) -> Path:
 def call(
     box: Path, method: str, arguments: Mapping[str, Any], *, limit_s: float, is_lost: Callable[[], bool] = lambda: False
 ) -> Any:
-    """Calls the agent of a mailbox and returns its result.
+    """Calls the agent of a mailbox and returns the result.
 
     Raises `EngineError` if the call fails, if the agent is missing or if `is_lost`, and `DeadlineExceeded` after
     `limit_s`.
@@ -86,8 +86,8 @@ def call(
                 (box / "call.json").unlink()
 
 
-class Answering:
-    """The agent's end of a mailbox."""
+class AgentMailbox:
+    """The agent's side of a mailbox."""
 
     def __init__(self, box: Path, about: Mapping[str, Any]) -> None:
         """`about`: facts about this agent for the trainer."""
@@ -96,12 +96,11 @@ class Answering:
         self.note("waiting")
 
     def note(self, doing: str) -> None:
-        """Writes what the agent is doing, for the caller's error message."""
+        """Writes the agent's current task, for the caller's error message."""
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Returns (id, method, arguments) of the call, or None if there is no call, or the call was answered or has
-        expired."""
+        """Returns (id, method, arguments) of the call; None if there is none, or if it was answered or has expired."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None

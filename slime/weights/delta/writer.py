@@ -1,7 +1,7 @@
-"""Writes the files of one sender for a version and keeps its tensors in host memory as the base of the next delta.
+"""Writes one sender's files of a version, and keeps the sender's tensors in host memory as the base of the next delta.
 
 A full version is a Hugging Face folder with a safetensors file per bucket. A delta is one file per sender with the
-patches of all changed tensors, end to end. File names contain the sender's rank, so that senders can share a folder.
+patches of all changed tensors, concatenated. File names contain the sender's rank, so that senders can share a folder.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Memory = dict[str, Held]
 
 
 class VersionWriter:
-    """Writes one sender's part of one version."""
+    """Writes one sender's files of one version."""
 
     def __init__(
         self, folder: Path, memory: Memory | None, *, rank: int, full: bool, encoding: str, checksum: str
     ) -> None:
-        """`folder`: the temporary folder of the version. It is created if needed; files from an earlier attempt of this
-        sender are removed. `memory`: tensors of the previous version, which `add` updates; None without deltas.
+        """`folder`: the temporary folder of the version. It is created if needed; files from this sender's earlier
+        attempt are removed. `memory`: tensors of the previous version, which `add` updates; None without deltas.
         """
-        assert full or memory is not None, "a delta needs the version before"
+        assert full or memory is not None, "a delta needs the previous version"
         self._folder, self._memory, self._rank, self._full = folder, memory, rank, full
         self._encoding, self._checksum = encoding, checksum
         self._entries: list[Entry] = []
@@ -61,7 +61,7 @@ class VersionWriter:
             old.unlink()
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Writes a bucket. Raises `WeightSyncError` if a tensor and its base differ in shape."""
+        """Writes a bucket. Raises `WeightSyncError` if a tensor differs from its base in dtype or shape."""
         with full_disk_named(self._folder.parent):
             if self._full:
                 self._add_whole(tensors)
@@ -126,7 +126,7 @@ class VersionWriter:
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:
         """Returns the fields of the entry, the patch (empty if nothing changed), and the number of changed elements."""
-        assert self._memory is not None, "a delta needs the version before"
+        assert self._memory is not None, "a delta needs the previous version"
         held, data, encoding = self._memory[name], flat_bytes(tensor), self._encoding
         patch, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
         if len(patch) >= len(data) > 0:

@@ -1,7 +1,7 @@
-"""Fake quantisation of a trainer's shard: quantises and dequantises it, which gives the weights that engines use.
+"""Fake quantisation of a trainer's shard: quantises and dequantises it, which results in the weights that engines use.
 
-Law: fake-quantised weights do not depend on the partition. Each rank quantises its own part of a weight, so a part must
-begin and end at whole blocks; `check` refuses other layouts.
+Law: fake-quantised weights do not depend on the partition. Each rank quantises its shard of a weight, so a shard must
+begin and end at block boundaries; `check` refuses other layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
     if uneven:
         raise ConfigError(
             f"{num_shards} tensor-parallel ranks split the {uneven[0]} entries of {entry.hf[0]} in {quantised.title} "
-            f"inside a block of {block or 'all'}, so the rounding would depend on the layout; choose fewer ranks, or "
+            f"inside a block of {block or 'all'}, so the rounding would depend on the layout; use fewer ranks, or set "
             "--trainer-weights plain"
         )
 

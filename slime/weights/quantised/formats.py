@@ -2,10 +2,10 @@
 them to and from plain weights, and builds the weight table of an engine. `format_of` finds the format of a checkpoint.
 
 Invariants
-1. Codes and scales of a weight depend only on that weight. So every rank with the whole tensor computes bitwise the
-   same result, in any layout of trainer or engine.
-2. The entries of a `block` share a scale. So if a part of a weight begins and ends at whole blocks, quantising it alone
-   gives the same codes and scales as quantising the whole weight.
+1. Codes and scales of a weight depend only on that weight. So every rank with the full tensor computes bitwise the same
+   result, in any layout of trainer or engine.
+2. The entries of a `block` share a scale. So a shard of a weight that begins and ends at block boundaries has the same
+   codes and scales as that shard of the quantised weight.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
 WHOLE = 0
-"""Stands for all rows or columns in a block size."""
+"""In a block size: all rows or all columns."""
 
 
 def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
     """Raises `CheckpointError` if a scale, and so an entry of `weights` [..., out, in], is not finite."""
     if not scales.isfinite().all():
         raise CheckpointError(
-            f"a weight {list(weights.shape[-2:])} has an infinite or undefined entry, which {kind} cannot hold; check "
-            "the training step that produced it"
+            f"a weight of shape {list(weights.shape[-2:])} has an infinite or NaN entry, which {kind} cannot "
+            "represent; check the training step that produced it"
         )
 
 
@@ -54,7 +54,7 @@ class QuantisedFormat(ABC):
     @property
     @abstractmethod
     def block(self) -> tuple[int, int]:
-        """Rows and columns of a block, whose entries share a scale. `WHOLE` means all rows or columns."""
+        """Number of rows and columns that share a scale. `WHOLE` means all rows or columns."""
 
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ class QuantisedFormat(ABC):
         """The type of each part, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
-        """Returns the name of an extra tensor in the files that repeats the weight's shape, or None."""
+        """Returns the name of an extra tensor in the files that contains the weight's shape, or None."""
         return None
 
     @abstractmethod
@@ -85,13 +85,13 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def rows(self, row: Row) -> tuple[Row, ...]:
-        """Returns the rows, one per part, that an engine holds for a quantised row.
+        """Returns the rows of an engine's table for a quantised row, one per part.
 
         Raises `ConfigError` if engines cannot hold the row quantised.
         """
 
     def row_of_part(self, row: Row, part: int, **changes: Any) -> Row:
-        """Returns `row` with the names of its part number `part` and with `changes` applied."""
+        """Returns `row` renamed to its part number `part`, with `changes` applied."""
 
         def name(weight: str) -> str:
             return self.parts_of(weight)[part]
@@ -104,8 +104,8 @@ class QuantisedFormat(ABC):
         """Raises `ConfigError` if engines cannot hold the row quantised."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
-                f"{row.hf[0]} is in {self.title}, but engines cannot hold vocabularies and stacked experts quantised; "
-                "quantise only linear layers"
+                f"{row.hf[0]} is in {self.title}, but engines cannot quantise embeddings, output layers and stacked "
+                "experts; quantise only linear layers"
             )
 
     def fake(self, weights: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class QuantisedFormat(ABC):
         return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
 
     def is_quantised(self, hf_names: Sequence[str]) -> bool:
-        """Whether these weights, which an engine fuses into one tensor, are all quantised."""
+        """Returns whether these weights, which an engine fuses into one tensor, are all quantised."""
         found = [name in self.names for name in hf_names]
         return bool(found) and all(found)
 
@@ -142,9 +142,9 @@ class BlockFp8(QuantisedFormat):
     equal to SGLang's `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are
     rounded up to powers of two, as in SGLang's `per_block_cast_to_fp8`.
 
-    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that dequantising its files and quantising
-    again gives bitwise the same files. A weight sync does not need that: the trainer's weights were rounded to
-    bfloat16, which moves the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights
+    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that its files stay bitwise the same if
+    they are dequantised and quantised again. A weight sync does not need this: the trainer's weights were rounded to
+    bfloat16, which changes the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights
     still stay the same, because half a step of e4m3 is at least eight times larger.
     """
 
@@ -191,8 +191,8 @@ class BlockFp8(QuantisedFormat):
         block = self.block
         if row.dim is not None and len(row.segments) > 1 and any(size % block[row.dim] for size in row.segments):
             raise ConfigError(
-                f"engines stack {' and '.join(row.hf)} of {list(row.segments)} rows in {self.title}, so a scale would "
-                "belong to two of them; choose a checkpoint whose sizes are multiples of a block"
+                f"engines stack {' and '.join(row.hf)} of {list(row.segments)} rows in {self.title}, so two of these "
+                "weights would share a scale; choose a checkpoint whose sizes are multiples of a block"
             )
         dim = row.dim
         shapes = tuple((-(-out // block[0]), -(-size // block[1])) for out, size in row.shapes)
@@ -211,14 +211,14 @@ def power_of_two_above(scales: Tensor) -> Tensor:
 #
 # Invariants
 # 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for files that `quantise` wrote: scales have 20 significant bits
-#    and codes at most 4, so their product is exact in float32. Scales from other programs use all 24 bits and may move
-#    by 2^-19; the codes stay if each block contains the largest code of e4m3, as in public files.
+#    and codes at most 4, so their product is exact in float32. Scales from other programs use all 24 bits and can
+#    change by 2^-19; the codes stay the same if each block contains the largest code of e4m3, as in public files.
 # 2. A block's error is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
 
 BLOCK = (128, 128)
-"""Block size [rows, columns] of written files. Files to read define their own."""
+"""Block size [rows, columns] of files that slime writes. Other files define their block size in config.json."""
 _SMALLEST = 2.0**-90
-"""A block with no entry above this is written as zeros, because its scale would leave float32's normal range."""
+"""A block whose entries are all below this is written as zeros, because its scale would be subnormal in float32."""
 _DROPPED_BITS = 0b1111
 """The low bits of a float32 mantissa, which are zero in a scale."""
 _LINEAR = re.compile(
@@ -245,7 +245,8 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def quantises(hf_name: str) -> bool:
-    """Whether `--to fp8` quantises a tensor: a linear weight of attention, MLP or experts, as in the public files.
+    """Returns whether `--to fp8` quantises a tensor: a linear weight of attention, MLP or experts, as in the public
+    files.
 
     Embeddings, norms, routers, gates, convolutions and the output layer stay plain.
     """
@@ -253,8 +254,7 @@ def quantises(hf_name: str) -> bool:
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Splits stacked experts, including [gate; up], into the tensors that FP8 files have. Yields other tensors
-    unchanged."""
+    """Splits stacked experts, including [gate; up], into the tensors of FP8 files. Yields other tensors unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
@@ -282,7 +282,7 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
     stacked = torch.stack(scales, -2)
     if not stacked.isfinite().all():
         raise CheckpointError(
-            f"a weight {list(weight.shape)} has an infinite or undefined entry, which FP8 cannot hold"
+            f"a weight of shape {list(weight.shape)} has an infinite or NaN entry, which FP8 cannot represent"
         )
     return torch.cat(codes, -2), stacked
 
@@ -296,8 +296,8 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     want = [*lead, -(-out // block[0]), -(-columns // block[1])]
     if list(scale.shape) != want:
         raise CheckpointError(
-            f"a weight {list(codes.shape)} in blocks of {list(block)} has scales {list(scale.shape)}, expected "
-            f"{want}; weight_block_size in config.json does not match these files"
+            f"a weight of shape {list(codes.shape)} in blocks of {list(block)} has scales of shape "
+            f"{list(scale.shape)}, expected {want}; weight_block_size in config.json does not match these files"
         )
     weight = codes.float()
     for i, rows in enumerate(weight.split(block[0], -2)):
@@ -306,7 +306,7 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def config_entry(kept: list[str]) -> dict[str, Any]:
-    """Returns the `quantization_config` for written files. `kept`: modules with plain matrices."""
+    """Returns the `quantization_config` for written files. `kept`: modules that are not quantised."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -377,8 +377,8 @@ class ChannelFp8(QuantisedFormat):
         codes, scales = parts
         if list(scales.shape) != [*codes.shape[:-1], 1]:
             raise CheckpointError(
-                f"a weight {list(codes.shape)} has scales {list(scales.shape)}, expected one per row; config.json does "
-                "not match these files"
+                f"a weight of shape {list(codes.shape)} has scales of shape {list(scales.shape)}, expected one per "
+                "row; config.json does not match these files"
             )
         return codes.float() * scales.float()
 
@@ -419,8 +419,8 @@ class GroupedInt4(QuantisedFormat):
 
     `<module>.weight_packed` holds eight codes in each int32, the first one in the lowest bits, each as code + 8.
     `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight. For bitwise
-    equal scales, this must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines know
-    it from config.json.
+    equal scales, this must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines
+    derive it from config.json.
     """
 
     group: int
@@ -448,7 +448,7 @@ class GroupedInt4(QuantisedFormat):
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
         size = weights.shape[-1]
         if size % self.group:
-            raise CheckpointError(f"a weight has {size} input features, which {self.group} does not divide")
+            raise CheckpointError(f"a weight has {size} input features, which groups of {self.group} do not divide")
         groups = weights.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -464,8 +464,8 @@ class GroupedInt4(QuantisedFormat):
         *lead, words = packed.shape
         if list(scales.shape) != [*lead, words * PER_WORD // self.group] or packed.dtype is not torch.int32:
             raise CheckpointError(
-                f"packed {packed.dtype} {list(packed.shape)} has scales {list(scales.shape)} in groups of "
-                f"{self.group}; config.json does not match these files"
+                f"packed codes {packed.dtype} {list(packed.shape)} have scales of shape {list(scales.shape)} in groups "
+                f"of {self.group}; config.json does not match these files"
             )
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=packed.device)
         codes = ((packed.unsqueeze(-1) >> shifts) & 0xF) + LOWEST
@@ -531,14 +531,14 @@ def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
 def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
     """Returns `table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold them.
 
-    The table serves all purposes of a weight sync: names and shapes of tensors to send, shares and stages of ranks,
+    A weight sync takes everything from this table: names and shapes of tensors to send, shares and stages of ranks,
     fusing, and digests (`weights.engine_layout`). Its Megatron names are not names of model parameters.
     """
     if quantised is None:
         return table
     unknown = sorted(n for n in quantised.names - set(table.hf_names) if not table.ignores(n))
     if unknown:
-        raise ConfigError(f"the checkpoint has quantised weights that the model lacks: {listed(unknown, 4)}")
+        raise ConfigError(f"the checkpoint has quantised weights that the model does not have: {listed(unknown, 4)}")
     _check_fused(table, quantised)
 
     def parts(rows: Iterable[Row], layer: int | None) -> tuple[Row, ...]:
@@ -557,20 +557,20 @@ def _parts(row: Row, layer: int | None, quantised: QuantisedFormat) -> tuple[Row
 
 
 def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
-    """Raises `ConfigError` if an engine tensor would hold plain and quantised weights, or part of a block."""
+    """Raises `ConfigError` if an engine tensor would contain plain and quantised weights, or a partial block."""
     for resident, held in table.resident.items():
         names = [name for entry in held for name in entry.hf]
         plain = [name for name in names if name not in quantised.names]
         if plain and len(plain) < len(names):
             odd = next(name for name in names if name in quantised.names)
             raise ConfigError(
-                f"{odd} is in {quantised.title} and {plain[0]} is plain, but engines keep both in one tensor, "
-                f"{resident}; quantise both or none"
+                f"{odd} is in {quantised.title} and {plain[0]} is plain, but engines fuse both into one tensor, "
+                f"{resident}; quantise both or neither"
             )
         entries = held if held[0].expert is None and not plain else ()
         uneven = [e for e in entries[:-1] if any(shape[0] % quantised.block[0] for shape in e.row.shapes)]
         if uneven:
             raise ConfigError(
                 f"engines stack {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title} with "
-                f"other weights in {resident}, so a scale would belong to two weights; choose another checkpoint"
+                f"other weights in {resident}, so two weights would share a scale; choose a different checkpoint"
             )

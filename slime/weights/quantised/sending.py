@@ -1,6 +1,6 @@
 """Quantises the trainer's weights while sending them, for engines that hold codes and scales instead of weights.
 
-The sending rank quantises, because it has the whole tensor. So codes and scales do not depend on the trainer's layout.
+The sending rank quantises, because it has the full tensor. So codes and scales do not depend on the trainer's layout.
 As for all tensors, digests are computed before codes and scales are copied into a bucket (`weights.sync`).
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from slime.core.errors import SlimeError, WeightSyncError
 from slime.models.common.table import Entry
 from slime.weights.quantised.formats import QuantisedFormat, engine_table
-from slime.weights.send_plan import Outgoing, Portion, Spec, Turn
+from slime.weights.send_plan import Outgoing, Spec, TensorGroup, Turn
 
 RUN_BYTES = 64 * 2**20
 """Maximum size of the consecutive tensors of one shape that are quantised together."""
@@ -63,19 +63,19 @@ RUNS = 16
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
-    """Converts `weights` (bfloat16) to the engines' format. Raises `ConfigError` if engines cannot hold them in it."""
+    """Converts `weights` (bfloat16) to the engines' format. Raises `ConfigError` if engines do not support it."""
     return weights if quantised is None else QuantisedOutgoing(weights, quantised)
 
 
 class QuantisedOutgoing:
-    """An `Outgoing` of codes and scales. It has the turns of the plain weights, so a bucket is about half full."""
+    """An `Outgoing` of codes and scales. Each bucket has the weights of one plain bucket, so it is about half full."""
 
     def __init__(self, weights: Outgoing, quantised: QuantisedFormat) -> None:
         self.table = engine_table(weights.table, quantised)
         self._weights, self._quantised = weights, quantised
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         self._plain: dict[int, Turn] = {}
-        """`id` of each turn from `turns` -> the turn of the plain weights."""
+        """`id` of each turn -> the turn with the same weights in plain form."""
 
     @property
     def device(self) -> torch.device:
@@ -84,38 +84,38 @@ class QuantisedOutgoing:
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         if self._turns[0] != limit_bytes:
             plain = self._weights.turns(limit_bytes)
-            turns = tuple(Turn(turn.sender, tuple(map(self._portion, turn.portions))) for turn in plain)
+            turns = tuple(Turn(turn.sender, tuple(map(self._quantised_group, turn.groups))) for turn in plain)
             self._plain = {id(turn): was for turn, was in zip(turns, plain, strict=True)}
             self._turns = limit_bytes, turns
         return self._turns[1]
 
-    def _portion(self, portion: Portion) -> Portion:
+    def _quantised_group(self, group: TensorGroup) -> TensorGroup:
         entries: dict[str, Entry] = {}
         specs: list[Spec] = []
-        for spec in portion.specs:
+        for spec in group.specs:
             if spec.name in self._quantised.names:
                 parts = zip(self._quantised.parts_of(spec.name), self._quantised.dtypes, strict=True)
                 specs += [Spec(name, self.table.shape_of(name), dtype) for name, dtype in parts]
             else:
                 specs.append(spec)
-        if not any(spec.name in self._quantised.names for spec in portion.specs):
-            return portion
+        if not any(spec.name in self._quantised.names for spec in group.specs):
+            return group
         for own in specs:
             entry = self.table.entry_of_hf(own.name)
             entries[entry.megatron] = entry
-        return Portion(tuple(entries.values()), tuple(specs), portion.stage)
+        return TensorGroup(tuple(entries.values()), tuple(specs), group.stage)
 
     @property
     def _run_bytes(self) -> int:
-        """Two half-empty buckets leave the memory of one bucket free. Quantising a run needs less than half of that
-        memory."""
+        """The maximum size of a run. Quantising it needs less than half a bucket of memory, and two half-empty buckets
+        leave a whole bucket free."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
-    def beside(self, turn: Turn) -> int:
+    def fill_bytes(self, turn: Turn) -> int:
         """Adds the memory for quantising to the memory for the plain weights."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
-        return self._weights.beside(plain) + int(
+        return self._weights.fill_bytes(plain) + int(
             TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
         )
 
@@ -123,7 +123,7 @@ class QuantisedOutgoing:
         return spec.name in self._quantised.names
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """Yields the codes, scales and plain tensors of a turn on its sender. Collective, as for the plain weights."""
+        """Yields codes, scales and plain tensors on the sender of a turn. Collective, as for the plain weights."""
         broken: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +137,7 @@ class QuantisedOutgoing:
         try:
             yield from quantised_stream(plain, self._quantised, self._run_bytes)
         except Exception as error:
-            for _ in plain:  # continues, because other ranks are in its collectives
+            for _ in plain:  # continues, because other ranks wait in its collectives
                 pass
             if broken or isinstance(error, SlimeError):
                 raise

@@ -1,7 +1,7 @@
 """The contract and the registry of weight transports.
 
-The user chooses a `Transport`. Its fields are its settings, and `check` says whether it works in this run. On every
-training rank it opens a `Channel`. A weight sync is a sequence of turns. In each turn, one rank sends one bucket
+The user chooses a `Transport`. Its fields are its settings, and `check` says whether it works in this run. It opens a
+`Channel` on every training rank. A weight sync is a sequence of turns. In each turn, one rank sends one bucket
 (`weights.send_plan`). Rank 0 conducts. The calls of a channel, in order:
 
     allocate            a sender       when its buckets need more memory
@@ -56,8 +56,8 @@ class Serialize(Protocol):
     ) -> tuple[list[str], object]:
         """Returns a payload per receiver, and the owner of the memory, which must live until all have read it.
 
-        Tensors that lie end to end in memory from `TransportContext.shareable` are not copied. `runs`: the result of
-        `weights.expert_runs.named_runs`. `only`: names of the tensors to load; the memory holds all tensors.
+        Tensors that are adjacent in memory from `TransportContext.shareable` are not copied. `runs`: the result of
+        `weights.expert_runs.named_runs`. `only`: names of the tensors to load; the memory contains all tensors.
         """
 
 
@@ -81,7 +81,7 @@ class TransportContext:
     """The folder with config.json and tokenizer of the model."""
     serialize: Serialize
     shareable: Callable[[int, torch.device], Tensor]
-    """A function that allocates memory which engines on this host can map, [bytes] uint8."""
+    """Allocates memory that engines on this host can map, [bytes] uint8."""
     post_write: Callable[[Path, Sequence[str]], object] | None = None
     """The user's `--custom-update-weight-post-write-path`, called with (folder, addresses of the engines) when a
     version on disk is complete, before engines load it."""
@@ -108,8 +108,8 @@ class Channel(ABC):
 
     @abstractmethod
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        """Sender, or the conductor (`everywhere`): sends the prepared bucket to all engines. Returns once they have it,
-        because the bucket's memory is reused afterwards."""
+        """Sender, or the conductor (`everywhere`): sends the prepared bucket to all engines. Returns once the engines
+        have the bucket, because its memory is reused afterwards."""
 
     def report(self) -> Any:
         """Sender: returns picklable facts about its buckets for `finish`."""
@@ -144,7 +144,7 @@ class Transport(ABC):
     """The value of `--update-weight-transport`; `TRANSPORTS.register` sets it."""
     groups_engines: ClassVar[bool] = False
     """Whether engines share a process group with their sender. A restarted engine then waits for the next weight sync,
-    because sending to this engine at once would need a group for it alone, and later a new group for all engines."""
+    because sending to this engine alone would need its own group first, and later a new group for all engines."""
 
     def check(self, args: Args) -> str | None:
         """Returns an error message if the transport cannot work on this device or placement, else None. Called at the

@@ -1,11 +1,11 @@
-"""The disk transport, for a shared filesystem: a whole HF checkpoint per version, `<disk_dir>/weight_v000012`.
+"""The disk transport, for a shared filesystem: a complete HF checkpoint per version, `<disk_dir>/weight_v000012`.
 
 Buckets become safetensors files in a temporary folder, each written by the rank that sends it. The conductor writes the
 index and renames the folder, so a reader never sees half a version. The folder is removed once all engines have loaded
 it, unless `--update-weight-disk-keep-files` is set.
 
-With `--update-weight-local-checkpoint-dir` engines load from a folder on their own host. An agent beside each engine
-keeps that folder at the newest version. A version may then be a delta to the previous one (`slime.weights.delta`).
+With `--update-weight-local-checkpoint-dir` engines load from a folder on their own host, in which an agent keeps the
+newest version. A version can then be a delta to the previous one (`slime.weights.delta`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DiskTransport(Transport):
     """Keep the folder of each weight version after the engines have loaded it."""
     update_weight_mode: str = "full"
     update_weight_local_checkpoint_dir: str | None = None
-    """Local folder on each engine's host for the checkpoint that the engine loads. An agent beside each engine copies
-    the versions there, and no engine reads the shared folder."""
+    """Local folder on each engine's host for the checkpoint that the engine loads. An agent on that host copies the
+    versions there, and no engine reads the shared folder."""
     update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
     """xor: old XOR new of each changed element, which compresses well; overwrite: the new elements."""
     update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)

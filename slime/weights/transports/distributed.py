@@ -1,14 +1,14 @@
-"""The distributed transport, for engines on other hosts or GPUs: broadcasts of whole buckets.
+"""The distributed transport, for engines on other hosts or GPUs: a broadcast per bucket.
 
 Each sending training rank has a process group in which it is rank 0 and the other members are all engine ranks. It
-opens the rendezvous store on a free port of its own address and invites the engines. It creates the group in the same
-way as engines do (`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same
+opens the rendezvous store on a free port of its address and invites the engines. It creates the group in the same way
+as engines do (`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same
 prefix.
 
 A group cannot gain or lose a member, and every member takes part in each broadcast. So a restarted engine gets its
 weights from the next weight sync (`Transport.groups_engines`), which makes a new group for all engines. Sending to this
-engine at once would need an extra group for it, or a broadcast for which all engines stop sampling, or sending all
-weights twice.
+engine immediately would need an extra group, or a broadcast for which all engines stop sampling, or sending all weights
+twice.
 
 Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
 to join, to receive and to respond, each with the limit of the weight sync; calls to engines run in their own threads.
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.001
 """Time between two checks whether broadcasts or engines are done."""
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name for a single broadcast of all tensors of a bucket, end to end."""
+"""SGLang's name for a single broadcast of all tensors of a bucket, concatenated."""
 COME_POLL_S = 0.01
 """Time between two checks whether engines have joined a group."""
 
@@ -81,7 +81,7 @@ class DistributedChannel(Channel):
             return
         if all(member in receivers for member in self._members):
             self.close()
-        else:  # an engine is gone and would not respond to the request to leave
+        else:  # an engine is lost and would not respond to the request to leave
             self.abandon()
         self._connect(tuple(receivers))
 
@@ -94,7 +94,7 @@ class DistributedChannel(Channel):
         sizes = [receiver.control.layout.num_ranks for receiver in receivers]
         offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
-        group_name = f"slime-weights-{secrets.token_hex(4)}"  # a new name: engines keep the old until its group ends
+        group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep the old name until its group is destroyed
         keep_gloo_on(self._master_address)
         listener = listen_on(self._master_address)
         master_port = listener.getsockname()[1]
@@ -188,7 +188,7 @@ class DistributedChannel(Channel):
         self._detach()()
 
     def _detach(self) -> Callable[[], None]:
-        """Forgets the group. Returns the function that leaves it and holds the last references to it."""
+        """Forgets the group. Returns a function that leaves the group and holds the last references to it."""
         import torch.distributed as dist
 
         held = [self._group, self._store]
@@ -202,7 +202,7 @@ class DistributedChannel(Channel):
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
                 dist.destroy_process_group(held[0])
                 held.clear()
-                left.exception()  # ignores the error of an engine that is gone
+                left.exception()  # ignores the error of a lost engine
 
         return leave
 

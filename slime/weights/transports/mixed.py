@@ -1,7 +1,7 @@
-"""The mixed transport, for runs in which some engines share GPUs with training and other engines have their own GPUs.
+"""The mixed transport, for runs in which some engines share GPUs with training and other engines do not.
 
 Engines that share all their GPUs with training map the trainer's memory (`tensor`). All others, even if they share some
-GPUs, take part in broadcasts (`distributed`). Each bucket goes first to one kind of engine, then to the other. Every
+GPUs, take part in broadcasts (`distributed`). Each bucket is sent first to one kind of engine, then to the other. Every
 bucket is copied to all training ranks, because `tensor` needs that. Only the conductor broadcasts.
 """
 
@@ -43,7 +43,7 @@ class MixedTransport(Transport):
 
 
 class MixedChannel(Channel):
-    """Two channels, each for the engines that it can reach. A channel without engines is not called."""
+    """Two channels, each for some of the engines. A channel without engines is not called."""
 
     everywhere = True
 

@@ -1,7 +1,7 @@
 """The tensor transport, for one host: engines map the trainer's memory (shared memory on a CPU, CUDA IPC on a GPU).
 
 Each engine rank gets its own payload, because receivers count references to the memory. The payload names the tensors
-of which this rank holds a part. On GPUs the payload of an engine rank comes from the training rank on the same GPU:
+that this rank needs for its shards. On GPUs the payload of an engine rank comes from the training rank on the same GPU:
 every bucket is copied to all training ranks, each rank makes handles of its memory (a few hundred bytes), and the
 conductor gathers the handles. On a CPU the sender of a bucket serves all engine ranks.
 
@@ -48,8 +48,8 @@ class TensorTransport(Transport):
         if args.colocate:
             others = "mixed" if policy_shares_gpus(args) else "distributed"
             return (
-                "--update-weight-transport tensor cannot serve policy engines on GPUs without a training rank: they do "
-                f"not see the trainer's memory; use {others} or disk"
+                "--update-weight-transport tensor cannot serve policy engines on GPUs without a training rank, because "
+                f"these engines cannot map the trainer's memory; use {others} or disk"
             )
         return (
             "--update-weight-transport tensor needs --colocate on cuda: CUDA memory is shared within one GPU, and no "
@@ -76,7 +76,7 @@ class TensorChannel(Channel):
             if self._gpu_id is not None and len(receiver.gpu_ids) != receiver.control.layout.num_ranks:
                 raise WeightSyncError(
                     f"engine {receiver.control.url} has {len(receiver.gpu_ids)} GPU ids for "
-                    f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU, so give one "
+                    f"{receiver.control.layout.num_ranks} ranks; the tensor transport pairs ranks by GPU, so pass one "
                     "id per rank, or use --update-weight-transport distributed"
                 )
 
@@ -125,8 +125,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Returns rank -> names of which the rank holds a part, None for all. Equal sets are the same object, which
-        makes comparisons fast."""
+        """Returns rank -> names of the tensors that the rank needs for its shards, None for all. Equal sets are the
+        same object, which makes comparisons fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)

@@ -124,7 +124,7 @@ def test_there_are_adapters_to_write(
     """Law: neither a run without adapters nor a Hugging Face folder has any."""
     source = write_tiny_model(tmp_path / "m", "qwen3")
     _save(make_backend(source), tmp_path / "save", 0)
-    for folder, why in ((tmp_path / "save", "holds no adapters"), (source, "has none")):
+    for folder, why in ((tmp_path / "save", "has no adapters"), (source, "has none")):
         assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "peft"]) == 2
         assert why in capsys.readouterr().err
 

@@ -61,9 +61,9 @@ def send(seat: Seat, model: str, megatron: dict[str, Any], args: dict[str, Any])
         "all": list(exported),
         "senders": [turn.sender for turn in turns],
         "plan": [(turn.sender, [spec.name for spec in turn.specs]) for turn in turns],
-        "largest": max(turn.num_bytes for turn in turns if len(turn.portions) > 1),
+        "largest": max(turn.num_bytes for turn in turns if len(turn.groups) > 1),
         "peak": peak,
-        "portion": max(portion.num_bytes for turn in turns for portion in turn.portions),
+        "group": max(group.num_bytes for turn in turns for group in turn.groups),
         "many": len(outgoing.turns(ROOM_BYTES)) > 2,
     }
     backend.close()
@@ -93,7 +93,7 @@ def peak_bytes(backend: MegatronBackend, outgoing: TrainerWeights, rank: int) ->
         held = 0
         for turn in turns:
             if turn.sender == rank:
-                if max(held, turn.num_bytes + outgoing.beside(turn)) > ROOM_BYTES:  # as the weight sync does
+                if max(held, turn.num_bytes + outgoing.fill_bytes(turn)) > ROOM_BYTES:  # as the weight sync does
                     buffers.free()
                 held = turn.num_bytes
             views = dict(buffers.next(turn.specs).tensors) if turn.sender == rank else {}
@@ -114,7 +114,7 @@ def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_pa
     stages = 2 if "pp2" in layout else 1
     assert len(set(told[0]["senders"])) == stages * (2 if "ep2" in layout else 1), "each stage, and those with experts"
     assert told[0]["largest"] <= LIMIT_BYTES
-    alone = int((1 + PARAMETER_TIMES) * told[0]["portion"]) + MESSAGE_TIMES * (ROOM_BYTES // MESSAGES)
+    alone = int((1 + PARAMETER_TIMES) * told[0]["group"]) + MESSAGE_TIMES * (ROOM_BYTES // MESSAGES)
     peak = max(own["peak"] for own in told)
     assert told[0]["many"] and 0 < peak <= max(2 * ROOM_BYTES, alone), "two buckets, or what one parameter takes"
 
@@ -154,6 +154,6 @@ def test_a_parameter_that_cannot_be_put_together_is_told_by_its_sender_once_all_
     broken = "decoder.layers.1.self_attention.linear_qkv.weight"
     told = ranks.run(break_an_export, 4, str(model), megatron, broken)
     raised = [error for error, _, _ in told if error]
-    assert len(raised) == 1 and "MemoryError while weights were gathered: no room" in raised[0]
+    assert len(raised) == 1 and "gathering weights failed with MemoryError: no room" in raised[0]
     missing = {name for _, sent, own in told for name in set(own) - set(sent)}
     assert missing == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"}

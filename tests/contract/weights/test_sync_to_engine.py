@@ -236,7 +236,7 @@ def test_unchanged_weights_are_verified_as_well(rig: Rig) -> None:
 
 def test_a_forgotten_tensor_is_refused_before_the_engine_is_asked(rig: Rig) -> None:
     state = {n: t for n, t in rig.state.items() if n != "model.norm.weight"}
-    with pytest.raises(WeightSyncError, match=r"lacks model\.norm\.weight"):
+    with pytest.raises(WeightSyncError, match=r"did not send model\.norm\.weight"):
         rig.sync_weights(state, rig.channel("tensor"), version=7)
 
 

@@ -33,13 +33,13 @@ def test_what_is_trained_and_served_is_taken(words: list[str], flags: str) -> No
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("", "give --sglang-moe-runner-backend triton"),
+        ("", "set --sglang-moe-runner-backend triton"),
         ("--sglang-moe-runner-backend triton_kernel", "in a different order"),
         (f"{LAYER} mlp", "add adapters to the experts of gpt-oss"),
         (f"{TRITON} --lora-rank 4", "add adapters to the experts of gpt-oss"),
         (
             f"{TRITON} --rollout-num-gpus-per-engine 2 --actor-num-gpus-per-node 2 --colocate",
-            "each pipeline stage one GPU",
+            "one GPU per pipeline stage",
         ),
     ],
 )

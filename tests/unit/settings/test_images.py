@@ -38,9 +38,9 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
     [
         ('--multimodal-keys {"video":"videos"}', "only images are read"),
         ('--multimodal-keys {"image":"images","audio":"sounds"}', "only images are read"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, because images need whole rows"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, because images need whole rows"),
-        ("--context-parallel-size 2", "--context-parallel-size 2, because images need whole rows"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, because with images each rank"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, because with images each rank"),
+        ("--context-parallel-size 2", "--context-parallel-size 2, because with images each rank"),
         ("--lora-rank 4", "--lora-rank, which was not verified with images"),
         ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic sees no images"),
         ("--use-prefix-sharing", "the layers of qwen3_vl_text do not support it"),
@@ -54,7 +54,7 @@ def test_what_is_not_trained_with_images_is_refused_by_name(words: str, said: st
 
 def test_without_a_template_and_with_another_model_there_are_no_images(tmp_path: Path) -> None:
     assert "needs --apply-chat-template" in refused([*_base(tmp_path), *KEYS[:2]])
-    assert "a qwen3 is not trained on images" in refused([*complete(tmp_path / "other"), *KEYS])
+    assert "a qwen3 cannot be trained on images" in refused([*complete(tmp_path / "other"), *KEYS])
     codes = {**QWEN3_VL, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert "a quantised hf_checkpoint" in refused([*_base(tmp_path / "codes", codes), *KEYS])
     alone = {**QWEN3_VL["text_config"]}  # type: ignore[dict-item]

@@ -23,7 +23,7 @@ from tests.support.launch_scripts import launch_scripts
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "a flag given twice": r"contradict each other; keep one",
-    "images": r"is not trained on images|--spec .* is a model of images",
+    "images": r"cannot be trained on images|--spec .* is a model of images",
     "a draft of GLM-5": r"with speculative decoding: slime trains no multi-token prediction in glm_moe_dsa",
     "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",

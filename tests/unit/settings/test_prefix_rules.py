@@ -31,7 +31,7 @@ def test_it_is_off_unless_it_is_asked_for(base: list[str]) -> None:
 
 def test_a_state_along_the_sequence_is_refused(base: list[str]) -> None:
     message = refused([*_of(base, NEXT), SHARED])
-    for said in ("--use-prefix-sharing does not work", "carries a state", "drop the flag"):
+    for said in ("--use-prefix-sharing does not work", "recurrent state", "drop the flag"):
         assert said in message
     assert parse_args(_of(base, NEXT)).hf_checkpoint
 

@@ -110,5 +110,5 @@ def test_a_batch_without_a_record_cannot_be_replayed(checkpoint: Path) -> None:
 
 
 def test_a_record_of_another_model_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(DataError, match="another model"):
+    with pytest.raises(DataError, match="a different model"):
         routing_of(checkpoint, with_routed_experts(random_batch(), LAYERS + 1, EXPERTS, TOPK))

@@ -142,7 +142,7 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
 def test_nothing_written_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no file"):
         commit(begin(tmp_path, 1), 1)
-    with pytest.raises(CheckpointError, match="not a committed"):
+    with pytest.raises(CheckpointError, match="was not committed"):
         verify(tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_a_save_that_does_not_end_is_named() -> None:
     assert background.poll() == {}
     with pytest.raises(DeadlineExceeded, match="the checkpoint of step 1"):
         background.finish(limit_s=0.01)
-    with pytest.raises(AssertionError, match="still under way"):
+    with pytest.raises(AssertionError, match="still running"):
         background.start(dict, what="the checkpoint of step 2")
     end.set()
     assert background.finish(limit_s=10) == {"ended": 1.0}

@@ -109,7 +109,7 @@ def test_a_rollout_is_read_as_ours(tmp_path: Path, capsys: pytest.CaptureFixture
     source, target = _dump(tmp_path / "5.pt", first, third, second), tmp_path / "5.jsonl.zst"
     assert _convert(source, target, "--trust-pickle") == 0
     told = capsys.readouterr().out
-    assert "3 samples in 2 groups of step 5" in told and "left out: spec_info, of 3 samples" in told
+    assert "3 samples in 2 groups of step 5" in told and "left out: spec_info (3 samples)" in told
     assert "1 samples of several weight versions" in told
     rollout_id, ((one, two), (other,)) = load_rollout(target)
     assert rollout_id == 5 and [s.group_index for s in (one, two, other)] == [7, 7, 3]
@@ -162,7 +162,7 @@ def test_a_refused_rollout_leaves_nothing(tmp_path: Path, capsys: pytest.Capture
         ({"metadata": {"raw": b"x"}}, "sample 0.metadata.raw is of type bytes"),
         ({"reward": float("nan")}, "cannot be recorded"),
         ({"metadata": {"many": _many(8)}}, "values and letters"),
-        ({"metadata": {"deep": _many(300, 1)}}, "nests over 200 deep"),
+        ({"metadata": {"deep": _many(300, 1)}}, "over 200 nested levels"),
     ):
         _dump(tmp_path / "5.pt", _fields(**changes))
         assert _convert(tmp_path / "5.pt", tmp_path / "5.jsonl.zst", "--trust-pickle") == 2
@@ -360,7 +360,7 @@ def test_a_damaged_rollout_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     torch.save([1, 2], tmp_path / "b.pt")
     torch.jit.script(torch.nn.Linear(1, 1)).save(str(tmp_path / "c.pt"))
     for name, why in (
-        ("a", "not a whole file of torch.save"),
+        ("a", "not a complete file of torch.save"),
         ("b", "not a rollout"),
         ("c", "a program of TorchScript"),
     ):

@@ -68,9 +68,9 @@ def test_a_refusal_names_the_number_that_fits() -> None:
         return refusal(largest, passes, passes.fitting(room - kept_bytes), kept_bytes=kept_bytes, gpu_bytes=room)
 
     by_tokens = text(Largest(60_000, None), 20 * GB)
-    assert "60,000 tokens" in by_tokens and "take 61.0 GB in addition to 20.0 GB" in by_tokens
-    assert "about 59,000 tokens fit: give --max-tokens-per-gpu 59000 or less" in by_tokens
-    assert "--micro-batch-size 7 or less" in text(Largest(64_000, 8), 20 * GB)
+    assert "60,000 tokens" in by_tokens and "need 61.0 GB in addition to 20.0 GB" in by_tokens
+    assert "about 59,000 tokens fit: set --max-tokens-per-gpu to 59000 or less" in by_tokens
+    assert "--micro-batch-size to 7 or less" in text(Largest(64_000, 8), 20 * GB)
     nothing = text(Largest(2000, None), 80 * GB)
     assert "about 0 tokens fit: recompute activations" in nothing and "--max-tokens-per-gpu" not in nothing
 

@@ -179,7 +179,7 @@ def entry(name: str, file: str = "a") -> Entry:
 
 def test_a_tensor_that_two_senders_sent_is_refused() -> None:
     reports = [Report((entry("w"),), 2, 1), Report((entry("w", "b"),), 2, 1)]
-    with pytest.raises(WeightSyncError, match="w is in a and in b"):
+    with pytest.raises(WeightSyncError, match="w was sent twice: in a and b"):
         merged(reports)
 
 

@@ -98,7 +98,7 @@ def test_doubled_missing_and_misshapen_tensors_are_refused() -> None:
         expected.add("model.norm.weight", state["model.norm.weight"])
     with pytest.raises(WeightSyncError, match="shape"):
         expected.add("lm_head.weight", state["lm_head.weight"][1:])
-    with pytest.raises(WeightSyncError, match="lacks"):
+    with pytest.raises(WeightSyncError, match="did not send"):
         expected.finish()
 
 

@@ -59,7 +59,7 @@ def test_zeros_denormals_and_huge_entries_are_safe() -> None:
     assert dequantise(codes, scale, BLOCK)[5, 200] == pytest.approx(3e38, rel=1e-5)
     for bad in (float("nan"), float("inf")):
         weight[1, 1] = bad
-        with pytest.raises(CheckpointError, match="infinite or undefined"):
+        with pytest.raises(CheckpointError, match="infinite or NaN"):
             quantise(weight)
 
 

@@ -210,7 +210,7 @@ def test_every_rank_is_compared_and_named(layout: EngineLayout) -> None:
         ({"model_type": "minimax_m2", "num_local_experts": 4}, EXPERTS, None),
         ({"model_type": "minimax_m2"}, EngineLayout(tp_size=2, dp_size=2, dp_lm_head=True), "enable_dp_lm_head"),
         ({"model_type": "gpt_oss", "num_local_experts": 4}, STAGES, None),
-        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2), "each pipeline stage one GPU"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, EngineLayout(tp_size=2), "one GPU per pipeline stage"),
     ],
 )
 def test_what_sglang_does_not_do_with_a_family_is_refused(

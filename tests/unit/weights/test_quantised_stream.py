@@ -147,7 +147,7 @@ def test_a_format_is_found_from_config_and_names(tmp_path: Path) -> None:
 def test_weights_that_engines_fuse_are_quantised_alike() -> None:
     table, _, quantised = model("fp8")
     some = BlockFp8(frozenset(n for n in quantised.names if "k_proj" not in n), 128, 128)
-    with pytest.raises(ConfigError, match="quantise both or none"):
+    with pytest.raises(ConfigError, match="quantise both or neither"):
         engine_table(table, some)
     narrow = table_for({**CONFIG, "head_dim": 64, "num_key_value_heads": 1, "num_attention_heads": 2})
     with pytest.raises(ConfigError, match="multiples of a block"):
@@ -169,6 +169,6 @@ def test_a_weight_that_cannot_be_quantised_is_told_when_all_of_its_turn_were_tak
 
     outgoing = quantised_outgoing(Watched(table, state.items()), quantised)
     (turn,) = outgoing.turns(1 << 30)
-    with pytest.raises(CheckpointError, match="infinite or undefined"):
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
         list(outgoing.tensors(turn))
     assert sorted(taken) == sorted(state)

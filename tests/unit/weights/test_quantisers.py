@@ -129,7 +129,7 @@ def test_a_part_of_whole_blocks_is_quantised_as_within_the_whole(name: str) -> N
 def test_what_is_not_finite_is_refused(name: str, bad: float) -> None:
     weight = random_weight((256, 256))
     weight[200, 100] = bad
-    with pytest.raises(CheckpointError, match="infinite or undefined"):
+    with pytest.raises(CheckpointError, match="infinite or NaN"):
         FORMATS[name].quantise(weight)
 
 

@@ -28,7 +28,7 @@ def test_every_tensor_has_one_turn_and_what_an_engine_stacks_one_sender(limit: i
     turns = Whole(TABLE, STATE.items(), senders=[range(num)]).turns(limit)
     order = [spec.name for turn in turns for spec in turn.specs]
     assert order == list(TABLE.hf_names)
-    assert all(turn.num_bytes <= limit for turn in turns if len(turn.portions) > 1)
+    assert all(turn.num_bytes <= limit for turn in turns if len(turn.groups) > 1)
     senders: dict[str, set[int]] = {}
     for turn in turns:
         for spec in turn.specs:
@@ -48,7 +48,7 @@ def test_what_an_engine_loads_at_once_is_in_one_bucket() -> None:
     table, state = model(model_type="deepseek_v3", **LATENT)
     for turn in Whole(table, state.items()).turns(1):
         names = {table.together[spec.name] for spec in turn.specs if spec.name in table.together}
-        assert len(names) <= 1 and (len(turn.portions) == 1 or names)
+        assert len(names) <= 1 and (len(turn.groups) == 1 or names)
     together = [[n for n in (table.together.get(s.name) for s in turn.specs) if n] for turn in _turns(table, state)]
     assert sorted(len(names) for names in together if names) == [2] * len(set(table.together.values()))
 

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slime.core.errors import DeadlineExceeded
-from slime.weights.delivery import Words
+from slime.weights.delivery import SenderMessages
 from slime.weights.rendezvous import join_store, listen_on, open_store
 
 LIMIT = timedelta(seconds=60)
@@ -26,13 +26,13 @@ def stores() -> tuple[TCPStore, TCPStore]:
 
 def test_who_waits_in_vain_says_so_and_hears_the_next_weight_sync(stores: tuple[TCPStore, TCPStore]) -> None:
     """Law: a word that comes too late is not taken for one of the weight sync that follows."""
-    impatient, other = Words(stores[1], limit_s=0.01), Words(stores[0], limit_s=60)
+    impatient, other = SenderMessages(stores[1], limit_s=0.01), SenderMessages(stores[0], limit_s=60)
     for words in (impatient, other):
         words.begin()
-    with pytest.raises(DeadlineExceeded, match="2 turns of other training ranks, before turn 5"):
+    with pytest.raises(DeadlineExceeded, match="other training ranks to send 2 buckets before bucket 5"):
         impatient.hear(5, 2)
     other.tell(5, False)
-    patient = Words(stores[1], limit_s=60)
+    patient = SenderMessages(stores[1], limit_s=60)
     patient.begin()
     patient.begin()
     other.begin()
@@ -44,7 +44,7 @@ def test_who_waits_in_vain_says_so_and_hears_the_next_weight_sync(stores: tuple[
 def test_a_word_waits_for_who_comes_later_and_wakes_who_came_before(
     stores: tuple[TCPStore, TCPStore], good: bool
 ) -> None:
-    here, there = (Words(store, limit_s=60) for store in stores)
+    here, there = (SenderMessages(store, limit_s=60) for store in stores)
     here.tell(1, good)  # nobody listens yet
     assert there.hear(1, 1) is good
     heard: list[bool] = []

@@ -1,6 +1,6 @@
 """A bucket leaves a GPU when it is filled, whatever the trainer has asked of the GPU since.
 
-python -m pytest tests/gpu/test_departure_on_gpu.py
+python -m pytest tests/gpu/test_send_stream_on_gpu.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from slime.weights.delivery import Departure
+from slime.weights.delivery import SendStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda", 0)
@@ -19,15 +19,15 @@ LONG_CYCLES = 20_000_000_000
 
 
 def test_what_is_filled_leaves_while_the_stream_of_the_trainer_is_busy() -> None:
-    departure, bucket = Departure(GPU), torch.zeros(1 << 20, device=GPU)
+    stream, bucket = SendStream(GPU), torch.zeros(1 << 20, device=GPU)
     seen: list[tuple[bool, float]] = []
     bucket.fill_(3)
-    filled = departure.filled()
+    filled = stream.filled()
     torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
     busy = torch.cuda.current_stream().record_event()
 
     def send() -> None:
-        with departure.after(filled):
+        with stream.after(filled):
             total = float(bucket.sum().cpu())
         seen.append((busy.query(), total))
 
@@ -39,8 +39,8 @@ def test_what_is_filled_leaves_while_the_stream_of_the_trainer_is_busy() -> None
 
 
 def test_what_is_not_filled_yet_does_not_leave() -> None:
-    departure, bucket = Departure(GPU), torch.zeros(1 << 20, device=GPU)
+    stream, bucket = SendStream(GPU), torch.zeros(1 << 20, device=GPU)
     torch.cuda._sleep(LONG_CYCLES // 10)  # type: ignore[no-untyped-call]
     bucket.fill_(3)
-    with departure.after(departure.filled()):
+    with stream.after(stream.filled()):
         assert float(bucket.sum().cpu()) == 3.0 * bucket.numel()
