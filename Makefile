@@ -40,23 +40,30 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Two sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The output of
-# the pure tests comes at the end.
-PURE := $(wildcard tests/unit tests/mutation tests/project)
-define TWO_SESSIONS
-@export OMP_NUM_THREADS=1; log=$$(mktemp); $(PYTEST) $(SELECT) -p no:cacheprovider $(PURE) >$$log 2>&1 & pid=$$!; \
-trap 'kill $$pid 2>/dev/null; rm -f $$log' EXIT; \
-$(PYTEST) $(SELECT) $(addprefix --ignore=,$(PURE)) tests; real=$$?; \
-wait $$pid; pure=$$?; cat $$log; test $$pure -eq 0 -a $$real -eq 0
+# Four sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The last
+# session shows its output as it comes, the output of the others comes at the end. On Ctrl-C, each of them ends what it
+# started.
+ROLLOUT_TESTS  := $(wildcard tests/unit/rollout tests/unit/rewards tests/mutation tests/project)
+TRAINING_TESTS := $(wildcard tests/contract/training)
+IGNORED         = $(addprefix --ignore=,$(1))
+IN_BACKGROUND   = $(PYTEST) $(SELECT) -p no:cacheprovider
+define SESSIONS
+@export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
+trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
+$(IN_BACKGROUND) $(ROLLOUT_TESTS) >$$logs/1 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(call IGNORED,$(ROLLOUT_TESTS)) tests/unit >$$logs/2 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(TRAINING_TESTS) >$$logs/3 2>&1 & pids="$$pids $$!"; \
+$(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(ROLLOUT_TESTS) $(TRAINING_TESTS)) tests || failed=1; \
+for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef
 
 test: SELECT := -m "not slow and not style"
 test: $(STAMP) ## all tests but the slow ones, real engines included
-	$(TWO_SESSIONS)
+	$(SESSIONS)
 
 test-all: SELECT := --hypothesis-profile=explore
 test-all: $(STAMP) ## all tests, and new examples for property tests
-	$(TWO_SESSIONS)
+	$(SESSIONS)
 
 test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine
 	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py
