@@ -34,7 +34,9 @@ async def generate(args: Any, sample: Sample, sampling_params: Any) -> list[Samp
     is_long = sample.group_index == 0 and PACE.tries[sample.index] == 1
     messages: Any = [{"role": "user", "content": f"Begin {sample.index}, try {PACE.tries[sample.index]}."}]
     async with execution(sampling_params) as agent:
-        async with openai.AsyncOpenAI(base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{agent.url}/v1", api_key=agent.key, max_retries=0, timeout=600.0
+        ) as client:
             for turn in range(PACE.num_turns if is_long else 1):
                 while is_long and PACE.allowed <= turn:
                     await asyncio.sleep(0.005)

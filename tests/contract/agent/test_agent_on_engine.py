@@ -31,7 +31,7 @@ def said(text: str) -> Any:
 
 async def over_openai(url: str, key: str) -> None:
     """A conversation, a retry, another way behind the second answer, a summary of it all."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0)
     history: list[Any] = [said("0123")]
     for turn in range(TURNS):
         answer = await client.chat.completions.create(model="m", messages=history)
@@ -43,7 +43,7 @@ async def over_openai(url: str, key: str) -> None:
 
 async def over_anthropic(url: str, key: str) -> None:
     """The same in streams."""
-    client = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+    client = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0, timeout=600.0)
     history: list[Any] = [said("456")]
     for turn in range(TURNS):
         async with client.messages.stream(model="m", max_tokens=9 + turn, system="be 1", messages=history) as stream:

@@ -23,7 +23,7 @@ CALL = {"id": "functions.weather:0", "function": {"name": "weather", "arguments"
 
 
 def client_of(room: Room, key: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=key, max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=key, max_retries=0, timeout=600.0)
 
 
 async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_more() -> None:

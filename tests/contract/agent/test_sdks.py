@@ -41,12 +41,16 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+LIMIT_S = 600.0
+"""By default an SDK gives up a connection after 5 s, which a busy machine may take."""
+
+
 def aopenai(room: Room, **more: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0, **more)
+    return openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0, timeout=LIMIT_S, **more)
 
 
 def aanthropic(room: Room) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=room.url, api_key=room.key, max_retries=0)
+    return anthropic.AsyncAnthropic(base_url=room.url, api_key=room.key, max_retries=0, timeout=LIMIT_S)
 
 
 def trained_turns(room: Room) -> list[list[str]]:
@@ -115,11 +119,11 @@ def test_a_stream_of_chat_completions_is_the_whole_in_pieces() -> None:
 @pytest.mark.slow
 def test_the_synchronous_sdks() -> None:
     def talk(room: Room) -> None:
-        client = openai.OpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0)
+        client = openai.OpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0, timeout=LIMIT_S)
         assert client.models.list().data[0].id == "slime"
         assert client.chat.completions.create(model="m", messages=USER).choices[0].message.content == "one"
         assert client.responses.create(model="m", input="hello").output_text == "two"
-        claude = anthropic.Anthropic(base_url=room.url, api_key=room.key, max_retries=0)
+        claude = anthropic.Anthropic(base_url=room.url, api_key=room.key, max_retries=0, timeout=LIMIT_S)
         answer = claude.messages.create(model="m", max_tokens=50, messages=USER)
         assert [block.text for block in answer.content] == ["three"]  # type: ignore[union-attr]
 
