@@ -51,7 +51,7 @@ class PromptWalk:
         self._order_of: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def next_row(self) -> int:
-        """Advances, and returns the row's number."""
+        """Advances by one row. Returns the number of that row."""
         row = int(self._order()[self.offset])
         self.offset += 1
         if self.offset == len(self.prompts):

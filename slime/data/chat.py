@@ -1,4 +1,4 @@
-"""Renders chats to text and ids, and keeps text from a dataset from turning into control tokens.
+"""Renders chats to text and ids, and prevents text of a dataset from becoming control tokens.
 
 A user's text that contains `<|im_end|>` must not end the turn. But templates paste strings, and tokenizers find control
 tokens anywhere in a text. So before the template runs, each control string in a message is replaced by a harmless word,

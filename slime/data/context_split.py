@@ -1,6 +1,6 @@
-"""Context parallelism: which tokens of a packed row each rank holds, and which keys its queries see.
+"""Context parallelism: which tokens of a packed row each rank has, and which keys its queries see.
 
-Every sequence is split into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r` of each, so
+Every sequence is split into `2 * cp_size` equal chunks, and rank r has chunks r and `2 * cp_size - 1 - r` of each, so
 that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
 al. 2024, section 3.3.2). Pure: uses neither devices nor process groups.
 
@@ -8,7 +8,7 @@ Invariants
 1. The positions of all ranks together are a permutation of the row.
 2. A rank's tokens keep the order of the sequences; the two chunks of a sequence are adjacent.
 3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, and the causal mask is aligned with the
-   chunk's end. A sequence that continues shared tokens sees the shared tokens before its own.
+   chunk's end. A sequence that continues shared tokens sees the shared tokens before its own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ContextSplit:
     """One rank's part of a row of T tokens and N sequences."""
 
     positions: Int64s
-    """[T / cp] row positions of this rank's tokens, in the order in which the rank holds them."""
+    """[T / cp] row positions of this rank's tokens, in the rank's order."""
     local_index: Int64s
     """[T] each token's index among this rank's tokens, or -1 for tokens of other ranks."""
     key_rows: Int64s

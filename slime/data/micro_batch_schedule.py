@@ -9,7 +9,7 @@ Invariants
 3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch is
    empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
 4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
-   longer sample. Balancing by cost keeps this limit, because memory depends on tokens.
+   longer sample. Balancing by cost respects this limit, because memory depends on tokens.
 5. Without `balance` and shared prefixes a rank sees its samples in batch order.
 6. With `balance` each rank runs its micro-batches from the most to the least expensive, and those that run at the same
    time have similar costs: no micro-batch costs less than one that any rank runs later.

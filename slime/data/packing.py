@@ -3,8 +3,8 @@
 A token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss (mask, rollout
 log-prob, advantage) belongs to the predicting position, at which the model outputs it.
 
-Samples may share a prefix (`slime.data.shared_prefixes`). Then a sequence of the row holds only the tokens that a
-sample does not share with an earlier one.
+Samples may share a prefix (`slime.data.shared_prefixes`). Then a sequence of the row has only the tokens that a
+sample does not share with an earlier sample.
 
 Invariants
 1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.

@@ -218,7 +218,7 @@ class GraderProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether its own computation crashed the process; for use after `kill`."""
+        """Whether the grader's computation crashed the process; for use after `kill`."""
         return -(self._process.returncode or 0) in OWN_CRASHES
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:

@@ -373,13 +373,13 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
-    """Returns a group that did not finish. Unscored executions start over, because some of their tokens may not be
-    sampled.
+    """Returns a group that did not finish. Unscored executions start over, because some of their tokens may not have
+    been sampled.
     """
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
 
 
 def failure_kind(result: GroupResult) -> str:
-    """Returns outcome and reason as one name for ledger and metrics."""
+    """Returns the outcome and the reason as one name, for the ledger and the metrics."""
     return f"{result.outcome.value}_{reason_kind(result.reason)}"

@@ -85,7 +85,7 @@ LIMITS: ContextVar[Limits | None] = ContextVar("slime_limits", default=None)
 
 
 def _served(args: Args) -> int | None:
-    """Returns the model's context length; None for external engines, which enforce their own."""
+    """Returns the model's context length; None for external engines, which enforce their own limit."""
     if args.rollout_external_engine_addrs:
         return None
     key = (args.hf_checkpoint, args.sglang.get("context_length"), args.sglang.get("allow_auto_truncate"))

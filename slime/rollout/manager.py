@@ -113,7 +113,7 @@ class RolloutManager:
         keys: EngineKeys = NO_KEYS,
         workers: WorkerFleet | None = None,
     ) -> None:
-        """Loads tokenizer and data.
+        """Loads the tokenizer and the data.
 
         `engines`: addresses of the policy's engines at start; None if no model has engines. `keys`: API keys.
         `workers`: processes that run the groups; None: this process runs them.

@@ -143,7 +143,7 @@ class Sums:
 
 @dataclass(slots=True)
 class Traffic:
-    """Measures how long the requests of one client wait: for a place at an engine, for the first token (in the engine's
+    """Measures how long the requests of one client wait: for a slot at an engine, for the first token (in the engine's
     queue and while the engine reads the prompt), and for the other tokens. `traffic_metrics` joins several processes.
     """
 
@@ -170,7 +170,7 @@ class Traffic:
         again: bool,
         drafted: Drafts = NO_DRAFTS,
     ) -> None:
-        """Counts a try that ended, or that got no place (`one` is None).
+        """Counts a try that ended, or that got no slot (`one` is None).
 
         `tokens`: number of sampled tokens. `read`: number of tokens in the prompt, and how many of them the engine had
         cached. `again`: whether the request had a try before.

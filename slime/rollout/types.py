@@ -15,7 +15,7 @@ SampleGroup = list[Sample]
 
 @dataclass(slots=True)
 class RolloutFnTrainOutput:
-    """Returned by a rollout function for one training step."""
+    """The result of a rollout function for one training step."""
 
     samples: list[SampleGroup]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class RolloutFnTrainOutput:
 
 @dataclass(slots=True)
 class RolloutFnEvalOutput:
-    """Returned by an evaluation function."""
+    """The result of an evaluation function."""
 
     data: dict[str, dict[str, Any]]
     """Dataset name -> {"rewards": [S] floats, "truncated": [S] bools, "samples": [S]}."""
@@ -38,7 +38,7 @@ class StepNews:
     samples: list[ShownSample]
     """A few samples to show."""
     span_s: tuple[float, float] | None = None
-    """Begin and end of the generation, Unix time."""
+    """When the generation started and ended, in Unix time."""
 
 
 @dataclass(frozen=True, slots=True)

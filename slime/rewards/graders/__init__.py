@@ -98,7 +98,7 @@ class Grader(ABC):
 
 class GraderRegistry(Registry[Grader]):
     def get(self, name: str) -> type[Grader]:
-        """Returns the grader class. Raises `ConfigError` for an unknown name, or a prefix `boxed_` without sense."""
+        """Returns the grader class. Raises `ConfigError` for an unknown name, or a wrong prefix `boxed_`."""
         base = name.removeprefix(BOXED_PREFIX)
         grader = super().get(base)
         if grader.finds_box and base != name:

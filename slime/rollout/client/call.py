@@ -222,7 +222,7 @@ def parse_experts(
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """The images of one request, in the order of its prompt.
+    """The images of one request, in the order of their placeholders in the prompt.
 
     A prompt has one placeholder for each token of an image, but SGLang 0.5.16 expects one placeholder per image and
     expands it. `Call` checks the prompt length that SGLang reports. Images are sent as PNG in data URIs, because SGLang
@@ -258,7 +258,7 @@ class Pictures:
 
 
 ENGINE_MAX_NEW_TOKENS = 128
-"""SGLang's own default."""
+"""SGLang's default."""
 GRAMMARS = ("json_schema", "regex", "ebnf")
 NOT_HANDED_OVER = "KVTransferError"
 """Part of SGLang's error if the keys and values of a request did not reach the decode engine."""
@@ -413,7 +413,7 @@ class Call:
         )
 
     def last_part(self, part: Generation | None) -> Generation:
-        """Returns the end of a stream: `part`, or an empty one, with the routed experts of all parts."""
+        """Returns the last part of a stream: `part`, or an empty part, with the routed experts of all parts."""
         if not self.num_requests:
             return NEVER_SENT
         part = part or Generation((), (), "abort", () if self._token_versions else self._version, "")

@@ -1,6 +1,6 @@
 """`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die during the call.
 
-A call (`generate`, `stream`) waits for a place at an engine (`engine_pool`), then for the events of its request, with
+A call (`generate`, `stream`) waits for a slot at an engine (`engine_pool`), then for the events of its request, with
 a limit on the time without progress. While the client is paused, a call waits for `resume`. A call is woken by an
 event, by the limit, by the dismissal of its engine, and by the abort of its `RequestScope`, which ends all requests of
 a loop's tasks. Background tasks abort requests that are left in an engine (`wire`); `drain` waits for these tasks.

@@ -2,7 +2,7 @@
 
 `EngineClient` passes on `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
 `acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
-woken by a freed place, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
+woken by a freed slot, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
 finds tries and engines without progress, and ends when nothing is left to watch. Everything runs on one event loop.
 
 Invariants
@@ -12,7 +12,7 @@ Invariants
    engine.
 3. A dismissed engine gets no more requests, and its tries are interrupted immediately. If it is admitted again, it
    counts as a new engine.
-4. A freed place wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
+4. A freed slot wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
    in each turn of the event loop (`Slices`); interrupted tries are woken in the same way.
 """
 
@@ -114,7 +114,7 @@ class EnginePool:
         self._homes: OrderedDict[Hashable, Upstream] = OrderedDict()
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.is_open = True
-        """Whether requests can get places."""
+        """Whether requests can get slots."""
         self._alone_since: float | None = None
         """Time since which requests wait and no engine can be reached."""
         self._watch: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class EnginePool:
     async def acquire(
         self, *, session: str | None, prompt: Hashable, scope: RequestScope | None, is_over: Callable[[], bool]
     ) -> Try | None:
-        """Returns a place for a request; None as soon as `is_over()`.
+        """Returns a slot for a request; None as soon as `is_over()`.
 
         `session`, `prompt`: keys of requests that should stay at one engine; None: any engine will do. Raises
         `DeadlineExceeded` if no engine can be reached.
@@ -216,7 +216,7 @@ class EnginePool:
         return payload
 
     def release(self, one: Try) -> None:
-        """Frees the place of a try."""
+        """Frees the slot of a try."""
         upstream = one.upstream
         upstream.remove_try(one, _now())
         if one.scope is not None:
@@ -251,12 +251,12 @@ class EnginePool:
             self.admit(first)
 
     def _wake_for(self, upstream: Upstream) -> None:
-        """Wakes one waiter for each free place of an engine that was admitted or answers again."""
+        """Wakes one waiter for each free slot of an engine that was admitted or answers again."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 
     def _wake_next(self) -> None:
-        """Wakes the next waiter if there is room. Called when a woken waiter takes no place."""
+        """Wakes the next waiter if there is room. Called when a woken waiter takes no slot."""
         if self._waiting and self.is_open:
             least = self._loads.least_loaded()
             if (least is not None and len(least.tries) < self._most) or self._engine_to_retry() is not None:

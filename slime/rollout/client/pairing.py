@@ -6,8 +6,8 @@ engine, with a try at a prefill engine as its `reader`; `begin` sends the reader
 by the prefill engine's response, by an interruption and by the release of the pair. Everything runs on one event loop.
 
 Invariants
-1. A request has a place and an id at each of the two engines, and is ended at both.
-2. The reader's place is free as soon as the prompt is read, or the request no longer needs it.
+1. A request has a slot and an id at each of the two engines, and is ended at both.
+2. The reader's slot is free as soon as the prompt is read, or the request no longer needs it.
 3. If the prompt is not read, the request is interrupted and sent again as if its own engine had failed. After the first
    token, failures of the reader do not matter.
 4. The two engines match their requests by a unique random number.

@@ -1,6 +1,6 @@
 """`TeacherClient`: log-probs of given tokens under a served teacher.
 
-A request waits for a free place, then for the teacher's server (or its router), within `--request-timeout-s`.
+A request waits for a free slot, then for the teacher's server (or its router), within `--request-timeout-s`.
 
 Invariants
 1. The log-probs belong to the ids that were sent; other ids are an error.

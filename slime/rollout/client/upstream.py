@@ -36,7 +36,7 @@ class RequestScope:
 
     tries: set[Try] = field(default_factory=set)
     pools: set[EnginePool] = field(default_factory=set)
-    """Pools in which its requests have waited for a place."""
+    """Pools in which its requests have waited for a slot."""
     aborted: bool = False
     """The requests are cancelled, and no more are sent."""
     hands_back: bool = False

@@ -147,7 +147,7 @@ class RolloutWorker:
         await end_tasks([self._task], 4 * END_LIMIT_S)
 
     def _take(self) -> list[GroupRecord]:
-        """Takes a full batch, or nothing. Wakes the worker, because taken and stale groups free places."""
+        """Takes a full batch, or nothing. Wakes the worker, because taken and stale groups free slots."""
         self._loop.wake()
         return self._buffer.take_finished(self._loop.target)
 

@@ -91,7 +91,7 @@ class _Member:
     number: int
     port: WorkerPort
     is_shared: bool = True
-    """Whether it takes any group; otherwise it runs one group alone."""
+    """Whether the worker takes any group; otherwise the worker runs one group alone."""
     num_running: int = 0
     num_deaths: int = 0
     """Consecutive deaths without a finished group."""
