@@ -1,7 +1,10 @@
-"""`slime schemas`: writes or checks slime/settings/schemas/*.json, the flags of the installed engines.
+"""`slime schemas`: writes or checks the flags of the installed engines.
 
-    slime schemas --write     after changing a pinned version
-    slime schemas             prints what differs; exit code 1 if anything differs
+    slime schemas --write     after another version of an engine was installed
+    slime schemas             prints what differs; exit code 1 if anything does
+
+slime brings the flags of the versions in its window (slime/settings/schemas/*.json). `--write` keeps those of another
+version in the user's cache.
 
 The command line is parsed from these files, so parsing imports no engine. Megatron's flags are every field of its
 config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the
@@ -24,7 +27,9 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from slime.settings.schema import SCHEMA_DIR
+from slime.compat.versions import WINDOW
+from slime.compat.versions import installed as installed_version
+from slime.settings.schema import PACKAGES, SCHEMA_DIR, file_name, made_here
 
 
 def build_all() -> dict[str, dict[str, Any]]:
@@ -47,12 +52,19 @@ def differences(installed: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the settings that differ between the files and the installed packages."""
     out = []
     for owner, schema in installed.items():
-        path = SCHEMA_DIR / f"{owner}.json"
+        path = place_of(owner)
         stored = json.loads(path.read_text()) if path.exists() else {"flags": []}
         old = {f["dest"]: f for f in stored["flags"]}
         new = {f["dest"]: f for f in json.loads(dump(schema))["flags"]}
         out += [f"{owner}: {dest}" for dest in sorted(old.keys() | new.keys()) if old.get(dest) != new.get(dest)]
     return out
+
+
+def place_of(owner: str) -> Path:
+    """Returns the file with the flags of the installed version."""
+    version = installed_version(PACKAGES[owner]) if owner in PACKAGES else None
+    brought = owner not in PACKAGES or str(version) in WINDOW[PACKAGES[owner]]
+    return (SCHEMA_DIR if brought else made_here()) / file_name(owner, version)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
     changed = differences(installed)
     if options.write:
         for owner, schema in installed.items():
-            (SCHEMA_DIR / f"{owner}.json").write_text(dump(schema))
+            place_of(owner).parent.mkdir(parents=True, exist_ok=True)
+            place_of(owner).write_text(dump(schema))
     print(f"{len(changed)} settings differ" + "".join(f"\n  {line}" for line in changed))
     return 0 if options.write else int(bool(changed))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.compat import Hook
 from slime.core.engine_interface import ASK_AGAIN, OWN_REQUESTS
 
 _MARK = "slime_taken_back"
@@ -45,6 +46,6 @@ async def refuse(
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS = (
-    ("BEFORE", f"{_MANAGER}.abort_request", mark),
-    ("AROUND", f"{_MANAGER}._handle_abort_finish_reason", refuse),
+    Hook("BEFORE", f"{_MANAGER}.abort_request", mark),
+    Hook("AROUND", f"{_MANAGER}._handle_abort_finish_reason", refuse),
 )

@@ -3,7 +3,7 @@
 SGLang 0.5.16 loads an update from shared memory or disk into model and draft, but an update from a process group
 (`/update_weights_from_distributed`) only into the model. The draft would keep its initial weights, and the weight sync
 would fail, because it also compares the draft's digests. During such an update the hook loads the tensors into the
-draft, too. Remove the hook when SGLang does this itself.
+draft, too. SGLang 0.5.23 does this itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
+from slime.compat.versions import BEFORE_SESSIONS
 
 FLAG = "--speculative-algorithm"
 
@@ -42,4 +44,4 @@ def _reach_the_draft(update: Callable[..., Any], manager: Any, request: Any) -> 
         del model.load_weights
 
 
-HOOKS = (("AROUND", f"{MANAGER}.update_weights_from_distributed", _reach_the_draft),)
+HOOKS = (Hook("AROUND", f"{MANAGER}.update_weights_from_distributed", _reach_the_draft, BEFORE_SESSIONS),)

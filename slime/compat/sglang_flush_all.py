@@ -1,13 +1,15 @@
 """Makes an engine with DP attention report an empty cache only when the caches of all DP groups are empty.
 
-SGLang 0.5.16 tells all groups to flush but returns only the first group's response. A group that is still finishing a
-request would keep its cache and use it with the next weights. With the hook the front end refuses if any group refuses.
-Remove the hook when SGLang merges the responses.
+SGLang (0.5.16 and 0.5.23) asks all groups to flush and returns only the first group's answer. A group in which a
+request is still ending would keep its cache and use it under the next weights. With the hook the front end returns a
+refusal if any group refuses. Remove it when SGLang merges the answers.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from slime.compat import Hook
 
 FLAG = "--enable-dp-attention"
 
@@ -18,7 +20,10 @@ async def _flush(manager: Any, timeout_s: float | None = None) -> Any:
 
     manager.auto_create_handle_loop()
     answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
-    return next((answer for answer in answers if not answer.success), answers[0])
+    whole = next((answer for answer in answers if not answer.success), answers[0])
+    if whole.success and hasattr(manager.mm_processor, "clear_preprocess_cache"):
+        manager.mm_processor.clear_preprocess_cache()
+    return whole
 
 
-HOOKS = (("REPLACE", "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache", _flush),)
+HOOKS = (Hook("REPLACE", "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache", _flush),)

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from slime.compat import Hook
+
 logger = logging.getLogger(__name__)
 
 GATE_ENV = "SLIME_ENGINE_GATE"
@@ -39,4 +41,4 @@ def wait(*_given: Any, **_named: Any) -> None:
         time.sleep(POLL_S)
 
 
-HOOKS = (("BEFORE", "sglang.srt.model_executor.model_runner.ModelRunner.init_torch_distributed", wait),)
+HOOKS = (Hook("BEFORE", "sglang.srt.model_executor.model_runner.ModelRunner.init_torch_distributed", wait),)

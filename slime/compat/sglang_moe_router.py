@@ -3,15 +3,17 @@
 SGLang 0.5.16 makes the copy in the first forward pass and never renews it (`Glm4MoeGate._weight_fp32`), so in half
 precision the router would keep choosing experts with outdated weights. Digests do not cover the copy, because it is not
 a resident tensor. After each weight update the hook overwrites the copy in place, because captured CUDA graphs read it
-there. Remove it when SGLang renews the copy itself.
+there. SGLang 0.5.23 keeps no copy.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from slime.compat import Hook
 from slime.compat.sglang_draft import models
 from slime.compat.sglang_token_versions import UPDATES
+from slime.compat.versions import BEFORE_SESSIONS
 
 
 def _renew(_answer: Any, manager: Any, *_: Any, **__: Any) -> None:
@@ -21,4 +23,4 @@ def _renew(_answer: Any, manager: Any, *_: Any, **__: Any) -> None:
                 module._weight_fp32.copy_(module.weight.data)
 
 
-HOOKS = tuple(("AFTER", update, _renew) for update in UPDATES)
+HOOKS = tuple(Hook("AFTER", update, _renew, BEFORE_SESSIONS) for update in UPDATES)

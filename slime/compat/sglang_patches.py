@@ -22,6 +22,7 @@ from slime.compat import (
     sglang_security,
     sglang_settings_log,
     sglang_token_versions,
+    sglang_update_sessions,
     sglang_version_prefixes,
 )
 from slime.compat.sglang_cpu import activate, forked_children
@@ -45,14 +46,15 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
     if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
         sglang_config_names.register(unnamed)
+    sglang_security.know_scheme()
     quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
     for module, needed in (
         (forked_children, on_cpu),
-        (sglang_security, True),
         (sglang_moe_router, True),
         (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
         (sglang_settings_log, True),
         (sglang_aborted_requests, True),
+        (sglang_update_sessions, True),
         (sglang_token_versions, token_versions),
         (sglang_version_prefixes, token_versions),
         (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),

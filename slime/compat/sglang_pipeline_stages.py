@@ -1,9 +1,9 @@
 """Makes all pipeline stages of an engine handle weight updates and digest requests (`--sglang-pp-size`).
 
-In SGLang 0.5.16 the first stage handles and answers a control request, and only then sends it to the next stage. So
-`/weights_checker` reports only the first stage; an update counts as finished before later stages have read memory that
-the sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet. SGLang
-also numbers payloads and ranks in the sender's group as if the engine had one stage.
+In SGLang (0.5.16 and 0.5.23) the first stage handles and answers a control request, and only then sends it to the next
+stage. So `/weights_checker` reports only the first stage; an update counts as done before later stages have read memory
+that the sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet.
+SGLang also numbers payloads and ranks in the sender's group as if the engine had one stage.
 
 With these hooks each stage forwards a control request about weights or memory before it handles the request. Later
 stages send their results to the first stage, over SGLang's CPU group of all ranks, and the first stage responds for
@@ -22,15 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
+from slime.compat.versions import BEFORE_SESSIONS, WITH_SESSIONS, is_installed
 
 FLAG = "--pp-size"
 _PIPELINE = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+_WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 JOINT = {
     "UpdateWeightsFromTensorReqInput": "update_weights_from_tensor",
     "UpdateWeightsFromDistributedReqInput": "update_weights_from_distributed",
     "UpdateWeightFromDiskReqInput": "update_weights_from_disk",
+    "BeginWeightUpdateReqInput": "begin_weight_update",
+    "EndWeightUpdateReqInput": "end_weight_update",
     "InitWeightsUpdateGroupReqInput": "init_weights_update_group",
     "DestroyWeightsUpdateGroupReqInput": "destroy_weights_update_group",
     "CheckWeightsReqInput": "check_weights",
@@ -38,12 +43,25 @@ JOINT = {
     "ResumeMemoryOccupationReqInput": "resume_memory_occupation",
 }
 """Type of a request that all stages handle at the same time -> the method that handles it."""
+_SESSION = ("begin_weight_update", "end_weight_update")
 _SENT = "_slime_sent_ahead"
 
 
+def _place() -> Any:
+    """Returns SGLang's record of this rank's place among the ranks of the engine."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
+
+
+def _place_of(owner: Any) -> Any:
+    return owner.ps if is_installed("sglang", BEFORE_SESSIONS) else _place()
+
+
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Forwards requests to the next stage before a stage handles them, if both stages must handle one together."""
-    if scheduler.ps.pp_rank + 1 >= scheduler.ps.pp_size:
+    """Before a stage handles requests, forwards them to the next stage if both stages must handle one together."""
+    place = _place_of(scheduler)
+    if place.pp_rank + 1 >= place.pp_size:
         return
     if any(type(request).__name__ in JOINT for request in requests):
         scheduler._pp_commit_comm_work(scheduler.send_req_work)
@@ -63,8 +81,8 @@ def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> A
     """Handles a request. The first stage returns the merged results of all stages."""
     answer = handle(manager, request)
     scheduler = manager.scheduler
-    ps = scheduler.ps
-    if ps.attn_tp_rank or ps.attn_cp_rank:  # in SGLang only rank 0 of a stage responds
+    ps = _place_of(scheduler)
+    if ps.attn_tp_rank or ps.attn_cp_rank:  # SGLang lets only ranks 0 answer for a stage
         return answer
     from sglang.srt.utils import point_to_point_pyobj
 
@@ -91,25 +109,36 @@ def merged(answers: Sequence[Any]) -> Any:
     return whole
 
 
-def _own_payload(worker: Any, request: Any) -> None:
-    """Keeps only the payloads of this stage, because a rank then picks its own by its number in the stage."""
-    ps, payloads = worker.ps, request.serialized_named_tensors
+def _of_this_stage(ps: Any, payloads: Sequence[Any]) -> Sequence[Any]:
+    """Returns the payloads of this stage, because a rank then picks its own by its number in the stage."""
     assert len(payloads) == ps.pp_size * ps.tp_size, f"{len(payloads)} payloads for {ps.pp_size} x {ps.tp_size} ranks"
-    request.serialized_named_tensors = payloads[ps.pp_rank * ps.tp_size : (ps.pp_rank + 1) * ps.tp_size]
+    return payloads[ps.pp_rank * ps.tp_size : (ps.pp_rank + 1) * ps.tp_size]
+
+
+def _own_payload(worker: Any, request: Any) -> None:
+    request.serialized_named_tensors = _of_this_stage(worker.ps, request.serialized_named_tensors)
+
+
+def _read_own(read: Callable[..., Any], worker: Any, payloads: Sequence[Any]) -> Any:
+    return read(worker, _of_this_stage(_place(), payloads))
 
 
 def _own_place(
     join: Callable[..., Any], updater: Any, address: str, port: int, rank_offset: int, *rest: Any, **named: Any
 ) -> Any:
     """Joins the sender's group with a rank after the ranks of the earlier stages."""
-    ps = updater.get_model_runner().ps
+    ps = _place_of(updater.get_model_runner())
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)
 
 
 HOOKS = (
-    ("BEFORE", "sglang.srt.managers.scheduler.Scheduler.process_input_requests", _send_ahead),
-    ("AROUND", f"{_PIPELINE}._pp_send_pyobj_to_next_stage", _send_once),
-    *(("AROUND", f"{MANAGER}.{method}", _answer_for_all) for method in JOINT.values()),
-    ("BEFORE", "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor", _own_payload),
-    ("AROUND", f"{_UPDATER}.init_weights_update_group", _own_place),
+    Hook("BEFORE", "sglang.srt.managers.scheduler.Scheduler.process_input_requests", _send_ahead),
+    Hook("AROUND", f"{_PIPELINE}._pp_send_pyobj_to_next_stage", _send_once),
+    *(
+        Hook("AROUND", f"{MANAGER}.{method}", _answer_for_all, WITH_SESSIONS if method in _SESSION else "")
+        for method in JOINT.values()
+    ),
+    Hook("BEFORE", f"{_WORKER}.update_weights_from_tensor", _own_payload, BEFORE_SESSIONS),
+    Hook("AROUND", f"{_WORKER}.deserialize_own_rank", _read_own, WITH_SESSIONS),
+    Hook("AROUND", f"{_UPDATER}.init_weights_update_group", _own_place),
 )

@@ -1,6 +1,6 @@
 """Lets an engine with quantised weights load new weights repeatedly, and report digests that cover every bit.
 
-The hooks work around two problems of SGLang 0.5.16 with checkpoints whose config.json names a quantisation:
+The hooks work around two problems of SGLang with checkpoints whose config.json names a quantisation:
 
 - `/weights_checker` dequantises codes and scales to bfloat16 and reports one digest for both. The rounding can hide a
   flipped bit of a scale. With these hooks codes and scales each get their own digest.
@@ -10,13 +10,15 @@ The hooks work around two problems of SGLang 0.5.16 with checkpoints whose confi
   once the digests have been taken, so digests cover the loaded bits. The reordered weights overwrite the previous ones
   in place, because captured CUDA graphs read them there.
 
-The hooks run in every scheduler, on weight updates and on the request for digests that ends each weight sync.
+SGLang 0.5.23 has sessions of weight updates: it restores the experts' parameters when a session begins and reorders
+when it ends, after the digests. The hooks then do the same for dense layers, and keep an update from disk from
+reordering before the session ends. With 0.5.16 the first tensor restores, and the request for digests reorders.
 
 Invariants
 1. Between the first tensor of an update and the digests the engine cannot serve: it is paused (`slime.weights.sync`).
 2. After a failed update, the next update can still fill the parameters.
 
-Remove the hooks when SGLang reports raw digests and reorders new weights itself.
+Remove it when SGLang reports raw digests and restores dense layers, too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
+from slime.compat.versions import BEFORE_SESSIONS, WITH_SESSIONS
 
 PATH_FLAG = "--model-path"
 _CHECKER = "sglang.srt.utils.weight_checker"
@@ -35,6 +39,8 @@ _REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "Compressed
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
 """Suffixes of parameters that do not affect results: shapes, zero points and activation order, which are not used."""
 _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
+_session = {"is_open": False}
+"""Whether a session of weight updates is open in this process."""
 
 
 def is_quantised(model_path: str) -> bool:
@@ -53,9 +59,9 @@ def _weights_alone(state: Callable[..., Iterator[tuple[str, Any]]], checker: Any
     return ((name, tensor) for name, tensor in state(checker) if not name.endswith(NOT_WEIGHTS))
 
 
-def _then_in_order(checksum: Callable[..., Any], checker: Any) -> Any:
+def _then_in_order(checksum: Callable[..., Any], checker: Any, *given: Any, **named: Any) -> Any:
     """Computes the digests, then reorders the loaded weights for the kernels."""
-    report, model = checksum(checker), checker._get_model()
+    report, model = checksum(checker, *given, **named), checker._get_model()
     if getattr(model, _LOADING, False):
         for module in _layers(model):
             module.quant_method.process_weights_after_loading(module)
@@ -67,9 +73,27 @@ def _before_update(manager: Any, *_: Any, **__: Any) -> None:
     _expect(manager.tp_worker.model_runner.model)
 
 
+def _begin(begin: Callable[..., Any], manager: Any, request: Any) -> Any:
+    answer = begin(manager, request)
+    _session["is_open"] |= answer.success
+    if answer.success:
+        _expect(manager.tp_worker.model_runner.model)
+    return answer
+
+
+def _end(end: Callable[..., Any], manager: Any, request: Any) -> Any:
+    answer = end(manager, request)
+    _session["is_open"] &= not answer.success
+    if answer.success:
+        _serve(manager.tp_worker.model_runner.model)
+    return answer
+
+
 def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> None:
-    """Loads weights from a folder, during startup and for an update."""
-    if not any(True for _ in _layers(model)):
+    """Loads weights from a folder, at the start and for an update."""
+    if _session["is_open"]:
+        model.load_weights(weights)
+    elif not any(True for _ in _layers(model)):
         load(model, weights, device)
     elif not hasattr(model, _LOADING):
         _keep(model)
@@ -100,7 +124,7 @@ def _expect(model: Any) -> None:
     for module in _layers(model):
         parameters, kept = module._parameters, getattr(module, _KEPT)
         workspaces = [(o, o.workspace) for o in (module, module.scheme) if hasattr(o, "workspace")]
-        if hasattr(module.scheme, "restore_weights_before_loading"):  # experts: the same parameters in other shapes
+        if type(module.scheme).__name__.endswith("MoE"):  # the same parameters in other shapes
             setattr(module, _SERVED, ({}, workspaces))
             module.scheme.restore_weights_before_loading(module)
             continue
@@ -137,10 +161,12 @@ def _serve(model: Any) -> None:
 
 
 HOOKS = (
-    ("REPLACE", f"{_CHECKER}._build_quantized_set", _nothing),
-    ("AROUND", f"{_CHECKER}.WeightChecker._model_state", _weights_alone),
-    ("AROUND", f"{_CHECKER}.WeightChecker._compute_checksum", _then_in_order),
-    ("AROUND", "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", _load),
-    ("BEFORE", f"{MANAGER}.update_weights_from_tensor", _before_update),
-    ("BEFORE", f"{MANAGER}.update_weights_from_distributed", _before_update),
+    Hook("REPLACE", f"{_CHECKER}._build_quantized_set", _nothing),
+    Hook("AROUND", f"{_CHECKER}.WeightChecker._model_state", _weights_alone),
+    Hook("AROUND", f"{_CHECKER}.WeightChecker._compute_checksum", _then_in_order, BEFORE_SESSIONS),
+    Hook("AROUND", "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_and_postprocess", _load),
+    Hook("BEFORE", f"{MANAGER}.update_weights_from_tensor", _before_update, BEFORE_SESSIONS),
+    Hook("BEFORE", f"{MANAGER}.update_weights_from_distributed", _before_update, BEFORE_SESSIONS),
+    Hook("AROUND", f"{MANAGER}.begin_weight_update", _begin, WITH_SESSIONS),
+    Hook("AROUND", f"{MANAGER}.end_weight_update", _end, WITH_SESSIONS),
 )

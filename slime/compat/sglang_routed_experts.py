@@ -1,6 +1,6 @@
 """Returns the routed experts of each sampled token, for `--use-rollout-routing-replay`, if the request's id has a mark.
 
-SGLang 0.5.16 returns routed experts for requests with the fields `return_routed_experts` and
+SGLang returns routed experts for requests with the fields `return_routed_experts` and
 `routed_experts_start_len`, if it was started with `--enable-return-routed-experts`. sglang-router 0.3.2 drops unknown
 fields and headers, but keeps the request's id. So the client puts a mark into the id
 (`slime.core.engine_interface.ROUTED_EXPERTS_MARK`), and a hook at the engine's front end sets the fields. Remove it
@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.compat import Hook
+from slime.compat.versions import WITH_SESSIONS, is_installed
 from slime.core.engine_interface import ROUTED_EXPERTS_MARK
 
 FLAG = "--enable-return-routed-experts"
@@ -54,7 +56,8 @@ def _set_aside(*_: Any, req: Any, req_to_token_pool: Any, **__: Any) -> None:
     num_tokens = len(req.origin_input_ids) + len(req.output_ids)
     if start >= num_tokens - 1:  # no new tokens since the last retraction
         return
-    rows = get_global_experts_capturer().get_topk(req.req_pool_idx, num_tokens, req_to_token_pool, start)
+    slot = req.kv.req_pool_idx if is_installed("sglang", WITH_SESSIONS) else req.req_pool_idx
+    rows = get_global_experts_capturer().get_topk(slot, num_tokens, req_to_token_pool, start)
     setattr(req, _KEPT, rows if kept is None else torch.cat([kept, rows]))
 
 
@@ -66,7 +69,7 @@ def _put_back(_result: Any, _processor: Any, req: Any, *_: Any, **__: Any) -> No
 
 
 HOOKS = (
-    ("BEFORE", "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", read_mark),
-    ("BEFORE", "sglang.srt.managers.schedule_batch.release_req", _set_aside),  # on a retraction
-    ("AFTER", f"{_PROCESSOR}._maybe_collect_routed_experts", _put_back),
+    Hook("BEFORE", "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request", read_mark),
+    Hook("BEFORE", "sglang.srt.managers.schedule_batch.release_req", _set_aside),  # on a retraction
+    Hook("AFTER", f"{_PROCESSOR}._maybe_collect_routed_experts", _put_back),
 )

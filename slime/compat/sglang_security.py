@@ -1,15 +1,17 @@
-"""Closes security holes of SGLang 0.5.16 that anyone who can reach the host could use.
+"""Closes security holes of SGLang (0.5.16 to 0.5.23) that anyone who can reach the host could use.
 
-- The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. The
-  hook makes it listen only on the address where the ranks meet: loopback for an engine on one host.
-- Two routes that change something require only the request key, and the only websocket requires no key. With
-  `close_routes` the routes require the admin key, like similar routes, and the websocket is removed.
+- The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. A
+  variable of SGLang names a meeting place with a URL scheme of slime's, whose store listens only on the address where
+  the ranks meet: loopback for an engine on one host.
+- Two routes that change something require only the request key, and the only websocket requires no key. `close_routes`
+  makes the routes require the admin key, as similar routes do, and removes the websocket.
 
-Remove the hooks when SGLang does this itself.
+Neither changes SGLang's code. Remove it when SGLang does this itself.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
@@ -27,21 +29,33 @@ CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
 """The functions of the two routes. The first one takes weights."""
 
 
-def meet_in_private(address: str, *, server_args: Any, dist_port: int) -> str | None:
-    """Replaces the address where ranks meet. Runs in each rank after SGLang chose the address.
+MEETING_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""SGLang's variable with the URL where the ranks meet. A value that the user has set stays."""
 
-    Keeps an address that the user chose, which does not begin with `tcp://`.
+
+def meeting_place(settings: Any) -> str:
+    """Returns the URL where the ranks of a server with these ServerArgs meet. The first rank opens the store there.
+
+    Raises `EngineError` for several replicas in one server, which would meet at the same place.
     """
-    if not address.startswith("tcp://"):
-        return None
-    _know_scheme()
-    if server_args.nnodes == 1:
-        return f"{SCHEME}://{LOOPBACK}:{dist_port}"
-    return f"{SCHEME}{address.removeprefix('tcp')}"
+    if settings.nnodes > 1:
+        return f"{SCHEME}://{settings.dist_init_addr}"
+    if settings.dp_size > 1 and not settings.enable_dp_attention:
+        raise EngineError(
+            f"--dp-size is {settings.dp_size} without --enable-dp-attention: start one server per replica instead"
+        )
+    return f"{SCHEME}://{LOOPBACK}:{settings.nccl_port or _free_port()}"
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 @cache
-def _know_scheme() -> None:
+def know_scheme() -> None:
+    """Makes torch understand the URLs of `meeting_place`. Call it in every process of a server."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     register_rendezvous_handler(SCHEME, _meet)
@@ -72,6 +86,3 @@ def close_routes() -> None:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(getattr(http_server, name))
     routes = http_server.app.router.routes
     routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
-
-
-HOOKS = (("AFTER", "sglang.srt.distributed.bootstrap._resolve_dist_init_method", meet_in_private),)

@@ -2,12 +2,15 @@
 
 SGLang 0.5.16 records each change of its settings after startup and never reads the record. The weight version is a
 setting, so without the hook the server grows by 0.3 kB per bucket. The hook keeps only the newest record of each kind.
-Remove the hook when SGLang does this itself.
+SGLang 0.5.23 keeps no such record.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from slime.compat import Hook
+from slime.compat.versions import BEFORE_SESSIONS
 
 _RECORD = "_runtime_mutations"
 
@@ -19,4 +22,4 @@ def _keep_newest(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
         record[:] = {(source, tuple(fields)): (source, fields) for source, fields in record}.values()
 
 
-HOOKS = (("AFTER", "sglang.srt.server_args.ServerArgs.override", _keep_newest),)
+HOOKS = (Hook("AFTER", "sglang.srt.server_args.ServerArgs.override", _keep_newest, BEFORE_SESSIONS),)

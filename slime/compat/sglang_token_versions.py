@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from slime.compat import Hook
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -44,6 +45,6 @@ def _note(update: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 HOOKS = (
-    ("AFTER", "sglang.srt.managers.scheduler.Scheduler.run_batch", _label),
-    *(("AROUND", update, _note) for update in UPDATES),
+    Hook("AFTER", "sglang.srt.managers.scheduler.Scheduler.run_batch", _label),
+    *(Hook("AROUND", update, _note) for update in UPDATES),
 )

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER, UPDATES
 from slime.core.errors import EngineError
 
@@ -80,8 +81,8 @@ def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
 
 
 HOOKS = (
-    *(("BEFORE", change, _count) for change in (*UPDATES, f"{MANAGER}.update_weights_from_ipc")),
-    ("BEFORE", "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _divide_all),
-    ("BEFORE", "sglang.srt.managers.schedule_batch.Req.init_next_round_input", _divide),
-    ("AFTER", "sglang.srt.mem_cache.registry.create_tree_cache", _require_divided),
+    *(Hook("BEFORE", change, _count) for change in (*UPDATES, f"{MANAGER}.update_weights_from_ipc")),
+    Hook("BEFORE", "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _divide_all),
+    Hook("BEFORE", "sglang.srt.managers.schedule_batch.Req.init_next_round_input", _divide),
+    Hook("AFTER", "sglang.srt.mem_cache.registry.create_tree_cache", _require_divided),
 )

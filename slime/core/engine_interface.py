@@ -18,6 +18,9 @@ WeightVersion = int
 TOKEN_VERSIONS_KEY = "token_weight_version"
 """The key in a response's `meta_info` that has the weight version of each token, if the engine reports it."""
 
+SENDER_HEADER = "x-slime-sender"
+"""The header of a control call that names its sender, usually by the id of the run."""
+
 OWN_REQUESTS = "slime-"
 """Prefix of the ids of the run's own requests. If a weight sync ends such a request, the run's client continues it."""
 ASK_AGAIN = "this request was ended because the engine's weights change; send it again"
@@ -92,6 +95,19 @@ class EngineControl(Protocol):
 
     def flush_cache(self) -> None:
         """Empties the prefix cache and confirms that it is empty."""
+        ...
+
+    def speak_for(self, sender: str) -> None:
+        """Makes `sender` the owner of the next weight updates. An agent calls it before it forwards a run's call."""
+        ...
+
+    def begin_update(self) -> None:
+        """Opens a session of weight updates, in which the engine takes tensors. Ends a session that a dead sender left
+        open. The engine is paused."""
+        ...
+
+    def end_update(self) -> None:
+        """Closes the session: the engine makes its weights ready for requests. Call it after the digests."""
         ...
 
     def update_weights_from_tensor(

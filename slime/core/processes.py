@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +24,14 @@ RUN_ID_ENV = "SLIME_RUN_ID"
 def new_run_id() -> str:
     """Returns a short, practically unique id that sorts by time and is safe in file names: `20260131-235959-1a2b3c`."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+_THIS_PROCESS = f"process-{uuid.uuid4().hex}"
+
+
+def this_sender() -> str:
+    """Returns the name under which this process updates the weights of engines: the run's id, or one of its own."""
+    return os.environ.get(RUN_ID_ENV) or _THIS_PROCESS
 
 
 def scratch_prefix(kind: str = "") -> str:

@@ -7,13 +7,13 @@ this host can read the server's `config.json`. The first weight sync refuses ten
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.compat.versions import BEFORE_SESSIONS, WINDOW, matches, parsed
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config, text_config
 from slime.core.text import listed
@@ -45,8 +45,8 @@ SAME_IN_CONFIG = (
 )
 """Keys of `config.json` that must agree: sizes, and settings that change log-probs without changing a tensor."""
 NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
-"""Models for which stock SGLang keeps a copy of a weight that weight syncs do not update and digests do not cover
-(`slime.compat.sglang_moe_router`)."""
+"""Models for which stock SGLang 0.5.16 keeps a copy of a weight that weight syncs do not update and digests do not
+cover (`slime.compat.sglang_moe_router`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
 """An entry in `custom_weight_loader` that marks a server as started by slime's launcher."""
@@ -62,7 +62,6 @@ class Wanted:
     config: Mapping[str, Any]
     """The checkpoint's config.json."""
     table: FamilyTable
-    sglang_version: str
     settings: Mapping[str, Any]
     """The ServerArgs that the run depends on, by name: given by the user, or needed by other settings."""
     labels: bool
@@ -79,7 +78,6 @@ class Wanted:
         return cls(
             config=config,
             table=table_for(config),
-            sglang_version=importlib.metadata.version("sglang"),
             settings={"dtype": "bfloat16", **given},
             labels=args.pause_generation_mode != "abort",
             experts=bool(args.sglang.get("enable_return_routed_experts")),
@@ -105,12 +103,9 @@ def report(found: Mapping[str, Sequence[str]]) -> str:
 
 
 def _of_version(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
-    version = facts.info.get("version")
-    if version != wanted.sglang_version:
-        yield (
-            f"it runs SGLang {version}, but this run needs the tensors and routes of {wanted.sglang_version}: start it "
-            "with that version"
-        )
+    version, (oldest, newest) = facts.info.get("version"), WINDOW["sglang"]
+    if not matches(parsed(version), f">={oldest},<={newest}"):
+        yield f"it runs SGLang {version}, but slime works with {oldest} to {newest}: start it with one of these"
 
 
 def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
@@ -228,7 +223,8 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
             "it returns no routed experts for requests with the mark in their id; start it with "
             f"{LAUNCHER} ... --enable-return-routed-experts"
         )
-    if str(facts.model.get("model_type")) in NOT_RENEWED and not _has_hooks(facts):
+    renews = not matches(parsed(facts.info.get("version")), BEFORE_SESSIONS)
+    if str(facts.model.get("model_type")) in NOT_RENEWED and not renews and not _has_hooks(facts):
         yield (
             "stock SGLang keeps a copy of this model's expert routers, which weight syncs do not update and digests "
             f"do not cover; start it with {LAUNCHER}, and with --custom-weight-loader {LOADER} so that the run can see "

@@ -1,4 +1,4 @@
-"""`EngineControl` for one engine, over the HTTP routes of an SGLang 0.5.16 server or through a shared folder.
+"""`EngineControl` for one engine, over the HTTP routes of an SGLang server or through a shared folder.
 
 All methods are thread-safe. A call blocks its thread until the response arrives or the time limit expires. Only
 `flush_cache` retries, to wait until the engine has drained.
@@ -13,9 +13,11 @@ from typing import Any, NoReturn
 
 import httpx
 
-from slime.core.engine_interface import RankChecksums, WeightVersion
+from slime.core.engine_interface import SENDER_HEADER, RankChecksums, WeightVersion
 from slime.core.errors import DeadlineExceeded, EngineError
+from slime.core.processes import this_sender
 from slime.core.topology import EngineLayout, EngineRank
+from slime.serving.dialects import Dialect, dialect_of
 from slime.weights.delta.mailbox import call, mailbox
 
 DRAIN_POLL_S = 0.05
@@ -27,11 +29,17 @@ ERROR_CHARACTERS = 2000
 class HttpEngineControl:
     """Controls the server at `url`. `core.engine_interface.EngineControl` documents the methods."""
 
-    def __init__(self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None) -> None:
-        """`timeout_s`: time limit for each call; `api_key`: the key of the control routes."""
+    def __init__(
+        self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None, sender: str = ""
+    ) -> None:
+        """`timeout_s`: time limit for each call; `api_key`: the key of the control routes; `sender`: the owner of
+        weight updates, by default the run, or outside a run this process.
+        """
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {SENDER_HEADER: sender or this_sender()}
+        headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: no proxy may see control traffic
+        self._spoken: Dialect | None = None
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
 
     @property
@@ -41,6 +49,9 @@ class HttpEngineControl:
     @property
     def layout(self) -> EngineLayout:
         return self._layout
+
+    def speak_for(self, sender: str) -> None:
+        self._http.headers[SENDER_HEADER] = sender
 
     def close(self) -> None:
         self._http.close()
@@ -68,6 +79,21 @@ class HttpEngineControl:
                     last_progress=response.text[:ERROR_CHARACTERS],
                 )
             time.sleep(DRAIN_POLL_S)
+
+    def begin_update(self) -> None:
+        self._dialect().begin_update(self._post)
+
+    def end_update(self) -> None:
+        self._dialect().end_update(self._post)
+
+    def _dialect(self) -> Dialect:
+        """Returns the dialect of the server's version, which is asked once."""
+        if self._spoken is None:
+            answer = self._send("GET", "server_info", None)
+            if not answer.is_success:
+                raise _refusal(self._url, "server_info", answer)
+            self._spoken = dialect_of(str(answer.json().get("version")), self._url)
+        return self._spoken
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
@@ -112,7 +138,7 @@ class HttpEngineControl:
         ranks = body.get("ranks")
         if not ranks:
             raise EngineError(f"the checksum report of {self._url} has no ranks: {str(body)[:ERROR_CHARACTERS]}")
-        return [_checksums(rank) for rank in ranks]
+        return [_checksums(rank, self._dialect()) for rank in ranks]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         self._post("release_memory_occupation", {} if tags is None else {"tags": list(tags)})
@@ -153,12 +179,12 @@ class HttpEngineControl:
             ) from error
 
 
-def _checksums(report: Mapping[str, Any]) -> RankChecksums:
+def _checksums(report: Mapping[str, Any], dialect: Dialect) -> RankChecksums:
     """Converts one rank's report from `/weights_checker`.
 
     With DP attention every DP group reports all ranks of its stage.
     """
-    info = report["parallelism_info"]
+    info = dialect.place(report)
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
         EngineLayout(tp_size=info["tp_size"], pp_size=info["pp_size"], dp_size=info["dp_size"]),
@@ -206,6 +232,12 @@ class FolderEngineControl:
     def flush_cache(self) -> None:
         self._call("flush_cache")
 
+    def begin_update(self) -> None:
+        self._call("begin_update")
+
+    def end_update(self) -> None:
+        self._call("end_update")
+
     def weight_checksums(self) -> list[RankChecksums]:
         found = self._call("weight_checksums")
         try:
@@ -219,7 +251,7 @@ class FolderEngineControl:
             "use --update-weight-transport disk"
         )
 
-    update_weights_from_tensor = update_weights_from_distributed = update_weights_from_disk = _refuse
+    update_weights_from_tensor = update_weights_from_distributed = update_weights_from_disk = speak_for = _refuse
     init_weights_update_group = destroy_weights_update_group = release_memory = resume_memory = _refuse
 
     def _call(self, method: str, **arguments: Any) -> Any:

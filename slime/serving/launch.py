@@ -89,6 +89,7 @@ def serve(arguments: list[str]) -> None:
     for name in ("api_key", "admin_api_key"):
         if getattr(settings, name):
             setattr(settings, name, Secret(getattr(settings, name)))
+    os.environ.setdefault(sglang_security.MEETING_ENV, sglang_security.meeting_place(settings))
     sglang_security.close_routes()
     try:
         run_server(settings)

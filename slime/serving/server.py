@@ -316,7 +316,7 @@ class ServerSpec:
             args["enable_memory_saver"] = True
         # Weight tables name shared experts separately; on some GPUs SGLang would stack them with the routed ones.
         args["disable_shared_experts_fusion"] = True
-        args |= self.extra
+        args |= {name: value for name, value in self.extra.items() if name not in LAYOUT_SETTINGS}
         args["custom_weight_loader"] = [EXPERT_LOADER, *(self.extra.get("custom_weight_loader") or ())]
         args["incremental_streaming_output"] = True  # otherwise each event of a stream repeats the earlier ones
         args |= {

@@ -61,6 +61,8 @@ class WeightsAgent:
             "apply": self.apply,
             "pause": lambda mode: control.pause(str(mode)),
             "flush_cache": control.flush_cache,
+            "begin_update": control.begin_update,
+            "end_update": control.end_update,
             "weight_checksums": self._checksums,
             "resume": control.resume,
         }
@@ -78,11 +80,12 @@ class WeightsAgent:
         pending = self._box.pending()
         if pending is None:
             return False
-        own, method, arguments = pending
+        own, method, arguments, sender = pending
         self._box.note(method)
         try:
             if method not in self._methods:
                 raise EngineError(f"the method {method} is unknown; the methods are {', '.join(self._methods)}")
+            self._control.speak_for(sender)
             result = self._methods[method](**arguments)
         except Exception as error:  # the caller gets every error
             if not isinstance(error, SlimeError):

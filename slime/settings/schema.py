@@ -10,11 +10,15 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
+from slime.compat.versions import WINDOW, installed
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import EngineLayout
 from slime.settings.flags import Flag, range_of
@@ -63,14 +67,54 @@ OWNED: dict[str, dict[str, str]] = {
 }
 """Settings that slime sets itself -> what to use instead. Setting one is an error."""
 
-SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password", "oracle_password", "control_plane_api_keys")
+SECRETS = (
+    "watermark_config",
+    "watermark_key",
+    "watermark_key_b",
+    "api_key",
+    "admin_api_key",
+    "ssl_keyfile_password",
+    "oracle_password",
+    "control_plane_api_keys",
+)
+
+
+RENAMED = {"sglang": {"cuda-graph-bs": "cuda-graph-bs-decode", "cuda-graph-max-bs": "cuda-graph-max-bs-decode"}}
+"""Owner -> flag of an older version -> its name in the newest. Both are accepted, because launch scripts have both."""
+PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
+"""Owner -> the package that its flags come from, if slime works with several versions of the package."""
+
+
+def file_name(owner: str, version: Version | None) -> str:
+    return f"{owner}-{version}.json" if owner in PACKAGES else f"{owner}.json"
 
 
 @cache
 def load(owner: str) -> dict[str, Any]:
-    """Returns the stored schema of megatron, sglang or router."""
-    data: dict[str, Any] = json.loads((SCHEMA_DIR / f"{owner}.json").read_text())
+    """Returns the schema of megatron, sglang or router for the installed version of its package.
+
+    `slime schemas --write` makes the schema of a version that slime does not bring along. Without it, returns that of
+    the nearest version.
+    """
+    data: dict[str, Any] = json.loads(_file(owner).read_text())
     return data
+
+
+def _file(owner: str) -> Path:
+    if owner not in PACKAGES:
+        return SCHEMA_DIR / file_name(owner, None)
+    brought = {Version(v): SCHEMA_DIR / file_name(owner, Version(v)) for v in WINDOW[PACKAGES[owner]]}
+    version = installed(PACKAGES[owner]) or max(brought)
+    made = made_here() / file_name(owner, version)
+    if version not in brought and made.is_file():
+        return made
+    nearest = max((v for v in brought if v <= version), default=min(brought))
+    return brought[nearest]
+
+
+def made_here() -> Path:
+    """Returns the folder with the schemas that this user has made."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "schemas"
 
 
 @cache
@@ -98,7 +142,10 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
             **more,
         )
 
-    return tuple(flag(**entry) for entry in load(owner)["flags"])
+    entries = load(owner)["flags"]
+    known = {name for entry in entries for name in entry["names"]}
+    more = {new: [old] for old, new in RENAMED.get(owner, {}).items() if old not in known}
+    return tuple(flag(**entry | {"names": entry["names"] + more.get(entry["names"][0], [])}) for entry in entries)
 
 
 def owned_spellings() -> dict[str, str]:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.compat.versions import BEFORE_SESSIONS, is_installed
 from slime.core.errors import ConfigError
 from slime.core.processes import server_url
 from slime.core.topology import DEFAULT_NAME, PAIRED, EngineGroup, EngineLayout, ServedModel, Topology, Worker
@@ -239,13 +240,13 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
     `sglang` holds ServerArgs by field name; `trained` is whether the engine serves the policy. Raises `ConfigError` for
     sizes that do not divide each other.
     """
-    pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("dp_size") or 1)
+    pp_size, dp_size = int(sglang.get("pp_size") or 1), int(sglang.get("attn_dp_size") or sglang.get("dp_size") or 1)
     if num_gpus < 1 or pp_size < 1 or num_gpus % pp_size:
         raise ConfigError(
             f"sglang_pp_size {pp_size} does not divide the {num_gpus} GPUs of an engine into equal stages; choose a "
             "divisor"
         )
-    if dp_size > 1 and not sglang.get("enable_dp_attention"):
+    if dp_size > 1 and not (sglang.get("enable_dp_attention") or sglang.get("attn_dp_size")):
         raise ConfigError(
             f"sglang_dp_size {dp_size} needs --sglang-enable-dp-attention, because each copy of a model is a separate "
             "engine; drop it, and use more GPUs for more engines"
@@ -281,7 +282,7 @@ def server_settings(layout: EngineLayout) -> dict[str, Any]:
     if layout.pp_size > 1:
         settings["pp_size"] = layout.pp_size
     if layout.dp_size > 1:
-        settings |= {"dp_size": layout.dp_size, "enable_dp_attention": True}
+        settings |= _dp_attention(layout.dp_size)
         settings |= {"enable_dp_lm_head": True} if layout.dp_lm_head else {}
     if layout.ep_size > 1:
         settings["ep_size"] = layout.ep_size
@@ -290,9 +291,17 @@ def server_settings(layout: EngineLayout) -> dict[str, Any]:
     return settings
 
 
+def _dp_attention(dp_size: int) -> dict[str, Any]:
+    if is_installed("sglang", BEFORE_SESSIONS):
+        return {"dp_size": dp_size, "enable_dp_attention": True}
+    return {"attn_dp_size": dp_size}
+
+
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
     """Returns the names of given ServerArgs that contradict the layout."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
+    if layout.dp_size > 1:  # both ways to ask for DP attention mean the same
+        own |= {"dp_size": layout.dp_size, "attn_dp_size": layout.dp_size, "enable_dp_attention": True}
     # SGLang ignores these if dp_size is 1.
     idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")
     given = {name: value for name, value in sglang.items() if name in own and value is not None}
@@ -303,6 +312,7 @@ _PLAIN: Mapping[str, Any] = {
     "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
+    "attn_dp_size": 1,
     "ep_size": 1,
     "enable_dp_attention": False,
     "enable_dp_lm_head": False,

@@ -1,4 +1,4 @@
-"""Syncs one weight version to all engines: pause -> drain -> send -> verify -> resume.
+"""Syncs one weight version to all engines: pause -> drain -> begin -> send -> verify -> end -> resume.
 
 Consumes the trainer's tensors, once, turn by turn (`send_plan.Turn`). Produces engines that serve these tensors, or an
 error on every rank. Waits for each engine's response, with the time limit of its control port, and for the other ranks.
@@ -305,6 +305,7 @@ class _WeightSync:
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
                 on_all(self._receivers, lambda c: c.flush_cache(), "flush the cache")
+            on_all(self._receivers, lambda c: c.begin_update(), "begin a weight update")
             self._channel.begin(self._receivers, version=self._version)
             self._begun = True
 
@@ -354,6 +355,7 @@ class _WeightSync:
                 transport=type(self._channel).__name__,
                 carried=self._carried,
             )
+            on_all(self._receivers, lambda c: c.end_update(), "end the weight update")
 
     def _resume(self) -> None:
         on_all(self._receivers, lambda c: c.resume(), "resume")

@@ -89,6 +89,15 @@ class FileEngine:
     def flush_cache(self) -> None:
         self.log.append("flush")
 
+    def speak_for(self, sender: str) -> None:
+        self.sender = sender
+
+    def begin_update(self) -> None:
+        self.log.append("begin")
+
+    def end_update(self) -> None:
+        self.log.append("end")
+
     def update_weights_from_disk(self, *, model_path: str, flush_cache: bool, weight_version: int) -> None:
         self.loaded = {
             name: tensor.clone()

@@ -194,6 +194,12 @@ class FakeEngine:
     def flush_cache(self) -> None:
         self._did("flush")
 
+    def begin_update(self) -> None:
+        self._did("begin")
+
+    def end_update(self) -> None:
+        self._did("end")
+
     def update_weights_from_tensor(self, payloads: Sequence[str], **update: Any) -> None:
         assert update["flush_cache"] is False
         assert len(set(payloads)) == self.layout.num_ranks, "ranks must not share a payload"

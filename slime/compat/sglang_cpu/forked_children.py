@@ -20,6 +20,7 @@ import multiprocessing
 import os
 from typing import Any
 
+from slime.compat import Hook
 from slime.core.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,6 @@ def _spawn_from_here(*_: Any, **__: Any) -> None:
 
 _ENGINE = "sglang.srt.entrypoints.engine"
 HOOKS = (
-    ("AFTER", f"{_ENGINE}._set_envs_and_config", _fork_from_here),  # runs just before the children start
-    ("AFTER", f"{_ENGINE}.Engine._launch_detokenizer_subprocesses", _spawn_from_here),  # starts the last child
+    Hook("AFTER", f"{_ENGINE}._set_envs_and_config", _fork_from_here),  # runs just before the children start
+    Hook("AFTER", f"{_ENGINE}.Engine._launch_detokenizer_subprocesses", _spawn_from_here),  # starts the last child
 )

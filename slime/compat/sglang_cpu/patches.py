@@ -155,8 +155,17 @@ def _copied(output: Any, to_host: Callable[[Any], Any]) -> None:
     output.out_cache_loc, output.topk = (to_host(x).clone() for x in (output.out_cache_loc, output.topk))
 
 
+def _ordinary_memory(size: Any, *, dtype: Any, device: str, **_: Any) -> Any:
+    """Replaces SGLang's function that allocates pinned memory."""
+    import torch
+
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 def _change(module: Any) -> None:
-    if not isinstance(module.torch, _Unpinned):
+    if hasattr(module, "ALLOC_MEMORY_FUNCS"):  # 0.5.23
+        module.ALLOC_MEMORY_FUNCS["cpu"] = _ordinary_memory
+    elif not isinstance(module.torch, _Unpinned):
         module.torch = _Unpinned(module.torch)
     module.TopkCaptureOutput.map_device_tensors = _copied
 

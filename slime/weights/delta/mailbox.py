@@ -1,7 +1,7 @@
 """Calls through a shared folder, from a trainer to the agent of an engine. The two have no other channel.
 
     agents/<engine>/agent.json      facts about the agent, and its current task
-    agents/<engine>/call.json       the newest call: id, method, arguments, and when the caller stops waiting
+    agents/<engine>/call.json       the newest call: id, method, arguments, sender, and when the caller stops waiting
     agents/<engine>/answer.json     the answer: the id of its call, and a result or an error
 
 Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, by polling with a time limit.
@@ -26,6 +26,7 @@ from typing import Any
 
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.files import write_json
+from slime.core.processes import this_sender
 from slime.weights.delta.folder import read_json
 
 AGENTS = "agents"
@@ -55,6 +56,7 @@ def call(
     box.mkdir(parents=True, exist_ok=True)
     own, began = secrets.token_hex(8), time.monotonic()
     asked = {"id": own, "method": method, "arguments": dict(arguments), "until": time.time() + limit_s}
+    asked["sender"] = this_sender()
     write_json(box / "call.json", asked, durable=False)
     try:
         while True:
@@ -99,8 +101,10 @@ class AgentMailbox:
         """Writes the agent's current task, for the caller's error message."""
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
-    def pending(self) -> tuple[str, str, dict[str, Any]] | None:
-        """Returns (id, method, arguments) of the call; None if there is none, or if it was answered or has expired."""
+    def pending(self) -> tuple[str, str, dict[str, Any], str] | None:
+        """Returns (id, method, arguments, sender) of the call; None if there is none, or if it was answered or has
+        expired.
+        """
         found = read_json(self._box / "call.json")
         if found is None:
             return None
@@ -110,7 +114,7 @@ class AgentMailbox:
         if not isinstance(until, float) or time.time() > until:
             return None
         answered = read_json(self._box / "answer.json") or {}
-        return None if answered.get("id") == own else (own, method, arguments)
+        return None if answered.get("id") == own else (own, method, arguments, str(found.get("sender", "")))
 
     def answer(self, own: str, **said: Any) -> None:
         """Answers the call with the id `own`, with `result=...` or `error=...`."""

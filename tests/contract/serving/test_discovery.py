@@ -26,9 +26,7 @@ KEY = "a key"
 
 def wanted_of(model: Path, **settings: object) -> Wanted:
     config = read_hf_config(str(model))
-    return Wanted(
-        config, table_for(config), "0.5.16", {"dtype": "float32", **settings}, labels=True, experts=False, trains=True
-    )
+    return Wanted(config, table_for(config), {"dtype": "float32", **settings}, labels=True, experts=False, trains=True)
 
 
 def test_a_real_server_fits_the_run_that_would_have_started_it(

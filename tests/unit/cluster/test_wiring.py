@@ -241,7 +241,7 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     engine, limit_s, key = made[0]
     num_bytes = sum(tensor.numel() * 4 for tensor in state.values())
     updates = engine.log.count("update")
-    assert engine.log == ["pause retract", *["update"] * updates, "checksums", "resume"]
+    assert engine.log == ["pause retract", "begin", *["update"] * updates, "checksums", "end", "resume"]
     assert num_bytes / 4096 <= updates < num_bytes / 4096 * 3 and set(versions) == {5}
     assert (limit_s, key) == (args.weight_sync_timeout_s, KEYS.control) and noted == ["asked", "synced"]
     assert metrics["perf/update_weights_bytes"] == num_bytes

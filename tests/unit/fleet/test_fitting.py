@@ -22,7 +22,7 @@ PLAIN = Probe(repeats=False, labels=False, experts=False)
 def wanted(tiny_qwen3: Path) -> Wanted:
     config = read_hf_config(str(tiny_qwen3))
     settings = {"dtype": "float32", "disable_radix_cache": True}
-    return Wanted(config, table_for(config), "0.5.16", settings, labels=False, experts=False, trains=True)
+    return Wanted(config, table_for(config), settings, labels=False, experts=False, trains=True)
 
 
 @pytest.fixture(scope="module")

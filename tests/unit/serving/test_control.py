@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from slime.core.engine_interface import RankChecksums
 from slime.core.errors import DeadlineExceeded, EngineError
-from slime.core.topology import ONE_RANK
+from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
 from slime.serving.control import HttpEngineControl
 
 KEY = "the key of the run"
@@ -55,6 +56,9 @@ class Heard:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str | None, Any]] = []
         self.says: Any = {"success": True}
+        self.version = "0.5.23"
+        self.refuses: dict[str, str] = {}
+        """Route -> the message of the next refusal."""
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.url = ""
@@ -69,7 +73,14 @@ class Heard:
                 told = json.loads(body) if body else None
                 heard.requests.append((self.path.strip("/"), self.headers.get("Authorization"), told))
                 heard.may_answer.wait()
-                answer = json.dumps(heard.says).encode()
+                message = heard.refuses.pop(self.path.strip("/"), None)
+                self.say(heard.says if message is None else {"success": False, "message": message})
+
+            def do_GET(self) -> None:
+                self.say({"version": heard.version})
+
+            def say(self, what: Any) -> None:
+                answer = json.dumps(what).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
@@ -104,7 +115,7 @@ def control(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpEngin
     for name in ("http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     heard.requests.clear()
-    heard.says = {"success": True}
+    heard.says, heard.version, heard.refuses = {"success": True}, "0.5.23", {}
     made = HttpEngineControl(heard.url, ONE_RANK, timeout_s=60.0, api_key=KEY)
     yield made
     made.close()
@@ -117,6 +128,56 @@ def test_each_call_is_its_route_with_its_words_and_the_key(
     call, body = CALLS[route]
     call(control)
     assert heard.requests == [(route, f"Bearer {KEY}", body)]
+
+
+@pytest.mark.parametrize(
+    ("version", "refused", "routes"),
+    [
+        ("0.5.16", {}, []),
+        ("0.5.23", {}, ["begin_weight_update", "end_weight_update"]),
+        ("0.5.24.dev3", {}, ["begin_weight_update", "end_weight_update"]),
+        (
+            "0.5.23",
+            {"begin_weight_update": "a weight-update session is already open"},
+            ["begin_weight_update", "end_weight_update", "begin_weight_update", "end_weight_update"],
+        ),
+    ],
+)
+def test_a_session_begins_and_ends_as_the_version_of_the_server_wants(
+    control: HttpEngineControl, heard: Heard, version: str, refused: dict[str, str], routes: list[str]
+) -> None:
+    """Law: where weights travel in sessions, a session that a dead sender left open does not stop the next one."""
+    heard.version, heard.refuses = version, dict(refused)
+    control.begin_update()
+    control.end_update()
+    assert [route for route, _, _ in heard.requests] == routes
+
+
+def test_another_refusal_of_a_session_is_an_error(control: HttpEngineControl, heard: Heard) -> None:
+    heard.refuses = {"begin_weight_update": "out of memory"}
+    with pytest.raises(EngineError, match="out of memory"):
+        control.begin_update()
+    heard.version = "unknown"
+    other = HttpEngineControl(heard.url, ONE_RANK, timeout_s=60.0)
+    with pytest.raises(EngineError, match="'unknown' as its SGLang version"):
+        other.end_update()
+    other.close()
+
+
+PLACE = {"pp_rank": 1, "tp_rank": 0, "tp_size": 2, "pp_size": 2, "dp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("version", "info"),
+    [("0.5.16", PLACE), ("0.5.23", [{"role": "target", **PLACE}, {"role": "draft_step_0", **PLACE}])],
+)
+def test_digests_are_those_of_the_rank_that_reports_them(
+    control: HttpEngineControl, heard: Heard, version: str, info: Any
+) -> None:
+    heard.version = version
+    heard.says = {"success": True, "ranks": [{"checksums": {"a": "1"}, "parallelism_info": info}]}
+    (report,) = control.weight_checksums()
+    assert report == RankChecksums(EngineRank(1, 0), EngineLayout(tp_size=2, pp_size=2), {"a": "1"})
 
 
 def test_a_refusal_that_comes_as_a_success_is_an_error(control: HttpEngineControl, heard: Heard) -> None:

@@ -78,7 +78,7 @@ def test_a_damaged_delta_is_never_served_and_the_next_sync_heals(rig: Rig, damag
     with pytest.raises(EngineError) as caught:
         rig.sync(3)
     assert caught.value.engines == (URL,)
-    assert rig.engines[0].version == 2 and rig.engines[0].log[-2:] == ["pause", "flush"]
+    assert rig.engines[0].version == 2 and rig.engines[0].log[-3:] == ["pause", "flush", "begin"]
     object.__setattr__(context, "post_write", None)
     assert rig.channel.heals
     rig.sync(3)

@@ -114,8 +114,8 @@ def test_an_engine_is_updated_through_the_folder_alone(tmp_path: Path) -> None:
             rig.sync(version)
             rig.assert_served(version)
         assert rig.engines[0].log == [
-            *("pause", "flush", "pause", "load 1", "resume 1"),
-            *("pause", "flush", "pause", "load 2", "resume 2"),
+            *("pause", "flush", "begin", "pause", "load 1", "end", "resume 1"),
+            *("pause", "flush", "begin", "pause", "load 2", "end", "resume 2"),
         ]
         assert rig.manifest(2).base is not None
         rig.engines[0].loaded["model.norm.weight"][0] += 1

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import rendezvous
 
-from slime.compat.sglang_security import meet_in_private
+from slime.compat.sglang_security import know_scheme, meeting_place
+from slime.core.errors import EngineError
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from tests.support.training import listening_addresses
 
@@ -34,8 +35,8 @@ def test_ranks_of_an_engine_on_one_host_meet_on_loopback(host: str) -> None:
     port = free.getsockname()[1]
     free.close()
     before = listening_addresses(os.getpid())
-    address = meet_in_private(f"tcp://{host}:{port}", server_args=SimpleNamespace(nnodes=1), dist_port=port)
-    assert address is not None
+    know_scheme()
+    address = meeting_place(SimpleNamespace(host=host, nnodes=1, dp_size=1, nccl_port=port))
     store, rank, size = next(rendezvous(address, 0, 1, timeout=LIMIT))
     assert (rank, size) == (0, 1) and listening_addresses(os.getpid()) - before <= {"127.0.0.1"}
     join_store("127.0.0.1", port, world_size=1, timeout=LIMIT).set("greeting", "hello")
@@ -43,6 +44,10 @@ def test_ranks_of_an_engine_on_one_host_meet_on_loopback(host: str) -> None:
 
 
 def test_ranks_on_several_hosts_meet_at_the_address_of_the_first() -> None:
-    several = SimpleNamespace(nnodes=2)
-    assert meet_in_private("tcp://10.0.0.7:5", server_args=several, dist_port=9) == "slime://10.0.0.7:5"
-    assert meet_in_private("env://", server_args=several, dist_port=9) is None, "somebody's own choice"
+    assert meeting_place(SimpleNamespace(nnodes=2, dist_init_addr="10.0.0.7:5")) == "slime://10.0.0.7:5"
+
+
+def test_replicas_in_one_server_are_refused() -> None:
+    """Law: the ranks of two replicas never meet in one store."""
+    with pytest.raises(EngineError, match="one server per replica"):
+        meeting_place(SimpleNamespace(nnodes=1, dp_size=2, enable_dp_attention=False, nccl_port=5))

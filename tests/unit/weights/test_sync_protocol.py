@@ -68,7 +68,7 @@ def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> 
     for engine in engines:
         steps = [s for i, s in enumerate(engine.log) if engine.log[i - 1 : i] != [s]]
         drains = ["flush"] if mode == "abort" else []  # requests that stay keep a cache from being flushed
-        assert steps == [f"pause {mode}", *drains, "update", "checksums", "resume"]
+        assert steps == [f"pause {mode}", *drains, "begin", "update", "checksums", "end", "resume"]
     assert metrics["update_weights_bytes"] == sum(t.numel() * 4 for t in state.values())
 
 
@@ -97,7 +97,7 @@ def test_every_departure_is_named_and_no_engine_resumes() -> None:
     assert not any("resume" in e.log for e in engines)
 
 
-@pytest.mark.parametrize("step", ["pause abort", "flush", "update", "checksums"])
+@pytest.mark.parametrize("step", ["pause abort", "flush", "begin", "update", "checksums", "end"])
 def test_a_failing_engine_leaves_all_paused_and_the_stream_is_walked_to_its_end(step: str) -> None:
     table, state = model()
     wire = FakeWire()
