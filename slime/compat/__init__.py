@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from slime.compat.versions import is_installed
+from slime.core.engine_versions import is_installed
 
 
 class Hook(NamedTuple):

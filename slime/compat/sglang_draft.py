@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
-from slime.compat.versions import BEFORE_SESSIONS
+from slime.core.engine_versions import BEFORE_SESSIONS
 
 FLAG = "--speculative-algorithm"
 

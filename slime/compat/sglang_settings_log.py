@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.compat import Hook
-from slime.compat.versions import BEFORE_SESSIONS
+from slime.core.engine_versions import BEFORE_SESSIONS
 
 _RECORD = "_runtime_mutations"
 

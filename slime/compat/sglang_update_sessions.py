@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.compat import Hook
-from slime.compat.versions import WITH_SESSIONS
 from slime.core.engine_interface import SENDER_HEADER
+from slime.core.engine_versions import WITH_SESSIONS
 
 _OWNER = "_slime_update_owner"
 """Attribute of SGLang's front end: the owner of the open session; None if no session is open."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from slime.compat.versions import BEFORE_SESSIONS, WINDOW, matches, parsed
+from slime.core.engine_versions import BEFORE_SESSIONS, WINDOW, matches, parsed
 from slime.core.errors import EngineError
 
 logger = logging.getLogger(__name__)
