@@ -48,7 +48,7 @@ def args(tmp_path: Path) -> Callable[..., Args]:
 def stranger(args: Args) -> Stranger:
     """A server that fits."""
     wanted = Wanted.of(args)
-    info = {"version": wanted.sglang_version, "tp_size": 1, "weight_version": "default", "custom_weight_loader": []}
+    info = {"version": "0.5.23", "tp_size": 1, "weight_version": "default", "custom_weight_loader": []}
     model = {"model_type": wanted.config["model_type"], "weight_version": "default", "is_generation": True}
     return Stranger(info={**info, **wanted.settings}, model=model, resident=sorted(wanted.table.resident), key=KEY)
 
