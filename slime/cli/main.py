@@ -12,7 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slime.cli import convert, doctor, inspect_run, loop_commands, recipe, rerun, schemas, serve, tokenizer
+from slime.cli import (
+    convert,
+    doctor,
+    inspect_run,
+    loop_commands,
+    recipe,
+    rerun,
+    schemas,
+    serve,
+    tokenizer,
+    upgrade_check,
+)
 from slime.core.errors import SlimeError
 from slime.core.text import visible
 from slime.core.user_files import path_in_words
@@ -87,6 +98,7 @@ COMMANDS = (
     ),
     Command("doctor", "check this machine: versions, device, memory, ports, engines", doctor.add_flags, doctor.run),
     Command("schemas", "compare the flag schemas with the installed engines", schemas.add_flags, schemas.run),
+    Command("upgrade-check", "try newer engines beside the installed ones", upgrade_check.add_flags, upgrade_check.run),
 )
 """Every command, in the order of `slime --help`."""
 

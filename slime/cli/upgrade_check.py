@@ -1,0 +1,229 @@
+"""`slime upgrade-check`: tries newer engines beside the installed ones, and says what breaks.
+
+    slime upgrade-check sglang==0.5.24
+    slime upgrade-check sglang==0.5.24 transformers==5.20.0 --names-only
+    slime upgrade-check megatron-core==0.20.0 --output upgrade.md
+
+It makes a virtual environment with the candidates in front of the installed packages, so nothing installed changes.
+First it tries every name, hook, route and field that slime touches (`slime.compat.touched`, a minute). Then, in a
+checkout of the repository, it runs the contract tests of `CHECKS` with the candidates: every family and every way to
+send weights. The exit code is 0 if all pass, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from slime.core.engine_versions import parsed
+from slime.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+"""The repository, if slime is installed from a checkout."""
+WEIGHTS, ROLLOUT, TRAINING = (f"tests/contract/{room}" for room in ("weights", "rollout", "training"))
+CHECKS: Mapping[str, tuple[str, ...]] = {
+    "load, sync, log-probs of each family": (
+        f"{WEIGHTS}/test_families_on_engines.py::test_trainer_and_engine_agree_after_a_sync",
+    ),
+    "tensor, distributed, disk": (f"{WEIGHTS}/test_sync_to_engine.py::test_new_weights_arrive_and_are_served",),
+    "delta": (f"{WEIGHTS}/test_delta_to_engine.py::test_deltas_arrive_and_are_served",),
+    "digests": (f"{WEIGHTS}/test_faults_on_the_way.py::test_each_fault_is_caught",),
+    "layouts (TP, PP, EP, DP)": (
+        f"{WEIGHTS}/test_sync_to_engine.py::test_two_ranks",
+        f"{WEIGHTS}/test_sync_to_engine.py::test_two_pipeline_stages",
+        f"{WEIGHTS}/test_sync_to_engine.py::test_groups_of_ranks",
+    ),
+    "quantised": (f"{WEIGHTS}/test_quantised_in_sglang.py",),
+    "pause modes": (f"{ROLLOUT}/test_pause_modes.py",),
+    "abort": (f"{ROLLOUT}/test_aborts_on_engine.py", f"{ROLLOUT}/test_taken_back.py"),
+    "routed experts": (f"{TRAINING}/test_routing_replay.py",),
+    "vision": (f"{WEIGHTS}/test_vision_on_engine.py",),
+    "training of each family": (f"{TRAINING}/test_families.py",),
+    "golden steps": (f"{TRAINING}/test_steps_against_torch.py", f"{TRAINING}/test_partition_invariance.py"),
+    "resume": (f"{TRAINING}/test_torch_dist.py", f"{TRAINING}/test_resume_two_ranks.py"),
+    "LoRA": (f"{TRAINING}/test_lora.py",),
+    "draft (MTP)": (f"{TRAINING}/test_mtp.py",),
+}
+"""Row of the table -> contract tests."""
+NAMES_LIMIT_S = 600.0
+NOT_PINNED = ("torch", "torchvision", "torchaudio")
+"""Packages that are not replaced, although SGLang pins them, because their builds belong to the machine."""
+OK, BAD, UNKNOWN = "✓", "✗", "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    name: str
+    num_passed: int
+    num_failed: int
+    first_error: str = ""
+
+    @property
+    def sign(self) -> str:
+        return BAD if self.num_failed else OK if self.num_passed else UNKNOWN
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("candidates", nargs="+", metavar="PACKAGE==VERSION", help="packages to try, or wheel files")
+    parser.add_argument(
+        "--names-only", action="store_true", help="try names, hooks, routes and settings only: a minute"
+    )
+    parser.add_argument("--only", metavar="ROW", action="append", help="run only this row of the table (repeatable)")
+    parser.add_argument("--venv", type=Path, metavar="DIR", help="keep the virtual environment here, and use it again")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table, in Markdown")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0 if everything passes, else 1. Raises `ConfigError` if a candidate cannot be installed."""
+    rows = _chosen(options.only or ())
+    with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch:
+        venv = Venv(options.venv or Path(scratch, "venv"))
+        venv.install(options.candidates)
+        touched = venv.touched(Path(scratch, "touched.json"))
+        text = "\n".join(named(options.candidates, touched))
+        print(text, flush=True)
+        failed = any(finding["problem"] for finding in touched["findings"])
+        if not options.names_only:
+            table = list(venv.checked(rows, Path(scratch)))
+            text += "\n\n" + "\n".join(as_table(table))
+            failed |= any(row.sign == BAD for row in table)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(f"\n{'something breaks' if failed else 'all that was tried works'}")
+    return int(failed)
+
+
+def _chosen(only: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    if unknown := sorted(set(only) - CHECKS.keys()):
+        raise ConfigError(f"--only {unknown[0]!r} is not a row; the rows are: {'; '.join(CHECKS)}")
+    return {name: tests for name, tests in CHECKS.items() if not only or name in only}
+
+
+class Venv:
+    """A virtual environment with candidates in front of the installed packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.python = folder, folder / "bin" / "python"
+        self._site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+
+    def install(self, candidates: Sequence[str]) -> None:
+        """Installs the candidates without their requirements, then the versions that they pin of installed packages."""
+        if not self.python.is_file():
+            self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
+            self._site.joinpath("installed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
+        print(f"installing {', '.join(candidates)} into {self.folder}", flush=True)
+        self._pip(candidates)
+        if pins := list(self.pins()):
+            print(f"with what they pin: {', '.join(pins)}", flush=True)
+            self._pip(pins)
+
+    def pins(self) -> Iterator[str]:
+        """Yields NAME==VERSION of each installed package of which a candidate needs another version."""
+        for candidate in metadata.distributions(path=[str(self._site)]):
+            for line in candidate.requires or ():
+                try:
+                    wanted = Requirement(line)
+                except InvalidRequirement:
+                    continue
+                if wanted.name in NOT_PINNED or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+                    continue
+                try:
+                    have = parsed(metadata.version(wanted.name))
+                except metadata.PackageNotFoundError:
+                    continue
+                if have is not None and not wanted.specifier.contains(have, prereleases=True):
+                    yield f"{wanted.name}{wanted.specifier}"
+
+    def touched(self, output: Path) -> dict[str, Any]:
+        """Returns what `slime.compat.touched` found with the candidates."""
+        self._do(str(self.python), "-m", "slime.compat.touched", "--output", str(output), quiet=True)
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+    def checked(self, rows: Mapping[str, tuple[str, ...]], scratch: Path) -> Iterator[Row]:
+        """Runs the contract tests of each row with the candidates, and yields and prints its result."""
+        if not (ROOT / "tests" / "contract").is_dir():
+            raise ConfigError(f"{ROOT} has no tests; run this command in a checkout of the repository, or --names-only")
+        for number, (name, tests) in enumerate(rows.items()):
+            report = scratch / f"{number}.xml"
+            command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+            log = scratch / f"{number}.log"
+            with log.open("w") as output:
+                subprocess.run(command, cwd=ROOT, env=self._environment(), stdout=output, stderr=output, check=False)
+            row = read_report(name, report, log)
+            print(as_line(row), flush=True)
+            yield row
+
+    def _pip(self, what: Iterable[str]) -> None:
+        self._do(sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", "--no-deps", *what)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def _do(self, *command: str, quiet: bool = False) -> None:
+        done = subprocess.run(
+            command, env=self._environment(), capture_output=True, text=True, timeout=NAMES_LIMIT_S, check=False
+        )
+        if done.returncode:
+            raise ConfigError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-2000:]}")
+
+
+def named(candidates: Sequence[str], touched: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines about names, hooks, routes and settings."""
+    findings = touched["findings"]
+    yield f"# {' '.join(candidates)}\n"
+    yield "| touched | tried | broken | first problem |\n|---|---|---|---|"
+    for kind in dict.fromkeys(finding["kind"] for finding in findings):
+        own = [finding for finding in findings if finding["kind"] == kind]
+        bad = [finding for finding in own if finding["problem"]]
+        first = f"{bad[0]['what']}: {bad[0]['problem']}" if bad else ""
+        yield f"| {kind}s {BAD if bad else OK} | {len(own)} | {len(bad)} | {first} |"
+    for finding in findings:
+        if finding["problem"]:
+            yield f"- {BAD} {finding['kind']} `{finding['what']}`: {finding['problem']}"
+    for what in ("hooks that can go", "patches that can go"):
+        if touched[what]:
+            yield f"- {what}: {', '.join(touched[what])}"
+    for owner, changed in touched["settings"].items():
+        for verb in ("came", "went"):
+            if changed[verb]:
+                yield f"- settings of {owner} that {verb} ({len(changed[verb])}): {', '.join(changed[verb])}"
+
+
+def read_report(name: str, report: Path, log: Path) -> Row:
+    """Returns a row of the table from pytest's JUnit report."""
+    if not report.is_file():
+        return Row(name, 0, 1, (log.read_text().strip().splitlines() or ["pytest wrote no report"])[-1])
+    passed, errors = 0, []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        bad = next((child for child in case if child.tag in ("failure", "error")), None)
+        if bad is not None:
+            errors.append(f"{case.get('name')}: {(bad.get('message') or '').strip()}"[:300])
+        elif case.find("skipped") is None:
+            passed += 1
+    return Row(name, passed, len(errors), errors[0] if errors else "")
+
+
+def as_line(row: Row) -> str:
+    first = " ".join(row.first_error.split())
+    return f"{row.sign} {row.name}: {row.num_passed} passed, {row.num_failed} failed {first}".rstrip()
+
+
+def as_table(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| behaviour | | passed | failed | first error |\n|---|---|---|---|---|"
+    for row in rows:
+        first = " ".join(row.first_error.split()).replace("|", "\\|")
+        yield f"| {row.name} | {row.sign} | {row.num_passed} | {row.num_failed} | {first} |"

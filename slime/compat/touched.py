@@ -1,0 +1,290 @@
+"""Lists what slime touches of SGLang, sglang-router, Megatron-core, Ray and transformers, and tries it on the installed
+versions: imported names, hooked functions, HTTP routes with the fields that slime sends, and settings.
+
+    python -m slime.compat.touched      prints the findings as JSON; `slime upgrade-check` runs it in a candidate's venv
+
+The list is not kept by hand: names come from the import statements of this package, routes and fields from the calls of
+`HttpEngineControl` to a transport that records them, arguments of hooked functions from the hooks themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import sys
+import typing
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+UPSTREAM = ("sglang", "sglang_router", "megatron", "ray", "transformers")
+"""Packages whose names are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: str
+    """"name", "hook", "route" or "setting"."""
+    what: str
+    problem: str = ""
+    """Empty if it works."""
+
+
+def imported_names(package: Path, left_out: Container[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yields (module, name) of every import of an upstream package below a folder; the name is empty for a module.
+
+    `left_out`: paths of files below the folder that the installed versions do not need.
+    """
+    seen = set()
+    for file in sorted(package.rglob("*.py")):
+        if str(file.relative_to(package)) in left_out:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found = [(node.module, alias.name) for alias in node.names]
+            elif isinstance(node, ast.Import):
+                found = [(alias.name, "") for alias in node.names]
+            for module, name in found:
+                if module.partition(".")[0] in UPSTREAM and (module, name) not in seen:
+                    seen.add((module, name))
+                    yield module, name
+
+
+def try_name(module: str, name: str) -> Finding:
+    what = f"{module}.{name}" if name else module
+    try:
+        loaded = importlib.import_module(module)
+        if name and not hasattr(loaded, name):
+            importlib.import_module(what)
+    except Exception as error:
+        return Finding("name", what, f"{type(error).__name__}: {error}"[:300])
+    return Finding("name", what)
+
+
+def hooks_of(package: str = "slime.compat") -> Iterator[tuple[str, Any]]:
+    """Yields (module, hook) of every module of a package."""
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        for hook in getattr(importlib.import_module(info.name), "HOOKS", ()):
+            yield info.name, hook
+
+
+def resolve(target: str) -> Any:
+    """Returns the object with this full name. Raises `AttributeError` or `ImportError`."""
+    parts = target.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"no module of {target} exists")
+
+
+def try_hook(module: str, hook: Any) -> Finding | None:
+    """Returns whether a hook fits its target; None if the installed SGLang does not need the hook."""
+    when, target, function, *_ = hook
+    what = f"{module.rpartition('.')[2]}: {target}"
+    if not getattr(hook, "is_needed", True):
+        return None
+    try:
+        original = resolve(target)
+    except Exception as error:
+        return Finding("hook", what, f"{type(error).__name__}: {error}"[:300])
+    return Finding("hook", what, _misfit(when, function, original))
+
+
+def _misfit(when: str, function: Callable[..., Any], original: Callable[..., Any]) -> str:
+    """Returns why a hook cannot be called with the arguments of its target; empty if it can."""
+    theirs = list(inspect.signature(original).parameters.values())
+    ours = list(inspect.signature(function).parameters.values())
+    if when in ("AFTER", "AROUND") and ours[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        ours = ours[1:]  # the result, or the original function
+    ours_by_place = [p for p in ours if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in ours), any(p.kind is p.VAR_KEYWORD for p in ours)
+    by_place = [p for p in theirs if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in theirs if p.kind is p.KEYWORD_ONLY}
+    needed = [p for p in ours_by_place if p.default is p.empty]
+    if len(needed) > len(by_place) and not any(p.kind is p.VAR_POSITIONAL for p in theirs):
+        return f"the hook needs {len(needed)} arguments by position, but the function has {len(by_place)}"
+    if missing := [p.name for p in ours if p.kind is p.KEYWORD_ONLY and p.default is p.empty and not _has(theirs, p)]:
+        return f"the function has no argument {', '.join(missing)} any more"
+    if len(by_place) > len(ours_by_place) and not takes_all[0]:
+        extra = [p.name for p in by_place[len(ours_by_place) :] if p.default is p.empty]
+        if extra:
+            return f"the function has new arguments, {', '.join(extra)}"
+    own = {p.name for p in ours}
+    if (unknown := sorted(named - own)) and not takes_all[1]:
+        return f"the function has new arguments by name, {', '.join(unknown)}"
+    return ""
+
+
+def _has(theirs: list[inspect.Parameter], ours: inspect.Parameter) -> bool:
+    return any(p.name == ours.name or p.kind is p.VAR_KEYWORD for p in theirs)
+
+
+def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Returns (method, path, fields of the body) of every control call to an engine of this version."""
+    import httpx
+
+    from slime.core.topology import ONE_RANK
+    from slime.serving.control import HttpEngineControl
+
+    sent: dict[tuple[str, str], set[str]] = {}
+
+    def record(request: httpx.Request) -> httpx.Response:
+        fields = json.loads(request.content) if request.content else {}
+        sent.setdefault((request.method, request.url.path), set()).update(fields)
+        ranks = (
+            [{"checksums": {}, "parallelism_info": _place(control)}] if "weights_checker" in request.url.path else []
+        )
+        return httpx.Response(200, json={"version": version, "success": True, "ranks": ranks})
+
+    control = HttpEngineControl("http://engine", ONE_RANK, 1.0)
+    control._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(record))
+    for call in _calls(control):
+        call()
+    return [(method, path, tuple(sorted(fields))) for (method, path), fields in sorted(sent.items())]
+
+
+def _place(control: Any) -> Any:
+    """Returns the place of a rank in the form that the version of the engine reports."""
+    place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1, "role": "target"}
+    if not hasattr(control, "begin_update"):
+        return place
+    from slime.serving.dialects import WithoutSessions
+
+    return place if isinstance(control._dialect(), WithoutSessions) else [place]
+
+
+def _calls(control: Any) -> Iterator[Callable[[], object]]:
+    update = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": 1}
+    shapes: dict[str, Any] = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "g"}
+    meeting = {"master_address": "a", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"}
+    yield control.flush_cache
+    for mode in ("abort", "retract", "in_place"):
+        yield lambda mode=mode: control.pause(mode)
+    if hasattr(control, "begin_update"):
+        yield control.begin_update
+        yield control.end_update
+    yield lambda: control.update_weights_from_tensor(["p"], **update)
+    yield lambda: control.init_weights_update_group(group_name="g", **meeting)
+    yield lambda: control.update_weights_from_distributed(**shapes, **update)
+    yield lambda: control.destroy_weights_update_group(group_name="g")
+    yield lambda: control.update_weights_from_disk(model_path="m", flush_cache=False, weight_version=1)
+    yield control.weight_checksums
+    yield lambda: control.release_memory(["weights"])
+    yield lambda: control.resume_memory(["weights"])
+    yield lambda: control.start_profile("d", "n", num_passes=1, shapes=False, stack=False)
+    yield control.resume
+
+
+OTHER_ROUTES = (
+    ("POST", "/generate", ("input_ids", "sampling_params", "return_logprob", "stream", "rid", "logprob_start_len")),
+    ("POST", "/generate", ("return_routed_experts", "routed_experts_start_len", "image_data", "top_logprobs_num")),
+    ("POST", "/abort_request", ("rid", "abort_all")),
+    ("GET", "/server_info", ()),
+    ("GET", "/model_info", ()),
+    ("GET", "/health", ()),
+)
+"""Routes of the client and of the watch: (method, path, fields of the body)."""
+
+
+def try_routes(version: str) -> Iterator[Finding]:
+    """Tries that SGLang's server has each route that slime calls, with each field that it sends."""
+    from sglang.srt.entrypoints import http_server
+
+    routes = {(m, r.path): r for r in http_server.app.routes for m in getattr(r, "methods", None) or ()}
+    for method, path, fields in (*sent_by_control(version), *OTHER_ROUTES):
+        route = routes.get((method, path))
+        if route is None:
+            yield Finding("route", f"{method} {path}", "SGLang has no such route")
+            continue
+        known = _fields_of(route.endpoint)
+        missing = [] if known is None else sorted(set(fields) - known)
+        yield Finding(
+            "route", f"{method} {path} {'+'.join(fields)}", f"unknown fields: {', '.join(missing)}" * bool(missing)
+        )
+
+
+def _fields_of(endpoint: Callable[..., Any]) -> set[str] | None:
+    """Returns the fields of the body that a route takes; None if that cannot be seen."""
+    for name, kind in typing.get_type_hints(endpoint).items():
+        for candidate in typing.get_args(kind) or (kind,):
+            for attribute in ("__struct_fields__", "model_fields", "__dataclass_fields__"):
+                if name != "return" and hasattr(candidate, attribute):
+                    return set(getattr(candidate, attribute))
+    return None
+
+
+def settings() -> dict[str, dict[str, list[str]]]:
+    """Returns owner -> {"came": ..., "went": ...}, the flags that differ from the newest version of the window."""
+    from slime.cli import schemas
+    from slime.core.engine_versions import WINDOW
+    from slime.settings.schema import PACKAGES, SCHEMA_DIR
+
+    out = {}
+    for owner, build in (("sglang", schemas.build_sglang), ("megatron", schemas.build)):
+        files = [SCHEMA_DIR / f"{owner}-{version}.json" for version in reversed(WINDOW[PACKAGES[owner]])]
+        file = next(file for file in files if file.is_file())
+        old = {flag["dest"] for flag in json.loads(file.read_text())["flags"]}
+        new = {flag["dest"] for flag in build()["flags"]}
+        out[owner] = {"came": sorted(new - old), "went": sorted(old - new)}
+    return out
+
+
+def findings() -> dict[str, Any]:
+    """Returns everything that was tried, as JSON."""
+    import slime
+    from slime.compat import megatron_cpu
+    from slime.compat.sglang_cpu import activate
+
+    device = "cpu" if not list(Path("/dev").glob("nvidia[0-9]*")) else "cuda"
+    found: list[Finding] = []
+    patches: list[dict[str, Any]] = []
+    for apply in (activate, megatron_cpu.activate):
+        try:
+            patches += [asdict(report) for report in apply(device)]
+        except Exception as error:
+            found.append(Finding("patch", apply.__module__, f"{type(error).__name__}: {error}"[:300]))
+    import sglang
+
+    hooks = list(hooks_of())
+    found += [finding for module, hook in hooks if (finding := try_hook(module, hook)) is not None]
+    unneeded = sorted({f"{m.rpartition('.')[2]}: {h[1]}" for m, h in hooks if not getattr(h, "is_needed", True)})
+    found += list(try_routes(sglang.__version__))
+    needed = {module for module, hook in hooks if getattr(hook, "is_needed", True)}
+    unused = {f"{module.partition('.')[2].replace('.', '/')}.py" for module, _ in hooks if module not in needed}
+    package = Path(os.path.dirname(slime.__file__))
+    found += [try_name(module, name) for module, name in imported_names(package, unused)]
+    try:
+        changed = settings()
+    except Exception as error:
+        changed = {}
+        found.append(Finding("setting", "flags of the engines", f"{type(error).__name__}: {error}"[:300]))
+    return {
+        "findings": [asdict(finding) for finding in found],
+        "hooks that can go": unneeded,
+        "patches that can go": [p["name"] for p in patches if not p["applied"]],
+        "settings": changed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tries what slime touches of the installed engines; prints JSON.")
+    parser.add_argument("--output", type=Path, help="a file for the JSON, because engines print to standard output")
+    options = parser.parse_args()
+    text = json.dumps(findings(), indent=1)
+    options.output.write_text(text) if options.output else sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
