@@ -78,6 +78,9 @@ def _convert(gguf: Path, out: Path, dtype: str) -> None:
         raise CheckpointError(
             f"the tokenizer in {gguf.name} has the ids {stops} for {STOP_TOKENS}; get another package"
         )
+    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        if hasattr(owner, name):  # transformers 5.19 sets them, although it has dequantised the weights
+            delattr(owner, name)
     model.config.tie_word_embeddings = True
     model.config.eos_token_id = stops[0]
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[0])

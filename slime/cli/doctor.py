@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.core.cores import usable_cores
+from slime.core.engine_versions import WINDOW
 from slime.core.errors import ConfigError, DataError
 from slime.core.processes import OF_LIBRARIES, longest_room, new_run_id, ray_folder, too_long
 from slime.observability.run_folder import host_facts, versions
 
 TESTED = {
-    "sglang": "0.5.16",
-    "sglang-router": "0.3.2",
-    "megatron-core": "0.16.1",
-    "ray": "2.60.0",
-    "transformers": "5.12.1",
+    **WINDOW,
+    "sglang-router": ("0.3.2",),
+    "ray": ("2.60.0",),
+    "transformers": ("5.12.1", "5.19.0"),
 }
-"""Versions that the tests run with."""
+"""Package -> versions that the tests run with."""
 MIN_MEMORY_BYTES = 6 << 30
 MIN_SHM_BYTES = 1 << 30
 IMPORT_LIMIT_S = 180
@@ -73,8 +73,8 @@ def check_versions() -> list[Finding]:
         if have is None:
             out.append(Finding(name, FAIL, "not installed; run: make venv"))
         else:
-            state = OK if have == tested else WARN
-            out.append(Finding(name, state, have if have == tested else f"{have}; tested with {tested}"))
+            state = OK if have in tested else WARN
+            out.append(Finding(name, state, have if have in tested else f"{have}; tested with {' and '.join(tested)}"))
     return [*out, Finding("torch", OK if found["torch"] else FAIL, found["torch"] or "not installed; run: make venv")]
 
 

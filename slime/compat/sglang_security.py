@@ -1,7 +1,7 @@
 """Closes security holes of SGLang (0.5.16 to 0.5.23) that anyone who can reach the host could use.
 
 - The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. A
-  variable of SGLang names a meeting place with a URL scheme of slime's, whose store listens only on the address where
+  variable of SGLang names a meeting place with the URL scheme `slime`, whose store listens only on the address where
   the ranks meet: loopback for an engine on one host.
 - Two routes that change something require only the request key, and the only websocket requires no key. `close_routes`
   makes the routes require the admin key, as similar routes do, and removes the websocket.

@@ -64,7 +64,7 @@ class WithoutSessions(Dialect):
 def dialect_of(version: str, url: str) -> Dialect:
     """Returns the dialect of the server at `url`, which reports `version`. Warns outside the versions that are tried.
 
-    Raises `EngineError` if that is no version.
+    Raises `EngineError` if that cannot be parsed.
     """
     found = parsed(version)
     if found is None:

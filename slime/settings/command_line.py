@@ -55,8 +55,8 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     text = help_or_version(words)
     if text is not None:
         _answer(text)
-    explain = "--explain" in words
-    words = [w for w in words if w != "--explain"]
+    explain = EXPLAIN in words
+    words = [w for w in words if w != EXPLAIN]
     found = parse_words(words)
     args = resolve_roles(
         found.given,
@@ -77,6 +77,10 @@ class _Parsed:
     given: Given
     origins: dict[tuple[str, str], str]
     custom: dict[str, Any]
+
+
+EXPLAIN = "--explain"
+"""Prints the settings of a run instead of starting it."""
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:

@@ -87,7 +87,11 @@ def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch
     for start, n, mask in zip((0, 19), (11, 9), (masks[0], masks[3]), strict=True):
         rows = slice(start, start + n)
         angles = tuple(torch.cat([x, x], -1).squeeze(1)[None, rows] for x in (cos, sin))
-        chosen = theirs(hidden[rows].transpose(0, 1), latent[rows].transpose(0, 1), angles, None, positions[None, rows])
+        length = rows.stop - rows.start
+        causal = torch.ones(length, length, dtype=torch.bool).tril()[None]  # transformers 5.19 needs it
+        causal = torch.where(causal, 0.0, float("-inf"))
+        inputs = hidden[rows].transpose(0, 1), latent[rows].transpose(0, 1), angles, causal, positions[None, rows]
+        chosen = theirs(*inputs)
         want = torch.zeros(n, n, dtype=torch.bool).scatter(1, chosen[0].long(), True).tril()
         assert mask is not None and torch.equal(mask, want)
         assert mask.sum(1).tolist() == [min(i + 1, 5) for i in range(n)]

@@ -11,6 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from slime.core.engine_versions import WINDOW
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -32,9 +35,18 @@ def test_every_direct_requirement_is_pinned() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_version_of_each_engine_everywhere(engine: str) -> None:
-    text = "\n".join(p.read_text() for p in [ROOT / "pyproject.toml", *sorted((ROOT / "requirements").glob("*.txt"))])
-    versions = set(re.findall(rf"(?<![\w-]){re.escape(engine)}==([\w.]+)", text))
-    assert versions == {metadata.version(engine)}
+    """Law: the requirements of a CPU name one version of each engine for each Python, and that is installed."""
+    lines = [line for file in sorted((ROOT / "requirements").glob("*.txt")) for line in requirement_lines(file.name)]
+    wanted = [Requirement(line) for line in lines if re.match(rf"{re.escape(engine)}==", line)]
+    versions = {str(one.specifier) for one in wanted if one.marker is None or one.marker.evaluate()}
+    assert versions == {f"=={metadata.version(engine)}"}
+
+
+@pytest.mark.parametrize("package", WINDOW)
+def test_what_is_installed_is_an_end_of_the_window(package: str) -> None:
+    text = (ROOT / "pyproject.toml").read_text() + "\n".join(requirement_lines("cpu-engines-no-deps.txt"))
+    named = set(re.findall(rf"(?<![\w-]){re.escape(package)}==([\w.]+)", text))
+    assert named <= set(WINDOW[package]) and metadata.version(package) in WINDOW[package]
 
 
 def test_nothing_machine_bound_is_committed() -> None:
