@@ -20,6 +20,7 @@ import sys
 import typing
 from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def _calls(control: Any) -> Iterator[Callable[[], object]]:
     meeting = {"master_address": "a", "master_port": 1, "rank_offset": 0, "world_size": 1, "backend": "gloo"}
     yield control.flush_cache
     for mode in ("abort", "retract", "in_place"):
-        yield lambda mode=mode: control.pause(mode)
+        yield partial(control.pause, mode)
     if hasattr(control, "begin_update"):
         yield control.begin_update
         yield control.end_update

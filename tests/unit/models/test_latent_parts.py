@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,9 @@ def test_rotation_is_that_of_transformers(interleaved: bool) -> None:
 def _indexers() -> tuple[SparseIndexer, Any, dict[str, Any]]:
     hf = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 5, "qk_rope_head_dim": 8, "q_lora_rank": 24}
     config = SimpleNamespace(hidden_size=32, params_dtype=torch.float32, sequence_parallel=False)
-    own = SparseIndexer(config, hf)  # type: ignore[arg-type]
+    # transformers 5.12 never rotates interleaved pairs in the indexer of GLM, 5.19 always does
+    interleaved = "apply_rotary_pos_emb_interleave(" in inspect.getsource(glm.GlmMoeDsaIndexer.forward)
+    own = SparseIndexer(config, {**hf, "indexer_rope_interleave": interleaved})  # type: ignore[arg-type]
     theirs = glm.GlmMoeDsaIndexer(transformers.GlmMoeDsaConfig(**hf, hidden_size=32), 0)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
