@@ -24,7 +24,7 @@ from typing import Any
 
 from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
-from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS, is_installed
+from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS
 
 FLAG = "--pp-size"
 _PIPELINE = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
@@ -55,7 +55,8 @@ def _place() -> Any:
 
 
 def _place_of(owner: Any) -> Any:
-    return owner.ps if is_installed("sglang", BEFORE_SESSIONS) else _place()
+    """Returns the same for the owner of the record in SGLang 0.5.16."""
+    return owner.ps if hasattr(owner, "ps") else _place()
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
@@ -120,7 +121,7 @@ def _own_payload(worker: Any, request: Any) -> None:
 
 
 def _read_own(read: Callable[..., Any], worker: Any, payloads: Sequence[Any]) -> Any:
-    return read(worker, _of_this_stage(_place(), payloads))
+    return read(worker, _of_this_stage(_place_of(worker), payloads))
 
 
 def _own_place(

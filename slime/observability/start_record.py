@@ -24,7 +24,9 @@ from typing import Any
 
 from slime.core.text import HIDDEN
 
-SECRET = re.compile(r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password)$")
+SECRET = re.compile(
+    r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password|watermark_config|watermark_key_b)$"
+)
 """Names of settings and variables (in lower case) whose values are never written."""
 
 SLIME = Path(__file__).parents[1] / "__init__.py"

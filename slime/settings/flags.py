@@ -114,6 +114,7 @@ _SGLANG: Mapping[str, Range] = {
     **dict.fromkeys(("tokenizer_worker_num", "detokenizer_worker_num", "max_loras_per_batch"), COUNT),
     **dict.fromkeys(("watchdog_timeout", "soft_watchdog_timeout", "elastic_ep_scale_timeout"), SECONDS),
     "dist_timeout": SECONDS,
+    "mamba_max_states_per_path": WHOLE_OR_OFF,
     "default_priority_value": Range(ge=-(2**31), le=2**31 - 1),
 }
 _ROUTER: Mapping[str, Range] = {

@@ -79,7 +79,15 @@ SECRETS = (
 )
 
 
-RENAMED = {"sglang": {"cuda-graph-bs": "cuda-graph-bs-decode", "cuda-graph-max-bs": "cuda-graph-max-bs-decode"}}
+RENAMED = {
+    "sglang": {
+        "cuda-graph-bs": "cuda-graph-bs-decode",
+        "cuda-graph-max-bs": "cuda-graph-max-bs-decode",
+        "mamba-scheduler-strategy": "mamba-radix-cache-strategy",
+        "nsa-prefill-backend": "dsa-prefill-backend",
+        "nsa-decode-backend": "dsa-decode-backend",
+    }
+}
 """Owner -> flag of an older version -> its name in the newest. Both are accepted, because launch scripts have both."""
 PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
 """Owner -> the package that its flags come from, if slime works with several versions of the package."""
