@@ -8,9 +8,9 @@ Three runs cover the loop between them:
 | `async_run`     | async | decoupled | DP 2  | distributed | Llama, tied    |
 | `colocated_run` | sync  | colocated | TP 2  | disk        | Qwen3          |
 
-`async_run` has few steps; `long_async_run` is long enough to learn. That one and `colocated_run` are slow. `plain_run`
-also changes its learning rate, saves every step, records its rollouts and shows itself to W&B and TensorBoard; the
-tests of resume repeat it.
+`async_run` has few steps; `long_async_run` is long enough to learn. All but `plain_run` are slow. `plain_run` also
+changes its learning rate, saves every step, records its rollouts and shows itself to W&B and TensorBoard; the tests of
+resume repeat it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def colocated_run(runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path)
     return started_and_finished(runs / "colocated", [*digits(tiny_qwen3), *CONSTANT_LR, *where, *engines])
 
 
-@pytest.fixture(scope="session", params=quick(RUNS, "plain_run", "async_run"))
+@pytest.fixture(scope="session", params=quick(RUNS, "plain_run"))
 def any_run(request: pytest.FixtureRequest) -> RealRun:
     """Each of them in turn."""
     run: RealRun = request.getfixturevalue(request.param)

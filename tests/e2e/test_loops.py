@@ -97,6 +97,7 @@ def test_trainer_and_engine_agree(name: str, request: pytest.FixtureRequest) -> 
     assert len(gaps) == NUM_STEPS and gaps[0] <= MAX_MISMATCH and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
 
 
+@pytest.mark.slow
 def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
     """Law: tokens of an older version have a figure of their own and cannot hide in, or trip, the limit on the gap."""
     rows = async_run.metrics("train")
@@ -110,6 +111,7 @@ def test_async_gap_is_told_apart_from_staleness(async_run: RealRun) -> None:
         assert rows[step]["train/train_rollout_logprob_abs_diff_stale"] > MAX_MISMATCH, (step, rows[step])
 
 
+@pytest.mark.slow
 def test_async_trainer_and_engine_agree(async_run: RealRun) -> None:
     """Law: where every batch is older than the trainer, each published version is compared on samples of its own."""
     gaps = async_run.series("perf", "probe/train_rollout_logprob_abs_diff_max")

@@ -384,5 +384,3 @@ MUTATIONS: dict[str, Mutation] = {
     **ROLLOUT_WIRING,
     **ENGINE_WIRING,
 }
-QUICK = "KL sign"
-"""The one that runs with every `make test`, which shows that the machinery works; the others are slow."""

@@ -1,8 +1,9 @@
 """Runs tests against copies of the project, one forked process per copy. A program of its own: it must not import ours.
 
-Reads jobs from standard input as JSON, `[{"name", "root", "tests"}]`; writes `{name: result}` to the file given as its
-argument. The parent imports the heavy packages once and every child inherits them. A child puts its copy first on
-`sys.path`, runs pytest in it and checks that every module of slime came from the copy.
+Reads jobs from standard input as JSON, `[{"name", "root", "tests", "stages"}]`; writes `{name: result}` to the file
+given as its argument. The tests run once for each stage, an expression of pytest's `-m`, until a stage fails. The
+parent imports the heavy packages once and every child inherits them. A child puts its copy first on `sys.path`, runs
+pytest in it and checks that every module of slime came from the copy.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def child(job: dict[str, Any], out: Path) -> None:
     os.environ["PYTHONPATH"] = str(root)  # for what the tests start
     failures, text = Failures(), io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--rootdir={root}"]
-        code = int(pytest.main([*options, *job["tests"]], plugins=[failures]))
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--rootdir={root}"]
+        for selected in job["stages"]:
+            code = int(pytest.main([*options, "-m", selected, *job["tests"]], plugins=[failures]))
+            if code != 0:
+                break
     modules = {n: getattr(m, "__file__", None) for n, m in sys.modules.items() if n.split(".")[0] in ("slime", "tests")}
     strangers = [f"{n} from {f}" for n, f in modules.items() if f and not Path(f).is_relative_to(root)]
     result = {

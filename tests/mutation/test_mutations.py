@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.mutations import MUTATIONS, QUICK
+from tests.mutation.mutations import MUTATIONS
 from tests.mutation.record import LEFT_OUT, SUITES, Mutation
-from tests.support.marks import quick
 
 ROOT = Path(__file__).parents[2]
 UNIT_ROOMS = (
@@ -38,7 +37,7 @@ COPIED_FILES = (
     *("pyproject.toml", "train_async.py"),
     *("tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py"),
 )
-TIMEOUT_S = 1800
+TIMEOUT_S = 7200
 CONTROL = "control"
 SEEN_AS = ("AssertionError", "Failed", "ExceptionGroup", "FlakyFailure", "GroupsFailed")
 """Exceptions with which a test says that a law is broken, and that with which the rollout says it of its samples."""
@@ -91,7 +90,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             make_copy(base, root, mutation)
         except AssertionError:
             continue  # its own test says so
-        jobs.append({"name": name, "root": str(root), "tests": files_of(suite)})
+        stages = ["not slow"] if mutation is None else ["not slow", "slow"]
+        jobs.append({"name": name, "root": str(root), "tests": files_of(suite), "stages": stages})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTHONPATH", None)
     out = folder / "results.json"
@@ -104,8 +104,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("name", quick(MUTATIONS, QUICK))
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_the_suite_notices(name: str, results: dict[str, dict[str, Any]]) -> None:
     mutation = MUTATIONS[name]
     mutated((ROOT / "slime" / mutation.file).read_text(), mutation)

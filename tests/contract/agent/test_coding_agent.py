@@ -99,6 +99,7 @@ def trained(sample: Any, tokenizer: Any) -> str:
     return str(tokenizer.decode(sample.tokens[start:][sample.loss_mask == 1]))
 
 
+@pytest.mark.slow
 def test_an_answer_that_mends_the_repository_is_worth_one(tmp_path: Path) -> None:
     """Law: reward 1, one turn, and what is trained is what was said; nothing hidden where the agent was."""
     samples, engine = played(tmp_path, lambda _: block(ADD.answer), ADD)

@@ -107,6 +107,7 @@ def alike(mine: list[Any], theirs: list[Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_answers_are_read_as_by_sglang(answers: list[Answer], of_sglang: list[Any]) -> None:
     """If the numbers change with SGLang, it reads otherwise now: then change the sentences, too."""
     found: Counter[str] = Counter()
@@ -186,6 +187,7 @@ DIFFERENT: list[tuple[str, str, str, Any, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(DIFFERENT)), ids=[f"{i}-{case[1]}" for i, case in enumerate(DIFFERENT)])
 def test_where_sglang_reads_another_thing(number: int, of_sglang: list[Any]) -> None:
     """If SGLang's part fails, it reads otherwise now: then change the sentence too."""

@@ -89,6 +89,7 @@ async def test_a_hostile_response_is_text(tmp_path: Path, browser: Browser) -> N
     assert browser.complaints == []
 
 
+@pytest.mark.slow
 async def test_the_policy_of_the_page_stops_other_scripts(tmp_path: Path, browser: Browser) -> None:
     """Law: even a script that got into the page does not run: the page names the one that may."""
     page = write_report(made_run(tmp_path / "run", num_steps=4)).page

@@ -53,6 +53,7 @@ def drive(folder: Path, ending: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_run_ends_as_finished_with_every_step_in_its_file(tmp_path: Path) -> None:
     ended = drive(tmp_path / "run", "return")
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]

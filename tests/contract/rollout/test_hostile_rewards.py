@@ -150,7 +150,8 @@ def check_laws(clean: Any, hostile: Any, num_prompts: int, num_workers: int = 0)
     assert all(got[index] == 0.0 for reward, _, index in everyone if math.isnan(reward))
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_step_goes_on_without_its_unscored_samples(tmp_path: Path, num_workers: int) -> None:
     clean, hostile = clean_and_hostile(tmp_path, 8, 0.0, num_workers)
 

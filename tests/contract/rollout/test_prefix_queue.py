@@ -14,7 +14,8 @@ MATCHED = len(CACHED) - 1
 """The last token is always read."""
 
 
-@pytest.mark.parametrize("policy", ["lpm", pytest.param("dfs-weight", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_the_queue_goes_by_prefixes_of_the_weights_that_serve(policy: str) -> None:
     """Law: a policy sees what a request will find, no more (other weights) and no less (a request that has just come).
 

@@ -27,11 +27,11 @@ from slime.serving.leased_ports import request
 from slime.serving.server import SGLangServer
 from tests.support.engine_state import relabel
 from tests.support.engines import serving, spec_of
-from tests.support.marks import quick
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_layouts
 
+pytestmark = pytest.mark.slow  # an engine of its own; tests/unit/models/test_routing_replay.py is quick
 LAYERS, EXPERTS, TOPK = 4, 16, 4
 SIZES = {"num_hidden_layers": LAYERS, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
 FORMAT = ExpertFormat(EXPERTS, TOPK, sparse=(True,) * LAYERS)
@@ -291,9 +291,7 @@ async def lived_through(url: str, weights: Weights, change: Change, samples: lis
         await client.close()
 
 
-@pytest.mark.parametrize(
-    "change", quick([_paused, _next_step, _engine_lost, _retracted, _in_place], _next_step, _in_place)
-)
+@pytest.mark.parametrize("change", [_paused, _next_step, _engine_lost, _retracted, _in_place])
 def test_a_tokens_experts_are_those_that_its_log_prob_was_computed_with(
     change: Change, url: str, weights: Weights, checkpoint: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -330,7 +328,6 @@ def num_unknown(sample: Sample, experts: Any, log_probs: Any) -> int:
     return int(known.end - len(rows))
 
 
-@pytest.mark.slow
 def test_a_request_that_is_read_again_for_want_of_memory_keeps_its_experts(
     weights: Weights, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -407,7 +404,6 @@ def test_the_trainer_uses_the_engines_experts(
     check_choices(batch, seen)
 
 
-@pytest.mark.slow
 def test_the_trainer_uses_the_engines_experts_of_ten_thousand_tokens(
     url: str, checkpoint: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -494,10 +490,7 @@ def reference(one: Callable[[str], Any]) -> Any:
     return one("one")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    quick(LAYOUTS, "ep2"),
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_replayed_experts_do_not_feel_the_partition(layout: str, one: Callable[[str], Any], reference: Any) -> None:
     """The record is at random, and has holes: a token that got another's would show in every gradient."""
     other = one(layout)

@@ -65,6 +65,7 @@ def test_a_rank_measures_every_length_and_profiles_it(tmp_path: Path) -> None:
         assert "aten::mm" in (tmp_path / "profile" / f"{spec['name']}-{mean}.txt").read_text()
 
 
+@pytest.mark.slow
 def test_shared_prefixes_are_measured_beside_whole_samples(tmp_path: Path) -> None:
     """Law: both train the same batch of every round; only what is computed differs."""
     words = "--device cpu --shape tiny --prompt 64 --own 16 --samples 4 --rounds 1 --out"

@@ -222,6 +222,7 @@ def test_an_agent_that_is_gone_for_good_leaves_the_engine_paused(rig: DeltaRig) 
     rig.assert_serves(rig.now, 4)
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_cluster_is_updated_through_the_folder_alone(rig: DeltaRig) -> None:
     """Law: the trainer's side makes no request to the server: its address, as the trainer knows it, leads nowhere."""
     known_as = "http://elsewhere.invalid:1"

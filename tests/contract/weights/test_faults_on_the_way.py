@@ -22,6 +22,7 @@ from tests.contract.weights.test_quantised_in_sglang import FAMILIES
 from tests.contract.weights.test_sync_to_engine import reference_logprobs
 from tests.support.engines import serving, spec_of
 from tests.support.families import write_family
+from tests.support.marks import quick
 from tests.support.quantised import write_quantised
 from tests.support.quantised_kernels import kernels_in_servers
 from tests.support.tiny import write_tiny_model
@@ -110,7 +111,7 @@ def test_an_engine_that_says_yes_to_a_broadcast_and_is_not_there_is_found_out_in
     assert set(answer.versions) == {experts.version} and experts.is_answered_by(answer) == 3
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS_TRIED)
+@pytest.mark.parametrize("transport", quick(TRANSPORTS_TRIED, "tensor", "delta"))
 def test_each_fault_is_caught(engine_server: SGLangServer, tmp_path: Path, transport: str) -> None:
     """Law: the same of a dense model, once for each fault."""
     with behind_proxy(engine_server.url) as proxy:

@@ -87,6 +87,7 @@ def test_an_engine_takes_weights_again_that_its_kernels_want_in_another_order(tm
     assert not any(found.values()), found
 
 
+@pytest.mark.slow
 def test_blocks_of_fp8_are_those_of_sglang_bit_for_bit() -> None:
     with Ranks(fresh=True) as ranks:
         ((number, *wrong),) = ranks.run(differing, 1)

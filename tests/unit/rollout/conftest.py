@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from slime.rewards import pool
+from tests.support.graders_here import GraderHere
 from tests.unit.rollout.patient_loop import PatientPolicy
 
 
@@ -16,3 +18,9 @@ def patience() -> Iterator[None]:
     asyncio.set_event_loop_policy(PatientPolicy())
     yield
     asyncio.set_event_loop_policy(before)
+
+
+@pytest.fixture
+def graders_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grades in the process of the test, where the subject is not the grading."""
+    monkeypatch.setattr(pool, "GraderProcess", GraderHere)

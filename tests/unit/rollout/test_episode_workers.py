@@ -25,6 +25,8 @@ from tests.support.fake_engine import FakeEngine, serve
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
+pytestmark = pytest.mark.usefixtures("graders_here")
+
 GRADED = ("--rm-type", "exact_match")
 
 

@@ -29,6 +29,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager
 
+pytestmark = pytest.mark.usefixtures("graders_here")
+
 HOOKS = str(Path(__file__).with_name("rollout_hooks.py"))
 
 

@@ -34,6 +34,8 @@ from tests.support.rollout import rollout_args, with_manager
 from tests.unit.rollout import hanging_hooks
 from tests.unit.rollout.hanging_hooks import LET_GO, RAISES, TRIES, Stop
 
+pytestmark = pytest.mark.usefixtures("graders_here")
+
 HOOKS = "tests.unit.rollout.hanging_hooks"
 REWARD = ("--custom-rm-path", f"{Path(__file__).with_name('rollout_hooks.py')}:reward")
 LIMIT = ("--execution-timeout-s", "2")

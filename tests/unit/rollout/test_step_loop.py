@@ -19,6 +19,8 @@ from slime.rollout.user_functions import load
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
+pytestmark = pytest.mark.usefixtures("graders_here")
+
 HOOKS = str(Path(__file__).with_name("rollout_hooks.py"))
 REWARD = ("--custom-rm-path", f"{HOOKS}:reward")
 
