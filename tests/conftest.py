@@ -43,6 +43,15 @@ TIMEOUTS_S = {"unit": 300, "contract": 900, "e2e": 2700, "gpu": 900}
 """Limit of one test by its top folder; `@pytest.mark.timeout` overrides it."""
 
 
+NO_GPU = not Path("/dev/nvidiactl").exists()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves the tests of GPUs out of the quick suite where there is no GPU, rather than skip each."""
+    left_out = NO_GPU and "not slow" in config.option.markexpr and collection_path == Path(__file__).parent / "gpu"
+    return True if left_out else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives each test the time limit of its folder and skips GPU tests where there is no GPU."""
     root = Path(__file__).parent
@@ -50,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(root).parts[0] if item.path.is_relative_to(root) else ""
         if item.get_closest_marker("timeout") is None and folder in TIMEOUTS_S:
             item.add_marker(pytest.mark.timeout(TIMEOUTS_S[folder]))
-        if (folder == "gpu" or item.get_closest_marker("gpu")) and not Path("/dev/nvidiactl").exists():
+        if (folder == "gpu" or item.get_closest_marker("gpu")) and NO_GPU:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

@@ -12,12 +12,13 @@ from slime.agent.template import ConversationTemplate
 from tests.support.agent_histories import Player
 from tests.support.chat_hooks import FAMILIES
 from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from tests.support.marks import quick
 
 QUICK, MANY = 60, 10_000
 REQUESTS = 8
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "glm4.6"])
+@pytest.mark.parametrize("family", quick([*FAMILIES, "glm4.6"], "qwen3", "glm4.6"))
 @pytest.mark.parametrize("num", [QUICK, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_what_is_trained_is_what_was_sampled(family: str, num: int) -> None:
     """Law: trained ids are sampled ids, once, behind the ids that the engine read; no text becomes a control token."""

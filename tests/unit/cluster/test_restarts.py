@@ -18,6 +18,7 @@ import pytest
 from slime.cluster.restarting import MOST_IN_VAIN, End, Restarts
 from slime.core import errors
 from slime.serving.child_process import read_stat
+from tests.support.marks import quick
 
 FAULT, MISTAKE = End("a rank died", is_fault=True), End("a bug", is_fault=False)
 
@@ -200,19 +201,23 @@ def test_the_status_of_the_last_start_is_that_of_the_command(script: Script) -> 
     assert "ConfigError: there is no such thing" in kept.output
 
 
+@pytest.mark.slow
 def test_restarts_run_out(script: Script) -> None:
     kept = script.run("fault", "--max-restarts", "1")
     assert kept.code == 1 and len(kept.starts) == 2, kept.output
     assert "all restarts are used up (--max-restarts 1)" in kept.output
 
 
+@pytest.mark.slow
 def test_without_restarts_the_loop_is_this_process(script: Script) -> None:
     process = script.start("fault")
     kept = script.ended(process)
     assert kept.code == 1 and [start["pid"] for start in kept.starts] == [process.pid], kept.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), quick([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGTERM, 143))
+)
 def test_who_ends_the_command_ends_the_run(script: Script, number: signal.Signals, code: int) -> None:
     """Law: the start gets the signal once, though it is in a group of its own, and none follows."""
     process = script.start("hang", "--max-restarts", "3")

@@ -82,6 +82,7 @@ def test_the_tasks_verifier_gives_its_own_answer_full_marks(task: str) -> None:
         assert grader.grade(sample, 10.0) != 1.0
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_in_every_process_and_keep_their_own_column_names(monkeypatch) -> None:
     """`ransom_note` orders letters by Python's hashing, which is another one in each process."""
     name = "rg:ransom_note?size=6&seed=2"

@@ -27,6 +27,7 @@ def test_a_published_config_has_an_architecture_and_all_parameters(name: str) ->
     assert total / 1e9 == pytest.approx(billions, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_digests_of_many_experts_take_time_in_proportion() -> None:
     """49152 expert tensors of Qwen3-Next, without data: what remains is bookkeeping, while engines are paused."""
     table = table_for(SYNCED["Qwen3-Next-80B-A3B"][0])

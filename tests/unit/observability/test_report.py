@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from slime.cli.main import main
 from slime.core.errors import DataError
+from slime.observability.report import page as page_module
 from slime.observability.report import report_title, summarize, summary_text, write_report
 from slime.observability.report.markup import element, short, text
 from slime.observability.report.page import MAX_SAMPLES, chosen_samples
@@ -70,6 +71,12 @@ def test_kinds_of_runs_are_told_apart(tmp_path: Path) -> None:
     }
 
 
+@pytest.fixture
+def without_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the page: to draw the picture takes seconds."""
+    monkeypatch.setattr(page_module, "write_picture", lambda record, panels, out, title: out.touch())
+
+
 @pytest.mark.parametrize("kind", quick(TITLES, "sync"))
 def test_a_report_is_a_picture_a_text_and_a_page(kind: str, tmp_path: Path) -> None:
     report = write_report(made_run(tmp_path / "run", kind, num_steps=6), tmp_path / "out")
@@ -105,12 +112,14 @@ def test_the_largest_mismatch_is_the_largest_of_all_rows_by_key(tmp_path: Path) 
     assert f"2.69e-01 nats (`train/{worst}`)" in summary_text(summary)
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
     """Law: what is drawn has a bound, so the page has one."""
     run = made_run(tmp_path / "run", "sft", num_steps=10_000)
     assert write_report(run).page.stat().st_size < MAX_PAGE_BYTES
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_no_markup_of_a_response_reaches_the_page(tmp_path: Path) -> None:
     """Law: hostile text is escaped, control characters and bidirectional ones are spelled out."""
     page = write_report(made_run(tmp_path / "run", num_steps=4)).page.read_text()
@@ -188,6 +197,7 @@ def test_a_wait_for_requests_to_end_is_told_from_a_wait_for_a_batch() -> None:
     assert times is not None and times.parts == {"wait for batch": [1.0], "wait for generation": [2.0]}
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_what_never_changes_is_said_and_not_drawn(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", num_steps=6)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -201,6 +211,7 @@ def test_what_never_changes_is_said_and_not_drawn(tmp_path: Path) -> None:
     assert "<h3>Learning rate" not in page and "<h3>Gradient norm" in page
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_a_table_of_samples_has_no_column_that_fine_tuning_cannot_fill(tmp_path: Path) -> None:
     heads = {}
     samples = read_samples(made_run(tmp_path / "run", num_steps=3) / FILE_NAME)
@@ -269,6 +280,7 @@ def test_a_run_without_a_step_is_refused_by_name(tmp_path: Path, capsys: pytest.
     assert "metrics.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_the_command_says_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(tmp_path / "run", num_steps=4)
     assert main(["report", str(run)]) == 0
@@ -276,6 +288,7 @@ def test_the_command_says_where_the_files_are(tmp_path: Path, capsys: pytest.Cap
     assert all(str(run / f"report.{suffix}") in told for suffix in ("html", "png")) and "| before | after |" in told
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_a_run_folder_with_nothing_but_metrics_gets_a_report(tmp_path: Path) -> None:
     made_run(tmp_path / "run", num_steps=4)
     for name in ("run.json", "args.json", "samples.jsonl", "traces/driver-100.json"):
@@ -306,6 +319,7 @@ def test_titles_of_panels_are_unique() -> None:
     assert len(titles) == len(set(titles))
 
 
+@pytest.mark.usefixtures("without_picture")
 def test_values_under_the_pointer_are_those_that_were_logged(tmp_path: Path) -> None:
     """Law: coordinates of a picture are rounded, values are not."""
     run = made_run(tmp_path / "run", num_steps=6)

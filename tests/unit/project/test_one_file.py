@@ -10,6 +10,7 @@ import torch
 from examples import one_file
 
 
+@pytest.mark.slow
 def test_the_printed_curve_rises(capsys: pytest.CaptureFixture[str]) -> None:
     curve = one_file.main(["--num-rollout", "12"])
     assert sum(curve[-4:]) > 1.5 * sum(curve[:4]), curve

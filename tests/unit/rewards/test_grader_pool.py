@@ -197,13 +197,13 @@ def test_so_many_blocking_calls_run_as_there_are_workers(tmp_path: Path, monkeyp
     """Law: `--reward-num-workers` is what a function that blocks has under way; by default it follows the cores."""
 
     async def work(pool: GraderPool) -> None:
-        shared = {"folder": str(tmp_path / "meet"), "num": 6}
-        samples = [Sample(index=i, response="meet", metadata=shared) for i in range(6)]
-        assert await asyncio.gather(*map(pool.score, samples)) == [Scored(1.0)] * 6
-        assert len(pool._serial.processes) == 6 and pool._serial.max_processes == 6
+        shared = {"folder": str(tmp_path / "meet"), "num": 4}
+        samples = [Sample(index=i, response="meet", metadata=shared) for i in range(4)]
+        assert await asyncio.gather(*map(pool.score, samples)) == [Scored(1.0)] * 4
+        assert len(pool._serial.processes) == 4 and pool._serial.max_processes == 4
 
     (tmp_path / "meet").mkdir()
-    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=6)
+    with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=4)
     words = complete(tmp_path)
     for cores, expected in ((1, 4), (2, 4), (16, 16), (256, 64)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
@@ -299,7 +299,7 @@ MONSTERS = [
 
 
 @pytest.mark.usefixtures("processor_time_alone")
-@pytest.mark.parametrize("answer", quick(MONSTERS, MONSTERS[0], MONSTERS[4]))
+@pytest.mark.parametrize("answer", quick(MONSTERS, MONSTERS[0]))
 def test_a_monstrous_answer_stalls_nothing_and_is_a_wrong_one(answer: str) -> None:
     """Law: an answer cannot evade its penalty by being too much for its grader, and costs no other its score."""
 
@@ -372,6 +372,7 @@ def test_a_machine_that_gives_no_processor_is_not_the_answers_fault(monkeypatch:
 
 
 @pytest.mark.usefixtures("processor_time_alone")
+@pytest.mark.slow
 def test_ungradable_answers_may_be_left_unscored() -> None:
     async def work(pool: GraderPool) -> None:
         assert await pool.score(Sample(response="burn")) == Unscored(TIMEOUT)

@@ -97,16 +97,19 @@ async def until_long(manager: RolloutManager, engine: LongWinded, first: int, la
     return None
 
 
+WAYS = {
+    "sync": ((), True),
+    "partial": (("--partial-rollout", "--over-sampling-batch-size", "8"), True),
+    "async": (("--fully-async",), False),
+}
+"""Name -> flags, and whether the loop is the synchronous one."""
+
+
 @pytest.mark.parametrize("num_workers", quick([0, 1], 1))
-@pytest.mark.parametrize(
-    ("flags", "synchronous"),
-    [((), True), (("--partial-rollout", "--over-sampling-batch-size", "8"), True), (("--fully-async",), False)],
-    ids=["sync", "partial", "async"],
-)
-def test_it_is_trained_as_it_was_sampled(
-    tmp_path: Path, flags: tuple[str, ...], synchronous: bool, num_workers: int
-) -> None:
+@pytest.mark.parametrize("way", quick(WAYS, "async"))
+def test_it_is_trained_as_it_was_sampled(tmp_path: Path, way: str, num_workers: int) -> None:
     """Law: who interrupts it, saves it or goes on with it later, nothing of it is lost or sampled twice."""
+    flags, synchronous = WAYS[way]
     args = settings(tmp_path, *flags, synchronous=synchronous)
     prompt = tuple(tokenizer_of(str(tmp_path / "model")).encode("0+0=", add_special_tokens=False))
     engine = LongWinded(prompt=prompt, tick_s=0.001, per_version=LENGTH // 8 if flags else LENGTH)

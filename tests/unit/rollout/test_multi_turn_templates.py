@@ -101,6 +101,7 @@ def test_an_agent_that_knows_no_tokens_is_trained_on_those_that_were_sampled(fam
         assert agent.tokens.tolist() == hand.tokens.tolist() and agent.loss_mask.tolist() == hand.loss_mask.tolist()
 
 
+@pytest.mark.slow
 def test_a_limit_means_the_same_by_hand_and_by_an_agent(tmp_path: Path) -> None:
     """Law: what the next request may sample follows from the limits in one way, whoever asks, in an evaluation, too."""
     args, engine = settings_of(tmp_path, "qwen3", "--sglang-context-length", "8192"), ScriptedEngine()
