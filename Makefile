@@ -43,8 +43,8 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 # Four sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The last
 # session shows its output as it comes, the output of the others comes at the end. On Ctrl-C, each of them ends what it
 # started.
-ROLLOUT_TESTS  := $(wildcard tests/unit/rollout tests/unit/rewards tests/mutation tests/project)
-TRAINING_TESTS := $(wildcard tests/contract/training)
+ROLLOUT_TESTS  := $(wildcard $(addprefix tests/unit/,agent data rewards rollout) tests/mutation tests/project)
+TRAINING_TESTS := $(wildcard tests/contract/training tests/contract/weights)
 IGNORED         = $(addprefix --ignore=,$(1))
 IN_BACKGROUND   = $(PYTEST) $(SELECT) -p no:cacheprovider
 define SESSIONS
