@@ -53,7 +53,7 @@ class Speaker(ScriptedModel):
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
         while not condition():
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
 
 
 @dataclass

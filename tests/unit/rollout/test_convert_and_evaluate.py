@@ -22,8 +22,6 @@ from slime.rollout.user_functions import load
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import READ, SAMPLED, SAMPLING_FLAGS, SEED, rollout_args, with_manager, write_prompts
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 HOOKS = Path(__file__).with_name("workflow_hooks.py")
 HOSTILE_GRADER = Path(__file__).parents[1] / "rewards" / "hostile_grader.py"
 

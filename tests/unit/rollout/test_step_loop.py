@@ -139,7 +139,7 @@ def test_surplus_is_started_over_and_nothing_is_lost(tmp_path: Path) -> None:
     assert all(s.response_length == 8 for b in batches for s in b.samples)
     assert ledger["data/trained"] == 16 and ledger["data/in_flight"] == 0
     assert ledger["data/issued"] == 16 + ledger["data/buffered"]
-    assert engine.most_running <= 6
+    assert engine.most_running <= 6 + 1, "more than the limit, and the marker of an abort"
 
 
 @pytest.mark.parametrize("partial", [False, True])
