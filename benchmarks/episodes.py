@@ -26,7 +26,7 @@ import numpy as np
 import ray
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import Held, group_of
+from slime.buffer.groups import GroupOrRecord, group_of
 from slime.cluster.rollout_actor import worker_fleet
 from slime.core.sample import Group, Sample, Status
 from slime.core.topology import Worker
@@ -88,7 +88,7 @@ class Endless(Policy):
     """A schedule that runs a fixed number of groups at a time, and settles each group when it is finished."""
 
     def __init__(self, buffer: DataBuffer, context: int, num_groups: int) -> None:
-        self.finished: list[Held] = []
+        self.finished: list[GroupOrRecord] = []
         self._buffer, self._context, self._num_groups = buffer, context, num_groups
 
     def num_missing(self, loop: GroupLoop) -> int:
@@ -102,7 +102,7 @@ class Endless(Policy):
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
         return False
 
-    def accept(self, loop: GroupLoop, group: Held) -> None:
+    def accept(self, loop: GroupLoop, group: GroupOrRecord) -> None:
         self._buffer.mark_trained([group.group_index])
         self.finished.append(group)
 

@@ -124,7 +124,7 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     context = current()
     args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
-        raise ConfigError("an agent's conversations need a tokenizer; give --hf-checkpoint")
+        raise ConfigError("an agent's conversations need a tokenizer; set --hf-checkpoint")
     chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
     ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
     try:

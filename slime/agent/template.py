@@ -30,7 +30,7 @@ from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
 
 NO_TOOLS = (
-    "the chat template does not write tools, so the model could not know of them; give a template that writes them "
+    "the chat template does not write tools, so the model would not see them; set a template that writes them "
     "with --chat-template FILE"
 )
 
@@ -138,7 +138,7 @@ class ConversationTemplate:
             messages = [m.for_template() for m in (*stand, *new)]
             try:
                 rendered = self.chat.render(messages, tools=list(tools) or None, add_generation_prompt=True)
-            except DataError as error:  # some templates refuse calls, or several at once
+            except DataError as error:  # some templates refuse calls, or several in one turn
                 complaint = complaint or error
                 continue
             at = rendered.marked.rfind(mark)
@@ -156,7 +156,7 @@ class ConversationTemplate:
         if first is not None and not first[0]:
             return 0
         try:
-            alone = self.chat.disarm(messages, list(tools) or None).render(num, asked=False).marked
+            alone = self.chat.disarm(messages, list(tools) or None).render(num, add_prompt=False).marked
         except DataError:
             alone = ""
         _, found, turn = alone.rpartition(mark)

@@ -70,7 +70,7 @@ class ProbeReport:
         plain = next(outcome for outcome in self.outcomes if outcome.feature == PLAIN)
         if self.wrong_ends or not (plain.works or plain.state is State.BRANCHES):
             raise DataError(
-                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; give a "
+                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; set a "
                 "different template with --chat-template FILE, or set the end ids in generation_config.json"
             )
 
@@ -110,7 +110,7 @@ def tools_problem(template: ConversationTemplate, tool_format: str | None = None
         return ""
     return (
         f"the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format {calls.name} does not "
-        "read; set the right format with --agent-tool-format, or give a different template with --chat-template FILE"
+        "read; set the right format with --agent-tool-format, or set a different template with --chat-template FILE"
     )
 
 
@@ -307,5 +307,5 @@ def _parting(ours: str, theirs: str) -> str:
     start = max(0, same - 20)
     a, b = ours[start : start + SHOWN], theirs[start : start + SHOWN]
     if a == b:
-        return f"the same text gives different tokens: {ours[-SHOWN:]!r}"
+        return f"the same text has different tokens: {ours[-SHOWN:]!r}"
     return f"a session has {a!r} where the template writes {b!r}"

@@ -112,7 +112,7 @@ class Account:
         """Raises `LedgerError` unless each group is in flight and listed once."""
         repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
         if repeated:
-            raise LedgerError(f"groups {repeated} are to be {verb} more than once; settle each group once")
+            raise LedgerError(f"groups {repeated} are listed more than once to be {verb}; settle each group once")
         stray = [index for index in group_indices if index not in self.in_flight]
         if not stray:
             return

@@ -32,8 +32,8 @@ from slime.buffer.account import Account, Ledger
 from slime.buffer.groups import (
     BLANK,
     BufferFilter,
+    GroupOrRecord,
     GroupRecord,
-    Held,
     Issued,
     Origin,
     apply_filter,
@@ -154,7 +154,7 @@ class DataBuffer:
             self._stamp(fresh)
             return fresh
 
-    def note(self, group: Held) -> None:
+    def note(self, group: GroupOrRecord) -> None:
         """Records the current state of a group in flight, for a resumed run. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
@@ -180,7 +180,7 @@ class DataBuffer:
 
     # ---- taking back and settling --------------------------------------------------------------------------------
 
-    def put_back(self, groups: Sequence[Held], reason: str) -> None:
+    def put_back(self, groups: Sequence[GroupOrRecord], reason: str) -> None:
         """Takes back groups in flight, with their work, to be issued before new prompts; adds one to `attempts`.
 
         Takes all groups or none: raises `LedgerError` for a group that is not in flight, and `DataError` for a group
@@ -188,17 +188,17 @@ class DataBuffer:
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
-            back: list[tuple[Held, GroupRecord]] = []
+            back: list[tuple[GroupOrRecord, GroupRecord]] = []
             for group in groups:
                 attempts = self._account.in_flight[group.group_index].attempts + 1
-                again: Held = replace(group, attempts=attempts)
+                again: GroupOrRecord = replace(group, attempts=attempts)
                 back.append((again, record_of(again)))
             for again, _ in back:
                 del self._account.in_flight[again.group_index]
             self._account.returned[reason] += len(back)
             self._keep(back)
 
-    def put_finished(self, group: Held) -> None:
+    def put_finished(self, group: GroupOrRecord) -> None:
         """Takes a finished group that was in flight, to be trained later. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
@@ -249,7 +249,7 @@ class DataBuffer:
         self._account.add_group(len(nest))
         return group, record
 
-    def _keep(self, groups: Sequence[tuple[Held, GroupRecord]]) -> None:
+    def _keep(self, groups: Sequence[tuple[GroupOrRecord, GroupRecord]]) -> None:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:

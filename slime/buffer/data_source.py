@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import GroupRecord, Held, flatten, group_index_of, group_of
+from slime.buffer.groups import GroupOrRecord, GroupRecord, flatten, group_index_of, group_of
 from slime.buffer.snapshot import SavedState
 from slime.buffer.sources import SampleSource
 from slime.core.errors import DataError, HookError, LedgerError
@@ -31,7 +31,7 @@ class DataSourceBuffer(DataBuffer):
     def __init__(self, source: SampleSource) -> None:
         """Raises `HookError` if a method of `source` is missing."""
         if missing := [name for name in METHODS if not callable(getattr(source, name, None))]:
-            raise HookError(f"the data source {type(source).__name__} lacks {missing}; define all of {METHODS}")
+            raise HookError(f"the data source {type(source).__name__} has no {missing}; define all of {METHODS}")
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
@@ -62,23 +62,23 @@ class DataSourceBuffer(DataBuffer):
             return again, record
         if index < self._account.next_group_index:
             raise LedgerError(
-                f"the data source returned group {index}, which was issued before and not given back; get_samples must "
-                "return each group once, with rising ids or None"
+                f"the data source returned group {index}, which was issued before and not put back; get_samples must "
+                "return each group once, with increasing ids or None"
             )
         executions = [s.index for s in samples if s.index is not None]
         if len(executions) != len(samples) or min(executions) < self._account.next_index:
             raise LedgerError(
-                f"the data source returned group {index} with execution ids {executions}; get_samples must give all "
-                "samples ids above the known ones, or None"
+                f"the data source returned group {index} with execution ids {executions}; get_samples must set "
+                "ids above all known ids for all samples, or None"
             )
         group = Group(group_index=index, samples=tuple(samples))
         record = GroupRecord.of(group)  # may raise, so before the group is counted
         self._account.add_foreign_group(index, max(executions))
         return group, record
 
-    def _keep(self, groups: Sequence[tuple[Held, GroupRecord]]) -> None:
-        self._lent.update({held.group_index: held.attempts for held, _ in groups})
-        self._source.add_samples([list(group_of(held).samples) for held, _ in groups])
+    def _keep(self, groups: Sequence[tuple[GroupOrRecord, GroupRecord]]) -> None:
+        self._lent.update({group.group_index: group.attempts for group, _ in groups})
+        self._source.add_samples([list(group_of(group).samples) for group, _ in groups])
 
     def _is_buffered(self, group_index: int) -> bool:
         return group_index in self._lent or super()._is_buffered(group_index)
@@ -104,7 +104,7 @@ class DataSourceBuffer(DataBuffer):
         Raises `DataError` without a `rollout_id`.
         """
         if rollout_id is None:
-            raise DataError("a custom data source saves its state by step, but there is no rollout_id; pass one")
+            raise DataError("a custom data source saves its state by step, but rollout_id is None; pass a step")
         with self._lock:
             self._saved_at = rollout_id
             write = super().begin_save(path)
@@ -121,6 +121,6 @@ def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuf
     """Returns the buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
     if buffer_filter is not None:
         raise HookError(
-            "--buffer-filter-path has no effect on your own data source, whose get_samples chooses; leave it out"
+            "--buffer-filter-path has no effect on a custom data source, whose get_samples chooses; leave it out"
         )
     return DataSourceBuffer(source)

@@ -41,14 +41,14 @@ def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) ->
     by_index = {group.group_index: group for group in queue}
     left = [list(group.samples) for group in queue]
     chosen = [group_index_of(samples) for samples in buffer_filter(left, n)]
-    kept = [group_index_of(samples) for samples in left]
-    both = chosen + kept
+    remaining = [group_index_of(samples) for samples in left]
+    both = chosen + remaining
     if len(chosen) > n or len(set(both)) < len(both) or not set(both) <= set(by_index):
         raise LedgerError(
-            f"the buffer filter took groups {chosen} and left {kept} of {sorted(by_index)}, but it must take at most "
-            f"{n} and remove those from the list in place; correct the function of --buffer-filter-path"
+            f"the buffer filter took groups {chosen} and left {remaining} of {sorted(by_index)}, but it must take at "
+            f"most {n} and remove those from the list in place; correct the function of --buffer-filter-path"
         )
-    return [by_index[index] for index in chosen], [by_index[index] for index in kept]
+    return [by_index[index] for index in chosen], [by_index[index] for index in remaining]
 
 
 def flatten(nest: Sequence[Any]) -> list[Sample]:
@@ -190,18 +190,18 @@ class GroupRecord:
         return Group(self.group_index, tuple(samples), self.attempts)
 
 
-Held = Group | GroupRecord
+GroupOrRecord = Group | GroupRecord
 """A group or its record, because many uses need not unpack a record."""
 
 
-def group_of(held: Held) -> Group:
+def group_of(group: GroupOrRecord) -> Group:
     """Returns the group, read from a record if needed. Raises like `GroupRecord.group`."""
-    return held if isinstance(held, Group) else held.group()
+    return group if isinstance(group, Group) else group.group()
 
 
-def record_of(held: Held, *, finished: bool = False) -> GroupRecord:
+def record_of(group: GroupOrRecord, *, finished: bool = False) -> GroupRecord:
     """Returns the record, made from a group if needed. Raises like `GroupRecord.of`."""
-    return GroupRecord.of(held, finished=finished) if isinstance(held, Group) else held
+    return GroupRecord.of(group, finished=finished) if isinstance(group, Group) else group
 
 
 def _read_json(text: bytes) -> Any:
@@ -215,35 +215,35 @@ def _content(group: Group, samples: Sequence[Sample]) -> Content:
     """Packs the group with these samples. Raises like `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
-        texts = [fields_to_json(_parts(sample, arrays)) for sample in samples]
+        texts = [fields_to_json(_fields(sample, arrays)) for sample in samples]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"group {group.group_index} holds something that is not JSON ({error}), but the buffer is part of every "
+            f"group {group.group_index} contains a value that is not JSON ({error}), but the buffer is part of every "
             "checkpoint; store only plain numbers, strings, lists and dicts in the fields of samples"
         ) from error
     return Content(zlib.compress(b"[" + b",".join(texts) + b"]", LEVEL), tuple(arrays))
 
 
-def _parts(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
+def _fields(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
     """Returns the fields of a sample for JSON. Appends the sample's arrays to `arrays`."""
 
-    def kept(array: Numbers) -> int:
+    def index_of(array: Numbers) -> int:
         arrays.append(array)
         return len(arrays) - 1
 
     fields = {**sample.held_fields(), "status": sample.status.value}
     for name in PER_TOKEN:
         if isinstance(column := fields[name], Column):
-            counts = {} if column.counts is None else {"counts": kept(column.counts)}
-            fields[name] = {"values": kept(column.values), **counts}
+            counts = {} if column.counts is None else {"counts": index_of(column.counts)}
+            fields[name] = {"values": index_of(column.values), **counts}
     experts = sample.rollout_routed_experts
     if experts is not None:
-        fields[EXPERTS] = {"ids": kept(experts.ids.reshape(-1)), "shape": experts.ids.shape, "start": experts.start}
+        fields[EXPERTS] = {"ids": index_of(experts.ids.reshape(-1)), "shape": experts.ids.shape, "start": experts.start}
     return fields
 
 
 def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
-    """Inverts `_parts`."""
+    """Inverts `_fields`."""
     for name in PER_TOKEN:
         if isinstance(where := fields[name], dict):
             counts = arrays[where["counts"]] if "counts" in where else None

@@ -42,7 +42,7 @@ class PromptWalk:
     def __init__(self, prompts: Prompts, *, shuffle: bool, seed: int) -> None:
         """Raises `DataError` on an empty dataset."""
         if len(prompts) == 0:
-            raise DataError("the dataset has no rows, so there is nothing to generate from; give one with rows")
+            raise DataError("the dataset has no rows, so there is nothing to generate from; use a dataset with rows")
         self.prompts = prompts
         self.epoch = 0
         self.offset = 0
@@ -101,8 +101,8 @@ class PromptWalk:
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         if self._order_digest() != state["order_digest"]:
             raise CheckpointError(
-                "the same seed shuffles the same rows differently than when the checkpoint was saved, because NumPy's "
-                "generator has changed; resume with the NumPy version of the first run"
+                "the same seed now shuffles the rows in a different order from the checkpoint's, because NumPy's "
+                "generator has changed; resume with the NumPy version that saved the checkpoint"
             )
 
 

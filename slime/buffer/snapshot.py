@@ -92,14 +92,14 @@ class SavedState:
         """Reads a state of format 1, or of format 2 with its files beside `path`. Raises `CheckpointError`."""
         if state.get("format") not in (1, FORMAT):
             raise CheckpointError(
-                f"the buffer state has format {state.get('format')}, but this version reads 1 and {FORMAT}; resume "
-                "with the version that wrote it"
+                f"the buffer state has format {state.get('format')}, but this version of slime reads 1 and {FORMAT}; "
+                "resume with the version that saved it"
             )
         read: Callable[[Mapping[str, Any]], GroupRecord] = _of_group
         if state["format"] == FORMAT:
             if path is None:
                 raise CheckpointError(
-                    "the records of a buffer state are in files beside its JSON; give the path of the JSON"
+                    "the records of a buffer state are in files beside its JSON; pass the path of the JSON"
                 )
             read = _Files([path.with_name(name) for name in state["files"]]).record
         entry = "record" if state["format"] == FORMAT else "group"
@@ -197,5 +197,5 @@ def _readable(*paths: Path) -> Iterator[None]:
 def check_dataset(state: Mapping[str, Any], *, has_walk: bool) -> None:
     """Raises `CheckpointError` if only one of the runs has a dataset."""
     if (state["walk"] is not None) != has_walk:
-        has, lacks = ("this run", "the saved one") if has_walk else ("the saved run", "this one")
-        raise CheckpointError(f"{has} has a dataset, but {lacks} has none; resume with the same data settings")
+        has, missing = ("this run", "the saved one") if has_walk else ("the saved run", "this one")
+        raise CheckpointError(f"{has} has a dataset, but {missing} has none; resume with the same data settings")

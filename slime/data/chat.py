@@ -57,9 +57,9 @@ class Disarmed:
     stand_ins: Mapping[str, str]
     """See `Rendered`."""
 
-    def render(self, length: int, *, asked: bool) -> Rendered:
-        """Renders the first `length` messages. `asked`: with a generation prompt. Raises `TemplateRefusal`."""
-        return self.rendered(self.chat.write(self.messages[:length], self.tools, asked=asked))
+    def render(self, length: int, *, add_prompt: bool) -> Rendered:
+        """Renders the first `length` messages. `add_prompt`: add a generation prompt. Raises `TemplateRefusal`."""
+        return self.rendered(self.chat.write(self.messages[:length], self.tools, add_prompt=add_prompt))
 
     def rendered(self, marked: str) -> Rendered:
         """Combines `marked`, a text of this conversation, with its stand-ins."""
@@ -84,7 +84,7 @@ class ChatRenderer:
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template, because the checkpoint has none (a base model?); give one as "
+                "the tokenizer has no chat template, because the checkpoint has none (a base model?); set "
                 "--chat-template FILE, use the chat checkpoint, or write rendered prompts into the dataset and drop "
                 "--apply-chat-template"
             )
@@ -99,10 +99,10 @@ class ChatRenderer:
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template writes around turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
-        self._held = self.structural - (written - own - set(self.ends))
+        self._framing = self.structural - (written - own - set(self.ends))
         """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, are part of its turn."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """Tokens that text of a dataset must not produce. An assistant's text may produce those not in `_held`."""
+        """Tokens that text of a dataset must not produce. An assistant's text may produce those not in `_framing`."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
@@ -114,7 +114,7 @@ class ChatRenderer:
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
         """Renders messages to text. Raises `TemplateRefusal` with the template's error."""
-        return self.disarm(messages, tools).render(len(messages), asked=add_generation_prompt)
+        return self.disarm(messages, tools).render(len(messages), add_prompt=add_generation_prompt)
 
     def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
         """Replaces control strings by stand-ins, so that the conversation can be rendered in parts."""
@@ -126,10 +126,10 @@ class ChatRenderer:
             {word: control for control, word in stand_ins.items()},
         )
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, asked: bool) -> str:
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_prompt: bool) -> str:
         """Runs the template on the messages unchanged. Raises `TemplateRefusal` with the template's error."""
         try:
-            return self._apply(messages, tools=tools, add_generation_prompt=asked)
+            return self._apply(messages, tools=tools, add_generation_prompt=add_prompt)
         except Exception as error:  # a template is a program by the checkpoint's author
             raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
@@ -201,12 +201,12 @@ class ChatRenderer:
         ]
         try:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
-            asked, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
+            prompt, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
         except Exception:  # if the template refuses it, only tokens marked as special count
             return "", ""
         # If the generation prompt begins a thought (GLM-4.7), an answer without a thought does not continue the prompt.
-        begins = next((text for text in (asked, plain) if answered.startswith(text)), answered)
+        begins = next((text for text in (prompt, plain) if answered.startswith(text)), answered)
         return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
@@ -224,7 +224,7 @@ class ChatRenderer:
             return value
         if isinstance(value, str):
             for control, word in stand_ins.items():
-                if not is_assistant or control in self._held:
+                if not is_assistant or control in self._framing:
                     value = value.replace(control, word)
             return value
         if isinstance(value, Mapping):

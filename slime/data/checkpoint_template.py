@@ -132,7 +132,7 @@ def _tokenizer(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # transformers may read a format that this version of tokenizers cannot
+    except Exception:  # transformers may read a format that this version of tokenizers cannot read
         return None
 
 
@@ -208,7 +208,7 @@ def write_fast(folder: Path) -> int:
     if not is_code(folder) or pattern is None or not (folder / RANKS).is_file():
         raise ConfigError(
             f"{folder} is not a released folder of Kimi-K2: its {CONFIG} must name the class {' or '.join(PATTERNS)} "
-            f"(it names {config.get('tokenizer_class')}) and refer to Python code, beside a {RANKS}; give such a folder"
+            f"(it names {config.get('tokenizer_class')}) and refer to Python code, beside a {RANKS}; pass such a folder"
         )
     tokenizer = fast_tokenizer(folder / RANKS, pattern, config.get("added_tokens_decoder") or {})
     own = {k: v for k, v in config.items() if k != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}

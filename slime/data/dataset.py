@@ -277,7 +277,7 @@ def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[li
     kept = [row for row in rows if len(row.prompt_tokens or ()) <= max_prompt_tokens]
     if len(kept) < len(rows):
         logger.warning(
-            "%d of %d prompts are over %d tokens and left out", len(rows) - len(kept), len(rows), max_prompt_tokens
+            "left out %d of %d prompts with more than %d tokens", len(rows) - len(kept), len(rows), max_prompt_tokens
         )
     return kept, len(rows) - len(kept)
 
@@ -285,22 +285,22 @@ def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[li
 def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     """Parses one row of the file. Raises `DataError` if it is malformed."""
     if keys.prompt not in value:
-        raise DataError(f"no column {keys.prompt!r}; it has {sorted(map(str, value))}")
+        raise DataError(f"there is no column {keys.prompt!r}; the row has {sorted(map(str, value))}")
     if keys.label is not None and keys.label not in value:
-        raise DataError(f"no column {keys.label!r}; it has {sorted(map(str, value))}")
+        raise DataError(f"there is no column {keys.label!r}; the row has {sorted(map(str, value))}")
     metadata = _decoded(value, keys.metadata, dict)
     tools = _decoded(value, keys.tools, list)
     if tools:
         if not all(isinstance(tool, dict) for tool in tools):
-            raise DataError(f"{keys.tools!r} has an entry that is not an object; each tool must be one")
+            raise DataError(f"{keys.tools!r} has an entry that is not an object; write each tool as one")
         if metadata.get("tools", tools) != tools:
-            raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one list")
+            raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one of the lists")
         metadata["tools"] = tools
     label = value[keys.label] if keys.label is not None else None
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
-            json.dumps(part, sort_keys=True)  # the fingerprint needs JSON, but parquet can hold bytes and dates
+            json.dumps(part, sort_keys=True)  # the fingerprint needs JSON, but parquet can contain bytes and dates
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name} is not JSON: {error}") from error
     return PromptRow(prompt, None, label, metadata, source)
@@ -317,7 +317,7 @@ def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
     if found is None:
         return kind()
     if not isinstance(found, kind):
-        raise DataError(f"{key!r} is a {type(found).__name__}, it must be a {kind.__name__}")
+        raise DataError(f"{key!r} is a {type(found).__name__}, but must be a {kind.__name__}")
     return kind(found)
 
 

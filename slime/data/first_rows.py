@@ -45,7 +45,7 @@ CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class DataCheck:
     """A data set to check, and the requirements for a usable row."""
 
     name: str
@@ -84,94 +84,96 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
         return None
     return (
         f"--hf-checkpoint {checkpoint.folder} has no chat template (a base model?), but {because} needs one; use the "
-        "chat checkpoint, give --chat-template FILE, or write prompts as text and drop --apply-chat-template"
+        "chat checkpoint, set --chat-template FILE, or write prompts as text and drop --apply-chat-template"
     )
 
 
-def check_rows(look: Look, checkpoint: CheckpointTemplate | None) -> str | None:
+def check_rows(check: DataCheck, checkpoint: CheckpointTemplate | None) -> str | None:
     """Returns why no row of the data set is usable; None if one is. `checkpoint`: the source of the template."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
-    form = functools.cache(functools.partial(_form, look, checkpoint))
+    form = functools.cache(functools.partial(_form, check, checkpoint))
     try:
-        for raw in itertools.islice(read_rows(look.path), MOST_ROWS):
+        for raw in itertools.islice(read_rows(check.path), MOST_ROWS):
             num_rows += 1
             try:
-                text = _text(look, checkpoint, raw, form)
+                text = _text(check, checkpoint, raw, form)
             except DataError as error:
                 refusals[str(error)] += 1
                 continue
             # A token has at least one byte, so a short text needs no tokenizer.
-            if text is None or look.max_prompt_tokens is None or len(text.encode()) <= look.max_prompt_tokens:
+            if text is None or check.max_prompt_tokens is None or len(text.encode()) <= check.max_prompt_tokens:
                 return None
             too_long.append((len(text), text))
     except (ConfigError, DataError) as error:
-        return _unreadable(look, error)
+        return _unreadable(check, error)
     if not num_rows:
-        return f"{look.name} {look.path} has no rows; correct the file or its slice"
+        return f"{check.name} {check.path} has no rows; correct the file or its slice"
     if too_long:
-        return _shortest_too_long(look, checkpoint, too_long, num_rows)
+        return _shortest_too_long(check, checkpoint, too_long, num_rows)
     (reason, _), *_ = refusals.most_common(1)
     which = "" if num_rows < MOST_ROWS else "first "
-    return f"{look.name} {look.path}: none of its {which}{num_rows} rows can be used: {reason}"
+    return f"{check.name} {check.path}: none of its {which}{num_rows} rows can be used: {reason}"
 
 
 _Form = tuple[str | None, Spelling | None]
 """(why the template cannot be used for fine-tuning, its spelling); None where there is no problem or it is unknown."""
 
 
-def _form(look: Look, checkpoint: CheckpointTemplate | None) -> _Form:
+def _form(check: DataCheck, checkpoint: CheckpointTemplate | None) -> _Form:
     if checkpoint is None:
         return None, None
-    render = functools.partial(checkpoint.render, kwargs=look.template_kwargs)
+    render = functools.partial(checkpoint.render, kwargs=check.template_kwargs)
     return (
-        generation_prompt_problem(lambda talk, asked: render(talk, tools=None, add_generation_prompt=asked)),
-        Spelling.of(lambda talk, tools, asked: render(talk, tools=tools, add_generation_prompt=asked)),
+        generation_prompt_problem(lambda talk, add_prompt: render(talk, tools=None, add_generation_prompt=add_prompt)),
+        Spelling.of(lambda talk, tools, add_prompt: render(talk, tools=tools, add_generation_prompt=add_prompt)),
     )
 
 
-def _text(look: Look, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]) -> str | None:
-    """The row's prompt as engines would get it; None if unknown. Raises `DataError` with a remedy."""
-    row = _row(look, raw)
-    if not isinstance(row.prompt, str) and (problem := messages_problem(look)):
-        raise DataError(f"{look.input_key!r} holds messages, {problem}")
-    if look.conversations:
-        _check_conversation(look, checkpoint, row, form)
+def _text(
+    check: DataCheck, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]
+) -> str | None:
+    """Returns the row's prompt as engines would get it; None if unknown. Raises `DataError` for an unusable row."""
+    row = _row(check, raw)
+    if not isinstance(row.prompt, str) and (problem := messages_problem(check)):
+        raise DataError(f"{check.input_key!r} contains messages, {problem}")
+    if check.conversations:
+        _check_conversation(check, checkpoint, row, form)
         return None
-    if look.grader is not None and row.label is None and "rm_type" not in row.metadata:
+    if check.grader is not None and row.label is None and "rm_type" not in row.metadata:
         raise DataError(
-            f"the row has no label (--label-key is {look.label_key}), but the grader {look.grader} needs one; set "
+            f"the row has no label (--label-key is {check.label_key}), but the grader {check.grader} needs one; set "
             f"--label-key to one of {_columns(raw)}"
         )
-    if not look.template:
+    if not check.template:
         return row.prompt if isinstance(row.prompt, str) else None
     if checkpoint is None:
         return None
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    return checkpoint.render(messages, tools=row.metadata.get("tools"), kwargs=look.template_kwargs)
+    return checkpoint.render(messages, tools=row.metadata.get("tools"), kwargs=check.template_kwargs)
 
 
-def messages_problem(look: Look) -> str | None:
+def messages_problem(check: DataCheck) -> str | None:
     """Returns why messages cannot be prompts, as a clause that begins with "but"; None if they can."""
-    if look.template:
+    if check.template:
         return None
-    if not look.conversations and not look.takes_messages:
+    if not check.conversations and not check.takes_messages:
         return "but nothing renders them; add --apply-chat-template"
-    if look.row_limit:
-        other = "" if look.conversations else " or add --apply-chat-template"
+    if check.row_limit:
+        other = "" if check.conversations else " or add --apply-chat-template"
         unknown = "their length is unknown until they are rendered"
-        return f"but {look.row_limit} cannot be applied to them, because {unknown}; drop that limit{other}"
+        return f"but {check.row_limit} cannot be applied to them, because {unknown}; drop that limit{other}"
     return None
 
 
-def _row(look: Look, raw: RawRow) -> PromptRow:
-    keys = {"label_key": look.label_key, "metadata_key": look.metadata_key, "tool_key": look.tool_key}
-    for flag, key in (("--input-key", look.input_key), ("--label-key", look.label_key)):
+def _row(check: DataCheck, raw: RawRow) -> PromptRow:
+    keys = {"label_key": check.label_key, "metadata_key": check.metadata_key, "tool_key": check.tool_key}
+    for flag, key in (("--input-key", check.input_key), ("--label-key", check.label_key)):
         if raw.value is not None and key is not None and key not in raw.value:
             raise DataError(f"there is no column {key!r}; set {flag} to one of {_columns(raw)}")
     try:
-        return read_row(raw, input_key=look.input_key, **keys)
+        return read_row(raw, input_key=check.input_key, **keys)
     except DataError as error:
         raise DataError(
             f"{error}; write each row as one JSON object, with its prompt as text or a list of messages"
@@ -183,12 +185,12 @@ def _columns(raw: RawRow) -> str:
 
 
 def _check_conversation(
-    look: Look, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
+    check: DataCheck, checkpoint: CheckpointTemplate | None, row: PromptRow, form: Callable[[], _Form]
 ) -> None:
     """Raises `DataError` if the row cannot be used for fine-tuning."""
-    messages = conversation_of(row.prompt, row.label, rendered=look.template)
-    if look.template or messages is None:
-        got = "rendered prompts (--apply-chat-template)" if look.template else f"text in {look.input_key!r}"
+    messages = conversation_of(row.prompt, row.label, rendered=check.template)
+    if check.template or messages is None:
+        got = "rendered prompts (--apply-chat-template)" if check.template else f"text in {check.input_key!r}"
         raise DataError(
             f"fine-tuning learns from messages and renders them itself, but the row has {got}; leave out "
             "--apply-chat-template, and set --input-key to a column with lists of messages, or --label-key to the "
@@ -201,50 +203,50 @@ def _check_conversation(
     if checkpoint is not None and spelling is not None:
         spelled = spelling.spell(messages, row.metadata.get("tools"))
         first = spelled.rows.index(numbers[0])
-        for length, asked in ((first, True), (first + 1, False)):
+        for length, add_prompt in ((first, True), (first + 1, False)):
             checkpoint.render(
                 spelled.messages[:length],
                 tools=spelled.tools,
-                kwargs=look.template_kwargs,
-                add_generation_prompt=asked,
+                kwargs=check.template_kwargs,
+                add_generation_prompt=add_prompt,
             )
 
 
 def _shortest_too_long(
-    look: Look, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
+    check: DataCheck, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
 ) -> str | None:
     """Counts the tokens of usable rows, shortest texts first, until one fits. Returns a message if all are too long."""
     least: int | None = None
     shortest_first = [text for _, text in sorted(texts)]
     for start in range(0, len(texts), CHUNK):
         counts = None if checkpoint is None else checkpoint.count_tokens(shortest_first[start : start + CHUNK])
-        if counts is None or look.max_prompt_tokens is None or min(counts) <= look.max_prompt_tokens:
+        if counts is None or check.max_prompt_tokens is None or min(counts) <= check.max_prompt_tokens:
             return None
         least = min(counts) if least is None else min(least, *counts)
     which = "all" if num_rows < MOST_ROWS else f"the first {num_rows}"
     return (
-        f"{look.name} {look.path}: {which} prompts are too long; the shortest has {least} tokens, more than "
-        f"{look.max_prompt_tokens} ({look.limit}); raise that limit or shorten the prompts"
+        f"{check.name} {check.path}: {which} prompts are too long; the shortest has {least} tokens, more than "
+        f"{check.max_prompt_tokens} ({check.limit}); raise that limit or shorten the prompts"
     )
 
 
-def _unreadable(look: Look, error: ConfigError | DataError) -> str:
+def _unreadable(check: DataCheck, error: ConfigError | DataError) -> str:
     """Returns the message for a file that cannot be read, with a command that converts it."""
-    path, _ = split_slice(look.path)
+    path, _ = split_slice(check.path)
     if path.suffix == ".csv":
         try:
-            file, *_ = files_of(look.path)
+            file, *_ = files_of(check.path)
         except ConfigError:  # the file was just deleted
             file = path
         out = file.with_suffix(".parquet").name
         command = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{file}'), '{out}')"
         each = "" if file == path else " (and the same for each file)"
-        unknown = f"{look.name} {path} is CSV, but slime reads .jsonl, .jsonl.zst and .parquet"
+        unknown = f"{check.name} {path} is CSV, but slime reads .jsonl, .jsonl.zst and .parquet"
         return f'{unknown}; convert it with python -c "{command}"{each}'
     if path.suffix == ".json":
         jsonl = f"write one JSON object on each line of a file {path.stem}.jsonl"
-        return f"{look.name} {path} is a .json file, but slime reads JSON lines; {jsonl}"
-    return f"{look.name}: {error}"
+        return f"{check.name} {path} is a .json file, but slime reads JSON lines; {jsonl}"
+    return f"{check.name}: {error}"
 
 
 def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> CheckpointTemplate:
@@ -258,42 +260,42 @@ def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> Check
 
 def data_problems(args: Args) -> list[str]:
     """Returns a message for each data set that has no usable row."""
-    looks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
-    looks += [_held_out(args, one) for one in eval_datasets(args)]
-    return list(dict.fromkeys(_problems(args, looks)))
+    checks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
+    checks += [_held_out(args, one) for one in eval_datasets(args)]
+    return list(dict.fromkeys(_problems(args, checks)))
 
 
-def _problems(args: Args, looks: list[Look]) -> Iterator[str]:
+def _problems(args: Args, checks: list[DataCheck]) -> Iterator[str]:
     try:
         checkpoint = checkpoint_of(args.hf_checkpoint, args.chat_template)
     except (DataError, OSError) as error:
         yield str(error)
         return
-    for look in looks:
-        renders = look.template or look.conversations
-        because = "--apply-chat-template" if look.template else "fine-tuning on conversations"
+    for check in checks:
+        renders = check.template or check.conversations
+        because = "--apply-chat-template" if check.template else "fine-tuning on conversations"
         problem = check_template(checkpoint, because=because) if renders else None
-        problem = problem or (check_rows(look, checkpoint) if scheme_of(look.path) is None else _made_rows(look))
+        problem = problem or (check_rows(check, checkpoint) if scheme_of(check.path) is None else _made_rows(check))
         if problem is not None:
             yield problem
 
 
-def _made_rows(look: Look) -> str | None:
+def _made_rows(check: DataCheck) -> str | None:
     """Returns why a scheme's rows cannot be used; None if they can. Makes no rows."""
-    found = scheme_of(look.path)
+    found = scheme_of(check.path)
     if found is None or not found[0].makes_messages(found[1]):
         return None
-    problem = messages_problem(look)
-    return None if problem is None else f"{look.name} {look.path}: its prompts are messages, {problem}"
+    problem = messages_problem(check)
+    return None if problem is None else f"{check.name} {check.path}: its prompts are messages, {problem}"
 
 
-def _prompts(args: Args) -> Look:
+def _prompts(args: Args) -> DataCheck:
     limits = [(args.rollout_max_prompt_len, "rollout_max_prompt_len")]
     own = own_lengths(args) and not args.rollout_sample_hook_path
     if own_lengths(args) and args.num_rollout and not args.debug_train_only and args.load_debug_rollout_data is None:
-        limits.append(_of_engines(args, args.rollout_max_context_len, args.rollout_max_response_len))
+        limits.append(_engine_limit(args, args.rollout_max_context_len, args.rollout_max_response_len))
     most, limit = _least(limits)
-    return Look(
+    return DataCheck(
         name="prompt_data",
         path=args.prompt_data or "",
         input_key=args.input_key,
@@ -311,15 +313,15 @@ def _prompts(args: Args) -> Look:
     )
 
 
-def _held_out(args: Args, one: EvalDatasetConfig) -> Look:
+def _held_out(args: Args, one: EvalDatasetConfig) -> DataCheck:
     generates = own_lengths(args) and not fine_tunes(args)
     generates = generates and one.custom_generate_function_path is None and args.eval_function_path is None
     graded = generates and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
     limits = [(one.max_prompt_len, "eval_max_prompt_len")]
     if generates and not args.debug_train_only:
-        limits.append(_of_engines(args, one.max_context_len, one.max_response_len))
+        limits.append(_engine_limit(args, one.max_context_len, one.max_response_len))
     most, limit = _least(limits)
-    return Look(
+    return DataCheck(
         name=f"evaluation data {one.name}",
         path=one.path,
         input_key=one.input_key,
@@ -349,7 +351,7 @@ def _needs_label(rm_type: str | None) -> str | None:
         return None
 
 
-def _of_engines(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
+def _engine_limit(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
     """Returns the longest prompt that an engine accepts, and the reason for the limit."""
     context = engine_context(args)
     if context is None or max_context_len is not None:  # answers are shortened to fit

@@ -48,12 +48,12 @@ class ImageColumn:
 
     column: str
     processor: Counts
-    kept: ImageFolder
+    store: ImageFolder
 
     def read(self, value: Mapping[str, Any], folder: Path) -> RowImages:
         """Reads and stores the images of a row. `folder`: the folder of the row's file. Raises `DataError`."""
         if self.column not in value:
-            raise DataError(f"no column {self.column!r}; it has {sorted(map(str, value))}")
+            raise DataError(f"there is no column {self.column!r}; the row has {sorted(map(str, value))}")
         found = value[self.column]
         images = found if isinstance(found, list | tuple) else [] if found is None else [found]
         digests, counts = [], []
@@ -63,7 +63,7 @@ class ImageColumn:
                 counts.append(self.processor.num_tokens(*size))
             except DataError as error:
                 raise DataError(f"image {number} of {self.column!r}: {error}") from error
-            digests.append(self.kept.put(png))
+            digests.append(self.store.put(png))
         return RowImages(tuple(digests), tuple(counts))
 
     def expanded(self, ids: Sequence[int], images: RowImages) -> list[int]:
@@ -107,7 +107,7 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
             image.convert("RGB").save(out, "PNG", compress_level=1)
     except Exception as error:  # decoders may raise anything on a damaged file
         raise DataError(
-            f"PIL cannot read its {len(content)} bytes as an image ({type(error).__name__}: {error})"
+            f"PIL cannot read the {len(content)} bytes as an image ({type(error).__name__}: {error})"
         ) from error
     return out.getvalue(), size
 
@@ -118,14 +118,14 @@ def _bytes_of(image: Any, folder: Path) -> bytes:
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
-        raise DataError(f"it is a {type(image).__name__}; give bytes, a data URI or a path")
+        raise DataError(f"it is a {type(image).__name__}; store bytes, a data URI or a path")
     if image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except (binascii.Error, ValueError) as error:
             raise DataError(f"its data URI is not base64: {error}") from error
     if re.match(r"[a-z]+://", image) and not image.startswith("file://"):
-        raise DataError(f"{image[:80]} is a URL, and slime downloads nothing; download it, and give its path")
+        raise DataError(f"{image[:80]} is a URL, and slime downloads nothing; download it, and store its path")
     try:
         return (folder / image.removeprefix("file://")).read_bytes()
     except OSError as error:

@@ -134,7 +134,7 @@ def _check(
 ) -> None:
     if not len(num_tokens_S) == len(execution_S) == len(costs):
         raise DataError(
-            f"there are {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; give one "
+            f"there are {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; pass one "
             "of each per sample"
         )
     if len(num_tokens_S) == 0:
@@ -147,9 +147,9 @@ def _check(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
     if sizes["micro_batch_size"] is not None and sizes["max_tokens_per_gpu"] is not None:
-        raise ConfigError("micro_batch_size and max_tokens_per_gpu both set the size of a micro-batch; give only one")
+        raise ConfigError("micro_batch_size and max_tokens_per_gpu both set the size of a micro-batch; set only one")
     if (sizes["global_batch_size"] is None) == (sizes["num_steps"] is None):
-        raise ConfigError("global_batch_size or num_steps sets the size of a step; give exactly one of them")
+        raise ConfigError("global_batch_size or num_steps sets the size of a step; set exactly one of them")
 
 
 def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
@@ -164,7 +164,7 @@ def _split_into_steps(executions: list[int], global_batch_size: int | None, num_
         raise ConfigError(
             f"the {total} executions of a rollout do not divide into steps of --global-batch-size {global_batch_size}: "
             f"{total % global_batch_size} would be left over, and no sample is dropped; make rollout_batch_size * "
-            "n_samples_per_prompt divisible by global_batch_size, or give --use-dynamic-global-batch-size, which "
+            "n_samples_per_prompt divisible by global_batch_size, or set --use-dynamic-global-batch-size, which "
             "trains any number in even steps"
         )
     return [executions[i : i + global_batch_size] for i in range(0, total, global_batch_size)]

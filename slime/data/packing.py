@@ -67,7 +67,7 @@ class PackedBatch:
         own = [rows[:n] for rows, n in zip(self.token_rows, self.num_shared, strict=True)]
         return *own, *[_NONE] * (len(self.cu_seqlens) - 1 - len(own))
 
-    def questions(self) -> tuple[Int64s, Int64s, Int64s | None]:
+    def log_prob_requests(self) -> tuple[Int64s, Int64s, Int64s | None]:
         """Returns the log-probs to compute, each once: (positions [U], tokens [U], answers [R_total] or None).
 
         Entry i requests the log-prob of `tokens[i]` at `positions[i]`. `answers` is the index of the entry for each

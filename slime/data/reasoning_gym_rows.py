@@ -40,7 +40,7 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     name, size, split = request["task"], int(request["size"]), request["split"]
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, 3) or sorted(DATASETS)
-        raise ConfigError(f"reasoning-gym has no task {name!r}; give one of {', '.join(near)}")
+        raise ConfigError(f"reasoning-gym has no task {name!r}; use one of {', '.join(near)}")
     settings = _settings(DATASETS[name][1], request["settings"])
     system = _system(request["system"])
     share = {"train": HELD_OUT_OF / (HELD_OUT_OF - 1), "eval": HELD_OUT_OF, "all": 1}[split]
@@ -61,8 +61,8 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"the task refuses these settings ({said}); correct them") from error
         num_drawn *= 2
     raise ConfigError(
-        f"only {len(found)} of {num_drawn // 2} drawn entries are of the split {split}; lower size, change the task's "
-        "settings, or give split=all if no other data of this task are held out"
+        f"only {len(found)} of {num_drawn // 2} drawn entries are in the split {split}; lower size, change the task's "
+        "settings, or set split=all if no other data of this task is held out"
     )
 
 
@@ -94,7 +94,7 @@ def _system(name: str | None) -> str | None:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name is not None and name not in SYSTEM_PROMPTS:
-        raise ConfigError(f"there is no system prompt {name!r}; give one of {', '.join(SYSTEM_PROMPTS)}")
+        raise ConfigError(f"there is no system prompt {name!r}; use one of {', '.join(SYSTEM_PROMPTS)}")
     return None if name is None else str(SYSTEM_PROMPTS[name])
 
 

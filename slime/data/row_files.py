@@ -70,7 +70,7 @@ def _read_file(path: Path, rows: slice) -> Iterator[RawRow]:
         return _read_parquet(path, rows)
     if path.suffixes[-1:] == [".jsonl"] or path.suffixes[-2:] == [".jsonl", ".zst"]:
         return _read_jsonl(path, rows)
-    raise ConfigError(f"slime cannot read the dataset {path.name}; give a .jsonl, .jsonl.zst or .parquet file")
+    raise ConfigError(f"slime cannot read the dataset {path.name}; pass a .jsonl, .jsonl.zst or .parquet file")
 
 
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:

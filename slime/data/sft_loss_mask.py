@@ -128,15 +128,15 @@ class _Conversation:
 
     def turn(self, number: int) -> _Turn:
         """Returns the prompt and the turn of a message, as the model would read and write them. Raises `DataError`."""
-        prompt = self._write(self._messages[:number], asked=True)
+        prompt = self._write(self._messages[:number], add_prompt=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
             # Some templates write a message differently after earlier ones: gpt-oss drops thoughts before an answer,
             # and DeepSeek-V3 omits the header of a second call. So the message is rendered again, alone after a
             # question.
-            fresh = self._write([QUESTION], asked=True)
-            header = fresh[len(self._write([QUESTION], asked=False)) :]
-            if prompt.endswith(header) or prompt == self._write(self._messages[:number], asked=False):
+            fresh = self._write([QUESTION], add_prompt=True)
+            header = fresh[len(self._write([QUESTION], add_prompt=False)) :]
+            if prompt.endswith(header) or prompt == self._write(self._messages[:number], add_prompt=False):
                 thinks = THOUGHT_BEGINS.search(prompt) is not None
                 body = self._body([QUESTION, self._messages[number]], fresh, thinks=thinks)
         if body is None:
@@ -178,11 +178,11 @@ class _Conversation:
                 continue
             raise DataError(
                 f"the chat template leaves out message {row} (role {message['role']}): {text[:80]!r} is not in the "
-                "prompt after it; change its role to one that the template knows, or give --chat-template FILE"
+                "prompt after it; change its role to one that the template knows, or set --chat-template FILE"
             )
 
-    def _write(self, messages: Sequence[Message], *, asked: bool) -> str:
-        return self._chat.write(messages, self._talk.tools, asked=asked)
+    def _write(self, messages: Sequence[Message], *, add_prompt: bool) -> str:
+        return self._chat.write(messages, self._talk.tools, add_prompt=add_prompt)
 
     def _plain(self, marked: str) -> str:
         return self._talk.rendered(marked).text
@@ -192,10 +192,10 @@ class _Conversation:
 
         `thinks`: whether to include a thought that the prompt begins.
         """
-        whole = self._write(messages, asked=False)
+        whole = self._write(messages, add_prompt=False)
         if whole.startswith(prompt):
             return self._with_thought(messages[-1], whole[len(prompt) :], "")
-        plain = self._write(messages[:-1], asked=False)
+        plain = self._write(messages[:-1], add_prompt=False)
         begun = THOUGHT_BEGINS.search(prompt, len(plain))
         if begun is None or not whole.startswith(prompt[: begun.start()]):
             return None
@@ -245,7 +245,7 @@ class _Conversation:
         calls = message.get("tool_calls")
         if not calls:
             return None
-        prompt = self._write([QUESTION], asked=True)
+        prompt = self._write([QUESTION], add_prompt=True)
         twice = self._body([QUESTION, {**message, "tool_calls": [*calls, calls[-1]]}], prompt) or ""
         last = body[max(body.rfind(calls[-1]["function"]["name"]), 0) :]
         at = twice.find(last, twice.find(body) + len(body)) if body in twice else -1
@@ -282,8 +282,8 @@ class _Conversation:
         own = set(self._chat.ends.values())
         if ids[-1] not in own or own & set(ids[:-1]):
             raise DataError(
-                f"the ids of the turn {self._plain(text)[:200]!r} contain a token at which engines stop "
-                f"({', '.join(self._chat.ends)}) before their end; leave this row out"
+                f"the turn {self._plain(text)[:200]!r} contains a token at which engines stop "
+                f"({', '.join(self._chat.ends)}) before its end; leave this row out"
             )
         return ids
 
@@ -310,7 +310,7 @@ class _Conversation:
         return SftTokens(tuple(tokens), tuple(mask[mask.index(1) :]))
 
     def _unprompted(self, number: int, prompt: str) -> str:
-        whole = self._write(self._messages[: number + 1], asked=False)
+        whole = self._write(self._messages[: number + 1], add_prompt=False)
         same = next((i for i, c in enumerate(prompt) if whole[i : i + 1] != c), len(prompt))
         low = max(same - 30, 0)
         return (
@@ -334,7 +334,7 @@ def _spellings(text: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _spelling_of(chat: ChatRenderer) -> Spelling:
-    found = Spelling.of(lambda messages, tools, asked: chat.write(messages, tools, asked=asked))
+    found = Spelling.of(lambda messages, tools, add_prompt: chat.write(messages, tools, add_prompt=add_prompt))
     assert found is not None, "this template can be run"
     return found
 
@@ -347,7 +347,7 @@ def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
     follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
     talk = _spelling_of(chat).spell([QUESTION, answer, follows]).messages
     try:
-        turn, further = chat.write(talk[:2], None, asked=False), chat.write(talk, None, asked=False)
+        turn, further = chat.write(talk[:2], None, add_prompt=False), chat.write(talk, None, add_prompt=False)
     except DataError:
         return None
     tail = further[len(turn) :] if further.startswith(turn) else ""
@@ -357,7 +357,7 @@ def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
-    return generation_prompt_problem(lambda m, asked: chat.write(m, None, asked=asked))
+    return generation_prompt_problem(lambda m, add_prompt: chat.write(m, None, add_prompt=add_prompt))
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
@@ -366,11 +366,11 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
     Such a template can be used if it writes no header before an answer, as Mistral's does. `render`: (messages, with a
     generation prompt) -> text; None if unknown.
     """
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
-    answered = [*asked, {"role": "assistant", "content": "b"}]
+    question: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    answered = [*question, {"role": "assistant", "content": "b"}]
     try:
-        prompt, plain = render(asked, True), render(asked, False)
-        turn, further = render(answered, False), render([*answered, *asked], False)
+        prompt, plain = render(question, True), render(question, False)
+        turn, further = render(answered, False), render([*answered, *question], False)
     except DataError:  # the template may accept other conversations; rendering the row will show its errors
         return None
     if prompt != plain or prompt is None or turn is None or further is None:

@@ -199,9 +199,9 @@ class Calls:
     """
     most: int | None = None
     """The maximum number of calls per message; None: any number."""
-    with_words: bool = True
+    with_text: bool = True
     """Whether a message may have text and a call."""
-    with_words_and_thought: bool = True
+    with_text_and_thought: bool = True
     """Whether a message may have text, a thought and a call."""
 
 
@@ -311,7 +311,7 @@ class Spelling:
         if not message["content"]:
             del message["content"]
             message |= form.empty
-        elif not (form.with_words if self._is_thoughtless(message) else form.with_words_and_thought):
+        elif not (form.with_text if self._is_thoughtless(message) else form.with_text_and_thought):
             message |= {"content": ""}
             message |= form.empty
             left_out = left_out | {WORDS}
@@ -372,7 +372,7 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             is_last = first + most >= len(calls)
             if len(own) < len(some) and not is_last:
                 raise DataError(
-                    f"message {row} has {len(calls)} calls at once, but this chat template writes {most} in a turn, "
+                    f"message {row} has {len(calls)} calls, but this chat template writes {most} per turn, "
                     f"and there are {len(own)} results for the first {len(some)}, so it is unclear after which result "
                     "the model would make the next call; add a tool message for each call after it, or leave this row "
                     "out"
@@ -423,10 +423,10 @@ class _Probe:
     def __init__(self, render: Render) -> None:
         self._render = render
 
-    def text(self, messages: Sequence[Message], tools: Any = None, *, asked: bool = False) -> str | None:
+    def text(self, messages: Sequence[Message], tools: Any = None, *, add_prompt: bool = False) -> str | None:
         """Renders the messages. Returns None if the template refuses them."""
         try:
-            text = self._render(messages, tools, asked)
+            text = self._render(messages, tools, add_prompt)
         except DataError:
             return None
         if text is None:
@@ -449,7 +449,7 @@ class _Probe:
 
 
 def _probed(probe: _Probe) -> Spelling:
-    prompt = probe.text([QUESTION], asked=True) or ""
+    prompt = probe.text([QUESTION], add_prompt=True) or ""
     begins, ends = bool(THOUGHT_BEGINS.search(prompt)), bool(THOUGHT_ENDS.search(prompt))
     thoughtful = f"<think>{_THOUGHT}</think>{_ANSWER}"
     within = probe.turn(_answer(content=thoughtful))
@@ -458,8 +458,8 @@ def _probed(probe: _Probe) -> Spelling:
         splits_thoughts=_ANSWER in within and _THOUGHT not in within,
         begins_thoughts=begins,
         ends_thoughts=ends,
-        reads_developer=_INSTRUCTION in (probe.text([developer, QUESTION], asked=True) or ""),
-        reads_bare_tools=_NAME in (probe.text([QUESTION], [_FUNCTION], asked=True) or ""),
+        reads_developer=_INSTRUCTION in (probe.text([developer, QUESTION], add_prompt=True) or ""),
+        reads_bare_tools=_NAME in (probe.text([QUESTION], [_FUNCTION], add_prompt=True) or ""),
     )
     calls = _probed_calls(probe, spelling)
     spelling = replace(spelling, calls=calls)
@@ -475,12 +475,12 @@ def _probed(probe: _Probe) -> Spelling:
     if calls is None:
         return spelling
     words = {"content": _ANSWER}
-    calls = replace(calls, with_words=probe.says(spelling, _calling(1, **words)))
+    calls = replace(calls, with_text=probe.says(spelling, _calling(1, **words)))
     spelling = replace(spelling, calls=calls)
-    both = calls.with_words
+    both = calls.with_text
     if both and spelling.thought_key is not None:
         both = probe.says(spelling, _calling(1, **words, **{spelling.thought_key: _THOUGHT}))
-    return replace(spelling, calls=replace(calls, with_words_and_thought=both))
+    return replace(spelling, calls=replace(calls, with_text_and_thought=both))
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:

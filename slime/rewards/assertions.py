@@ -179,7 +179,7 @@ class Peer:
             while data:
                 data = data[os.write(self._channel, data) :]
         except OSError as error:
-            raise self._break(Broken(f"the program is gone: {error}")) from None
+            raise self._break(Broken(f"the program has exited: {error}")) from None
 
     def receive(self) -> dict[str, Any]:
         """Waits for one message. Raises `Broken`."""
@@ -199,7 +199,7 @@ class Peer:
         while size:
             part = os.read(self._channel, min(size, 1 << 20))
             if not part:
-                raise self._break(Broken("the program ended before it answered"))
+                raise self._break(Broken("the program exited before it answered"))
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
@@ -245,8 +245,8 @@ class Peer:
         try:
             target, args = self.decode(call["target"]), [self.decode(a) for a in call["args"]]
             kwargs = {str(name): self.decode(value) for name, value in call["kwargs"].items()}
-            if self._guarded and not _may_be_asked(target, call["do"], args):
-                raise PermissionError("a program may call what it was given, and read public attributes of it")
+            if self._guarded and not _is_allowed(target, call["do"], args):
+                raise PermissionError("a program may only call what the test passed to it, and read public attributes")
             value = OPERATIONS[call["do"]](target, *args, **kwargs)
             answer = {"value": self.encode(value)}
             if value is None and call["do"] == "call" and not self._guarded:  # it may have changed its arguments
@@ -422,7 +422,7 @@ def _replace_content(before: Any, after: Any) -> None:
         before.update(after)
 
 
-def _may_be_asked(target: Any, operation: str, args: Sequence[Any]) -> bool:
+def _is_allowed(target: Any, operation: str, args: Sequence[Any]) -> bool:
     """Returns whether the checker serves this operation (invariant 2)."""
     if operation == "call":
         return callable(target)
@@ -465,7 +465,7 @@ def check(channel: int, test: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    asked: list[str]
+    requested: list[str]
     """Names to request from the program. Excludes built-in names, except the entry point."""
     modules: dict[str, str]
     """Name -> module of the standard library (or `ALIASES`) that the checker imports, because the test uses its
@@ -506,5 +506,5 @@ def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names
     known = set(dir(builtins)) - {entry_point}
     free = (loads | {entry_point} if entry_point else loads) - bound - known
     modules = {n: ALIASES.get(n, n) for n in free - bare if n in sys.stdlib_module_names or n in ALIASES}
-    asked = (loads - known - modules.keys()) | ({entry_point} if entry_point else set())
-    return Names(sorted(asked), modules, frozenset(free - modules.keys()), frozenset(bound))
+    requested = (loads - known - modules.keys()) | ({entry_point} if entry_point else set())
+    return Names(sorted(requested), modules, frozenset(free - modules.keys()), frozenset(bound))

@@ -240,7 +240,7 @@ class GraderProcess:
         """Kills the process and its group; returns when it is reaped."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose its exit status
+            os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose the exit status
         # The wait below lasts until both pipes are closed. A pipe with unread data, or one that a child of the grader
         # holds, would stay open until the garbage collector closes it, perhaps after the event loop has closed.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way

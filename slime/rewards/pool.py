@@ -204,7 +204,7 @@ class GraderPool:
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
-                f"sample {sample.index} has no grader; give --rm-type, --custom-rm-path or metadata rm_type"
+                f"sample {sample.index} has no grader; set --rm-type, --custom-rm-path or metadata rm_type"
             )
         return self._grader(str(rm_type))
 
@@ -249,7 +249,7 @@ class GraderPool:
             "group": group,
             "concurrent": lane is self._concurrent,
             "computes": choice.wrong is not None,
-            "samples": [_wire(s, whole=choice.custom) for s in samples],
+            "samples": [_wire(s, with_tokens=choice.custom) for s in samples],
         }
         for _ in range(MAX_TRIES):
             async with lane.slot(self._timeout_s) as begin:
@@ -337,7 +337,9 @@ class GraderPool:
             lane.processes.append(process)  # inside the task, so that a cancelled caller does not lose the process
             if process.missing and not self._warned:
                 self._warned = True
-                logger.warning("this machine lacks %s to confine graders of texts", " and ".join(process.missing))
+                logger.warning(
+                    "graders of texts are not fully confined: this machine has no %s", " and ".join(process.missing)
+                )
 
         self._require_open()
         task = asyncio.create_task(start(), name="grader-start")
@@ -368,13 +370,13 @@ def _num_chars(value: Any) -> int:
     )
 
 
-def _wire(sample: Sample, *, whole: bool) -> dict[str, Any]:
+def _wire(sample: Sample, *, with_tokens: bool) -> dict[str, Any]:
     """Returns the sample as JSON, without routed experts, which no grader needs.
 
-    Unless `whole`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use
+    Unless `with_tokens`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use
     them.
     """
-    without: dict[str, Any] = {} if whole else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
+    without: dict[str, Any] = {} if with_tokens else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
 
 

@@ -87,8 +87,8 @@ Limits = tuple[float, int]
 """(CPU seconds, bytes of memory) of one run."""
 NAMESPACES = "namespaces"
 WHAT_FOR = {
-    NAMESPACES: "no network, no other process in sight, a scratch disk of its own",
-    LANDLOCK: "no file outside of its folder",
+    NAMESPACES: "no network, no view of other processes, a private scratch disk",
+    LANDLOCK: "no file outside its folder",
     CALLS: "no call that passes these limits",
 }
 """Part of the confinement -> what it provides."""
@@ -117,16 +117,16 @@ def missing_here() -> tuple[str, ...]:
     with Sandbox("", time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True) as sandbox:
         ended = sandbox.run({})
     if ended.code != 0:
-        raise OSError(f"an empty program in the sandbox ended with status {ended.code}; check load and free memory")
+        raise OSError(f"an empty program in the sandbox exited with status {ended.code}; check load and free memory")
     return ended.missing
 
 
 def refusal(missing: Sequence[str]) -> str:
-    gone = "; ".join(f"{name}: {WHAT_FOR[name]}" for name in missing)
+    parts = "; ".join(f"{name}: {WHAT_FOR[name]}" for name in missing)
     return (
-        f"this machine cannot confine a model's program (it lacks {gone}); allow user namespaces (sysctl "
+        f"this machine cannot confine a model's program (missing: {parts}); allow user namespaces (sysctl "
         "user.max_user_namespaces and kernel.unprivileged_userns_clone, a container's seccomp profile), boot a kernel "
-        "with Landlock, or give --allow-unconfined-code if losing this machine does no harm"
+        "with Landlock, or set --allow-unconfined-code if you can afford to lose this machine"
     )
 
 
@@ -145,7 +145,7 @@ class Sandbox:
         self._folder = tempfile.TemporaryDirectory(prefix=scratch_prefix("code-"))
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **FEW_THREADS}
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, self._folder.name, *self._limits]
-        command += [str(os.getpid()), sysconfig.get_path("purelib"), "any" if self._allow_unconfined else "held"]
+        command += [str(os.getpid()), sysconfig.get_path("purelib"), "any" if self._allow_unconfined else "confined"]
         command += [str(self._user)]
         Path(self._folder.name, ROOT).mkdir()
         self._give(Path(self._folder.name))
@@ -232,7 +232,7 @@ class Sandbox:
                 said += more
         if not said.endswith(b"\n"):
             problem = Path(self._folder.name, "problems").read_bytes()[-300:].decode(errors="replace")
-            raise OSError(f"the sandbox's supervisor gave no verdict within {self._reply_limit_s:g} s: {problem}")
+            raise OSError(f"the sandbox's supervisor returned no verdict within {self._reply_limit_s:g} s: {problem}")
         verdict: dict[str, Any] = json.loads(said)
         return verdict
 
@@ -241,7 +241,7 @@ def readable() -> list[str]:
     """Returns the folders of Python and its packages, in addition to the system's folders in a view."""
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
-    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `sys.prefix` lacks it with `-S`
+    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # not in `sys.prefix` with `-S`
     return view.outermost(places)
 
 
@@ -265,11 +265,11 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     os.chdir(f"{SCRATCH}/work" if alone else own)
     used = confine.readable_libraries(readable()) | dict.fromkeys(DEVICES, confine.ALL) | {own: confine.ALL}
     bounds, user = bounds_of(*limits), int(sys.argv[7]) if alone else None
-    unheld = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
-    unheld = (*([] if alone else [NAMESPACES]), *unheld)
-    os.write(report, json.dumps(unheld).encode() + b"\n")
+    missing = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
+    missing = (*([] if alone else [NAMESPACES]), *missing)
+    os.write(report, json.dumps(missing).encode() + b"\n")
     confine.close_all_but({result, channel} if channel >= 0 else {result})  # closes the supervisor's pipes, too
-    if unheld and sys.argv[6] != "any":
+    if missing and sys.argv[6] != "any":
         return 1
     sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parents[2])), sys.argv[5]]
     sys.argv = ["solution.py"]
@@ -374,11 +374,11 @@ def end_descendants() -> None:
             os.waitpid(-1, 0)
 
 
-def keep(role: str, scratch: Path, limits: Limits, *, held: bool, report: int, channel: int) -> int:
-    """Runs as the keeper. Returns the program's exit status. `held`: whether the supervisor is in namespaces."""
+def keep(role: str, scratch: Path, limits: Limits, *, confined: bool, report: int, channel: int) -> int:
+    """Runs as the keeper. Returns the program's exit status. `confined`: whether the supervisor is in namespaces."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    alone = held and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
+    alone = confined and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
     first = forked(lambda: first_process(role, scratch, limits, alone=alone, report=report, channel=channel))
     close(report, channel)
     return status_of(os.waitpid(first, 0)[1])
@@ -401,7 +401,7 @@ class _Clock:
         self.several = False
         """Whether the program or its checker has had more than one process."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Updates the clock. Call it often enough to see short-lived processes."""
         mains = []
         for keeper in self._keepers:
@@ -422,8 +422,8 @@ class _Clock:
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
     """Returns whether the program or the checker has too many processes, or too much memory in all of them together."""
-    held = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
-    return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in held)
+    trees = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
+    return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in trees)
 
 
 def waited_for_processor_s(pid: int) -> float:
@@ -434,7 +434,7 @@ def waited_for_processor_s(pid: int) -> float:
         return 0.0
 
 
-def start(roles: Sequence[str], scratch: Path, limits: Limits, *, held: bool) -> tuple[list[int], int]:
+def start(roles: Sequence[str], scratch: Path, limits: Limits, *, confined: bool) -> tuple[list[int], int]:
     """Starts a keeper per role; returns (their pids, the pipe with reports of missing confinement)."""
     told, report = os.pipe()
     ends = [end.detach() for end in socket.socketpair()] if len(roles) > 1 else [-1]
@@ -445,7 +445,7 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, *, held: bool) ->
             for other in set(ends) - {channel}:
                 with contextlib.suppress(OSError):  # the process of the earlier role has closed it
                     os.close(other)
-            return keep(role, scratch, limits, held=held, report=report, channel=channel)
+            return keep(role, scratch, limits, confined=confined, report=report, channel=channel)
 
         keepers.append(forked(begin))
         close(channel)
@@ -465,14 +465,14 @@ def read_reports(told: int) -> list[list[str]]:
     return [json.loads(line) for line in said.splitlines()]
 
 
-def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool) -> dict[str, Any]:
+def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, confined: bool) -> dict[str, Any]:
     """Does the supervisor's part of one run. Returns the verdict.
 
     The supervisor opens no file of the run, because programs would inherit what it read, even in freed memory.
     """
     time_limit_s, memory_bytes = limits
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # all reaped children
-    keepers, told = start(roles, scratch, limits, held=held)
+    keepers, told = start(roles, scratch, limits, confined=confined)
     reports = read_reports(told)
     limit_s, clock = time_limit_s * WALL_FACTOR + WALL_EXTRA_S, _Clock(keepers)
     ended, status, fat = 0, int(signal.SIGKILL), False
@@ -481,7 +481,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
         status = given if ended else status
         if not ended:
             signal.sigtimedwait({signal.SIGCHLD}, CROWD_LOOK_S if clock.several else LOOK_S)
-            clock.look()
+            clock.update()
             fat = clock.several and too_much(keepers, memory_bytes)
     own_s, slow = clock.own_s(), clock.own_s() >= limit_s
     # The kernel does not count the time of children that are killed below.
@@ -503,7 +503,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, held: bool)
 
 
 def main() -> None:
-    """Is the supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES held|any USER`.
+    """Is the supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES confined|any USER`.
 
     Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, this does the run and prints the
     verdict.
@@ -514,12 +514,12 @@ def main() -> None:
     scratch, limits = Path(sys.argv[1]), (float(sys.argv[2]), int(sys.argv[3]))
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     shown = confine.leave(confine.NEW_NETWORK | confine.NEW_MOUNTS, int(sys.argv[7]), keep=readable())
-    held = shown is not None and build_view(scratch / ROOT, shown)
+    confined = shown is not None and build_view(scratch / ROOT, shown)
     die_with_parent(int(sys.argv[4]))  # after `leave`, because a change of user cancels it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    while asked := os.read(0, 64).decode().split():  # one line at a time: the caller waits for the verdict
-        name, *roles = asked
-        verdict = run_once(scratch / name, roles, limits, held=held)
+    while request := os.read(0, 64).decode().split():  # one line at a time: the caller waits for the verdict
+        name, *roles = request
+        verdict = run_once(scratch / name, roles, limits, confined=confined)
         os.write(1, json.dumps(verdict).encode() + b"\n")
 
 

@@ -33,7 +33,7 @@ from slime.rollout.guard import supervised
 from slime.rollout.sample_metrics import pass_rates, sample_metrics, spread, turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load
-from slime.rollout.workers.episodes import Episodes, Here
+from slime.rollout.workers.episodes import Episodes, LocalEpisodes
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.hook_contracts import is_async
 
@@ -76,7 +76,7 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 
 @dataclass(slots=True)
-class _Losses:
+class _FailedExecutions:
     """The executions of a dataset that failed in every try, with the reasons."""
 
     name: str
@@ -91,17 +91,17 @@ class _Losses:
             named = "; ".join(dict.fromkeys(self.reasons[-NAMED_REASONS:]))
             raise EngineError(
                 f"{len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation, more than "
-                f"{self.num_allowed} (--eval-max-failed-fraction), because: {named}"
+                f"{self.num_allowed} (--eval-max-failed-fraction); the reasons: {named}"
             )
 
 
 async def _evaluate_one(
-    context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _Losses
+    context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _FailedExecutions
 ) -> list[Sample]:
     """Generates and scores one execution. Unscored and failed samples have no reward. Raises the error of
-    `_Losses.add`.
+    `_FailedExecutions.add`.
     """
-    episodes: Episodes = context.workers or Here(context.client)
+    episodes: Episodes = context.workers or LocalEpisodes(context.client)
     execution = Execution([sample], Outcome.ABORTED)
     for _ in range(MAX_TRIES):
         execution = await episodes.evaluate(context, sample, dataset, hooks)
@@ -120,7 +120,7 @@ async def _evaluate_one(
         return [left]
     reason = f"{execution.outcome.value}: {execution.reason}"
     losses.add(reason)
-    logger.warning("evaluation sample %s failed for good: %s", sample.index, reason)
+    logger.warning("evaluation sample %s failed in every try: %s", sample.index, reason)
     failed = reset(left)
     failed.status, failed.failure = Status.FAILED, reason
     return [failed]
@@ -181,7 +181,9 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     for dataset in datasets:
         samples = make_samples(dataset, first_index)
         first_index += len(samples)
-        losses = _Losses(dataset.config.name, len(samples), math.ceil(args.eval_max_failed_fraction * len(samples)))
+        losses = _FailedExecutions(
+            dataset.config.name, len(samples), math.ceil(args.eval_max_failed_fraction * len(samples))
+        )
         work.append(all_or_first_error([_evaluate_one(context, s, dataset.config, hooks, losses) for s in samples]))
     results = await all_or_first_error(work)
     for dataset, executions in zip(datasets, results, strict=True):

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from slime.buffer.groups import Held, reset
+from slime.buffer.groups import GroupOrRecord, reset
 from slime.core.blame import asks_again, causes, raised_by_user
 from slime.core.engine_interface import ASK_AGAIN
 from slime.core.errors import (
@@ -96,7 +96,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    group: Held
+    group: GroupOrRecord
     """A record if another process ran the group."""
     outcome: Outcome
     reason: str = ""
@@ -133,7 +133,7 @@ async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, g
         return ""
     if context.graders is None:
         raise ConfigError(
-            f"sample {missing[0].index} needs a reward, but no grader is set; give --rm-type or --custom-rm-path"
+            f"sample {missing[0].index} needs a reward, but no grader is set; set --rm-type or --custom-rm-path"
         )
     with waiting():  # the pool has its own limits
         if group:

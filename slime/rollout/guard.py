@@ -208,7 +208,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
         try:
             return context.run(function, *args, **kwargs)
         except StopIteration as leak:
-            raise HookError(f"{name} raised StopIteration; give next() a default") from leak
+            raise HookError(f"{name} raised StopIteration; pass next() a default") from leak
         except Exception:
             raise
         except BaseException as error:
@@ -281,7 +281,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIM
             if not task.done():
                 _leave_behind(task, limit_s)
             elif not task.cancelled():
-                task.exception()  # else asyncio logs that nobody retrieved the exception
+                task.exception()  # else asyncio logs that the exception was never retrieved
 
 
 def num_left_behind() -> int:
@@ -315,7 +315,7 @@ def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat
         owner=what,
         for_what=f"progress (--execution-timeout-s); it is at {place or 'an unknown place'}",
         limit_s=limit_s,
-        last_progress=f"{beat.num_beats} signs so far" if beat.num_beats else "none",
+        last_progress=f"{beat.num_beats} heartbeats so far" if beat.num_beats else "none",
     )
 
 

@@ -46,7 +46,7 @@ from slime.rollout.traces import traffic_metrics
 from slime.rollout.train_batch import BatchAccount, to_train_batch
 from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.rollout.user_functions import in_time, is_logged_by_user
-from slime.rollout.workers.episodes import Here
+from slime.rollout.workers.episodes import LocalEpisodes
 from slime.rollout.workers.worker_fleet import WorkerFleet
 from slime.settings import Args
 from slime.settings.groups.evaluation import measures_loss
@@ -133,7 +133,7 @@ class RolloutManager:
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         self._workers = workers
         if workers is not None:
-            workers.include(Here(self._client))
+            workers.include(LocalEpisodes(self._client))
         if policy is not None and self._client is not None and engines:
             self.admit(policy.name, engines)
         self._teacher = teacher_client(args)

@@ -135,7 +135,7 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
     return out
 
 
-def _asked_for(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+def _optional_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Returns the metrics of `--log-passrate`, `--log-correct-samples` and `--log-reward-category`."""
     metrics: dict[str, float] = {}
     if args.log_passrate:
@@ -178,7 +178,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }
-    metrics |= {**turn_metrics("rollout", samples), **_asked_for(args, groups)}
+    metrics |= {**turn_metrics("rollout", samples), **_optional_metrics(args, groups)}
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)
         metrics["rollout/raw_reward_std"] = statistics.pstdev(flat)
@@ -256,7 +256,7 @@ class Showcase:
                 self._show(samples[i], rewards[i], kind=kind, step=step, dataset=dataset, picked=why)
                 for i, why in pick(rewards, self._args.log_samples, chance)
             ]
-        except Exception:  # a user's sample may hold anything
+        except Exception:  # a user's sample may contain anything
             logger.exception("samples of %s %d cannot be shown", kind, step)
             return
         self._picked.setdefault((kind, step), []).extend(shown)

@@ -56,9 +56,9 @@ def fill(
     messages = conversation_of(sample.prompt, sample.label, rendered=rendered)
     if messages is None:
         raise DataError(
-            f"sample {sample.index} has a text prompt; fine-tuning needs messages, or a text and its answer: give "
-            "--input-key of a column with messages, or --label-key of the answers, and leave --apply-chat-template "
-            "out, because the template is applied here"
+            f"sample {sample.index} has a text prompt; fine-tuning needs messages, or a text and its answer: set "
+            "--input-key to a column with messages, or --label-key to the column of answers, and leave out "
+            "--apply-chat-template, because fine-tuning applies the template itself"
         )
     row = sft_row(messages, chat, tools=sample.metadata.get("tools"))
     longest = max(len(made.tokens) for made in row.samples)
@@ -92,8 +92,8 @@ def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
 @functools.cache
 def _warn(what: str) -> None:
     logger.warning(
-        "the chat template leaves %s out, so rows with it are trained without it (metric %s); to train on it, write "
-        "it into the content, or give --chat-template FILE",
+        "the chat template leaves out %s, so rows are trained without this content (metric %s); to train on it, write "
+        "it into the content, or set --chat-template FILE",
         what,
         LEFT_OUT.format(what.replace(" ", "_")),
     )

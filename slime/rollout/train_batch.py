@@ -168,7 +168,7 @@ def _require_final_rewards(args: Args) -> None:
     if args.components.get("rewards_normalization"):
         raise HookError(
             f"{_FLAG} returned a dict of columns with final rewards, but --rewards-normalization would normalise them "
-            "again; drop that switch"
+            "again; leave out --rewards-normalization"
         )
 
 

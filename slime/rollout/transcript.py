@@ -177,7 +177,7 @@ class Transcript:
         if (versions == NOT_SAMPLED).all():
             return
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
-        for answer in sorted(recorded, key=lambda one: one.begin):  # the first record of a token stays
+        for answer in sorted(recorded, key=lambda one: one.begin):  # the first record of a token is kept
             experts, first = sample.rollout_routed_experts, sample.prompt_length
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:

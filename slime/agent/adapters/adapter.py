@@ -77,7 +77,7 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Text:
     text: str
 
 
@@ -93,7 +93,7 @@ class Answer:
     ill_formed: bool
 
 
-Event = Thought | Said | Answer
+Event = Thought | Text | Answer
 
 
 class Engine(Protocol):
@@ -136,21 +136,21 @@ class Turn:
             num_prompt, parts = len(prompt), list[Generation]()
             params = self._params(num_prompt)
             if params["max_new_tokens"] > 0:
-                text = Text(self.decode)
+                text = Decoder(self.decode)
                 async with aclosing(engine.stream(list(prompt), params, session_id=self.session_id)) as stream:
                     async for part in stream:
                         parts.append(part)
                         ended = bool(part.tokens) and part.tokens[-1] in self.end_ids
                         ended = ended and self.decode(part.tokens[-1:]) not in reader.ends
                         words = part.tokens[:-1] if ended else part.tokens
-                        for event in said(reader.feed(text.more(words))):
+                        for event in events_of(reader.feed(text.more(words))):
                             yield event
                 rest = text.end()
-                for event in said(reader.feed(rest) if rest else ()):
+                for event in events_of(reader.feed(rest) if rest else ()):
                     yield event
             whole = joined(parts)
             held, parsed = reader.end()
-            for event in said(held):
+            for event in events_of(held):
                 yield event
             answer = self._answer(whole, parsed, num_prompt)
         except BaseException as problem:
@@ -186,7 +186,7 @@ class Turn:
         )
 
 
-class Text:
+class Decoder:
     """Decodes ids part by part. An incomplete character at the end of a part is returned with the next part.
 
     Invariant: the joined parts are the text of all ids. Each id is decoded a few times, because a tokenizer needs some
@@ -211,9 +211,9 @@ class Text:
         return self._decode(self._ids[self._before :])[len(known) :]
 
 
-def said(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
+def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
     """Converts a reader's (kind, text) parts to events."""
-    return [Thought(text) if kind == "thinking" else Said(text) for kind, text in parts if text]
+    return [Thought(text) if kind == "thinking" else Text(text) for kind, text in parts if text]
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
@@ -284,7 +284,7 @@ class Wire(ABC):
         """Parses a request body. Raises `BadRequest` if it is invalid in this API, or not supported here."""
 
     @abstractmethod
-    def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
+    def response(self, answer: Answer, request: Request) -> dict[str, Any]:
         """Returns the body of a response that is not streamed."""
 
     @abstractmethod
@@ -402,7 +402,7 @@ class Adapter:
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
-            raise DataError(f"the session key {key[:4]}… is already in use; give each session a different key")
+            raise DataError(f"the session key {key[:4]}… is already in use; use a different key for each session")
         limits, own = limits or LIMITS.get() or Limits(), max_context_tokens or self._max_context
         found = OpenSession(
             Session(self._template),
@@ -547,7 +547,7 @@ class Adapter:
             if request.streams:
                 return await _streamed(wire, turn.events(self._engine), request, http)
             answer = await _last(turn.events(self._engine))
-            return _json(wire.whole(answer, request))
+            return _json(wire.response(answer, request))
         finally:
             found.running.discard(task)
 
@@ -603,7 +603,7 @@ async def _streamed(
         except SlimeError as problem:
             if not response.prepared:
                 raise
-            logger.warning("an agent's answer broke off: %s", problem)
+            logger.warning("an agent's response broke off: %s", problem)
             with contextlib.suppress(ConnectionError):
                 await _write(response, stream.broken(str(problem), _status(problem)))
     await response.write_eof()

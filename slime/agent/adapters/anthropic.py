@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
+from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -51,7 +51,7 @@ class Messages(Wire):
             thinks=True,
         )
 
-    def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
+    def response(self, answer: Answer, request: Request) -> dict[str, Any]:
         return {
             **_head(answer.id, request.model),
             "content": list(_blocks(answer.message)),
@@ -81,7 +81,7 @@ class _Events(Stream):
             case Thought(text=text):
                 yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 yield self._delta({"type": "thinking_delta", "thinking": text})
-            case Said(text=text):
+            case Text(text=text):
                 yield from self._open("text", {"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": text})
             case Answer() as answer:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
+from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -24,7 +24,7 @@ class ChatCompletions(Wire):
 
     def request(self, body: Mapping[str, Any]) -> Request:
         if body.get("n") not in (None, 1):
-            raise BadRequest(f"n is {body['n']}, but one request gives one answer here; send n requests")
+            raise BadRequest(f"n is {body['n']}, but each request gets one answer here; send n requests")
         if body.get("logprobs"):
             raise BadRequest("logprobs are not available to agents; leave them out")
         messages = body.get("messages")
@@ -41,7 +41,7 @@ class ChatCompletions(Wire):
             model=str(body.get("model", "")),
         )
 
-    def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
+    def response(self, answer: Answer, request: Request) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.message.text or None}
         if answer.message.reasoning:
             message["reasoning_content"] = answer.message.reasoning
@@ -71,7 +71,7 @@ class _Chunks(Stream):
         match event:
             case Thought(text=text):
                 yield self._chunk({"reasoning_content": text})
-            case Said(text=text):
+            case Text(text=text):
                 yield self._chunk({"content": text})
             case Answer() as answer:
                 for index, call in enumerate(answer.message.calls):
@@ -110,7 +110,7 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 def message_of(given: Any) -> Message:
     """Parses one message of a request. Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ROLES:
-        raise BadRequest(f"the message {str(given)[:80]!r} is not an object with a role of {sorted(ROLES)}")
+        raise BadRequest(f"the message {str(given)[:80]!r} is not an object whose role is one of {sorted(ROLES)}")
     role = ROLES[given["role"]]
     reasoning = given.get("reasoning_content") or given.get("reasoning")
     return Message(
@@ -128,7 +128,7 @@ def _call(given: Any) -> ToolCall:
         function = given["function"]
         return ToolCall(str(given["id"]), str(function["name"]), canonical_arguments(function.get("arguments")))
     except (KeyError, TypeError) as error:
-        raise BadRequest(f"the tool call {str(given)[:80]!r} lacks an id or a function") from error
+        raise BadRequest(f"the tool call {str(given)[:80]!r} has no id or no function") from error
 
 
 def text_of(content: Any) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Said, Stream, Thought, Wire, wanted
+from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
 from slime.agent.adapters.openai_chat import KINDS, ROLES, text_of
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
@@ -43,7 +43,7 @@ class Responses(Wire):
             model=str(body.get("model", "")),
         )
 
-    def whole(self, answer: Answer, request: Request) -> dict[str, Any]:
+    def response(self, answer: Answer, request: Request) -> dict[str, Any]:
         return _response(request, answer.id, list(_items(answer)), answer)
 
     def stream(self, request: Request) -> Stream:
@@ -70,7 +70,7 @@ class _Events(Stream):
                 yield from self._into("reasoning")
                 self._text += text
                 yield self._frame("response.reasoning_text.delta", delta=text, **self._place())
-            case Said(text=text):
+            case Text(text=text):
                 yield from self._into("message")
                 self._text += text
                 yield self._frame("response.output_text.delta", delta=text, logprobs=[], **self._place())

@@ -91,7 +91,7 @@ class Harness(ABC):
             return
         done = await sandbox.exec(f"npm install --prefix {prefix} {self.package}", timeout_s=limit_s)
         if done.code:
-            raise HarnessFailed(f"npm install {self.package} ended with {done.code}: {done.stderr[-500:]}")
+            raise HarnessFailed(f"npm install {self.package} exited with {done.code}: {done.stderr[-500:]}")
 
     async def run(
         self,

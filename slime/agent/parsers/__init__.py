@@ -104,7 +104,7 @@ class Reader(AnswerReader):
         self._format, self._tools = format, tools
         self._marks, self._breaks = (format.marks, format.breaks) if tools else ((), ())
         self._thinks = prompt_end.rstrip().endswith(OPEN)
-        self._begun, self._held = self._thinks, ""
+        self._begun, self._pending = self._thinks, ""
         self._trims = self._thinks
         """Whether to drop the next newlines, because they belong to a mark of thinking."""
         self._thoughts: list[str] = []
@@ -121,15 +121,15 @@ class Reader(AnswerReader):
         if self._calls is not None:
             self._calls.append(text)
             return []
-        if not self._begun and not self._held and (not text or text.isspace()):
+        if not self._begun and not self._pending and (not text or text.isspace()):
             self._blank.append(text)
             return []
-        self._held = "".join([self._held, *self._blank, text])
+        self._pending = "".join([self._pending, *self._blank, text])
         self._blank.clear()
         return self._out(last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        self._held += "".join(self._blank)
+        self._pending += "".join(self._blank)
         parts = self._out(last=True)
         calls = Calls(())
         if self._calls is not None:
@@ -144,8 +144,8 @@ class Reader(AnswerReader):
         if not self._begun and not self._opened(last):
             return parts
         if self._trims:
-            self._held = self._held.lstrip("\n")
-            self._trims = not self._held
+            self._pending = self._pending.lstrip("\n")
+            self._trims = not self._pending
         if self._thinks:
             parts += self._thinking(last)
         return parts if self._thinks else parts + self._text(last)
@@ -154,10 +154,10 @@ class Reader(AnswerReader):
         if self._doubt is not None:
             return self._doubted(last)
         marks = (CLOSE, *self._breaks)
-        at, mark = min(((at, m) for m in marks if (at := self._held.find(m)) >= 0), default=(-1, ""))
-        end = at if mark else len(self._held) - (0 if last else begins(self._held, marks))
-        parts = self._think(self._held[:end])
-        self._held = self._held[end:]
+        at, mark = min(((at, m) for m in marks if (at := self._pending.find(m)) >= 0), default=(-1, ""))
+        end = at if mark else len(self._pending) - (0 if last else begins(self._pending, marks))
+        parts = self._think(self._pending[:end])
+        self._pending = self._pending[end:]
         if mark == CLOSE:
             self._close()
         elif mark:
@@ -168,14 +168,14 @@ class Reader(AnswerReader):
     def _doubted(self, last: bool) -> list[tuple[str, str]]:
         """Searches for `</think>` after a call's mark inside the thinking, in linear time."""
         assert self._doubt is not None, "called behind a call's mark only"
-        self._doubt.append(self._held)
-        seen, self._held = self._edge + self._held, ""
+        self._doubt.append(self._pending)
+        seen, self._pending = self._edge + self._pending, ""
         self._edge = seen[1 - len(CLOSE) :]
         if CLOSE in seen or last:
             whole, self._doubt = "".join(self._doubt), None
             at = whole.find(CLOSE)
             parts = self._think(whole[: max(0, at)])
-            self._held, self._thinks = whole[max(0, at) :], False
+            self._pending, self._thinks = whole[max(0, at) :], False
             if at >= 0:
                 self._close()
             return parts
@@ -188,29 +188,29 @@ class Reader(AnswerReader):
         return [("thinking", thought)]
 
     def _close(self) -> None:
-        """Ends the thinking at the mark with which `_held` begins."""
-        self._held, self._thinks = self._held[len(CLOSE) :].lstrip("\n"), False
-        self._trims = not self._held
+        """Ends the thinking at the mark with which `_pending` begins."""
+        self._pending, self._thinks = self._pending[len(CLOSE) :].lstrip("\n"), False
+        self._trims = not self._pending
 
     def _opened(self, last: bool) -> bool:
         """Returns whether enough text has arrived to tell if the answer begins with thinking."""
-        start = self._held.lstrip()
+        start = self._pending.lstrip()
         if start.startswith(OPEN):
-            self._thinks, self._held = True, start[len(OPEN) :].lstrip("\n")
-            self._trims = not self._held
+            self._thinks, self._pending = True, start[len(OPEN) :].lstrip("\n")
+            self._trims = not self._pending
         elif OPEN.startswith(start) and not last:
             return False
         self._begun = True
         return True
 
     def _text(self, last: bool) -> list[tuple[str, str]]:
-        places = [at for mark in self._marks if (at := self._held.find(mark)) >= 0]
-        keep = 0 if last else begins(self._held, self._marks)
-        end = min(places) if places else len(self._held) - keep
-        parts = [self._say(self._held[:end])] if end else []
-        self._held = self._held[end:]
+        places = [at for mark in self._marks if (at := self._pending.find(mark)) >= 0]
+        keep = 0 if last else begins(self._pending, self._marks)
+        end = min(places) if places else len(self._pending) - keep
+        parts = [self._say(self._pending[:end])] if end else []
+        self._pending = self._pending[end:]
         if places:
-            self._calls, self._held = [self._held], ""
+            self._calls, self._pending = [self._pending], ""
         return parts
 
     def _say(self, text: str) -> tuple[str, str]:
@@ -238,7 +238,7 @@ def known_format(template: str, name: str | None = None) -> ToolFormat:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))
         raise ConfigError(
             "the chat template does not write calls in a known format, so all calls would stay text; set the format "
-            f"with --agent-tool-format ({known}, or the import path of your own class), give a different template with "
+            f"with --agent-tool-format ({known}, or the import path of your own class), set a different template with "
             "--chat-template FILE, or use --agent-tool-format text to leave calls as text"
         )
     return FORMATS.build(name, None)

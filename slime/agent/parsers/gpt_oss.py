@@ -66,17 +66,17 @@ class _Harmony(AnswerReader):
         """The first characters of the header, enough to recognise it."""
         self._body: list[str] = []
         """The body of a call."""
-        self._held = ""
+        self._pending = ""
         """Trailing text that may be the beginning of a mark."""
         self._said: dict[str, list[str]] = {"thinking": [], "text": []}
         self._found: list[tuple[str, str]] = []
         self._ill_formed = False
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        return self._read(self._held + text, last=False)
+        return self._read(self._pending + text, last=False)
 
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        parts = [*self._read(self._held, last=True), *self._broken()]
+        parts = [*self._read(self._pending, last=True), *self._broken()]
         text, thoughts = ("".join(self._said[kind]) for kind in ("text", "thinking"))
         return parts, Parsed(text, thoughts or None, tuple(self._found), self._ill_formed)
 
@@ -88,7 +88,7 @@ class _Harmony(AnswerReader):
             at = mark.end()
         end = len(text) - (0 if last else begins(text[at:], _ALL))
         parts += self._plain(text[at:end])
-        self._held = text[end:]
+        self._pending = text[end:]
         return parts
 
     def _plain(self, text: str) -> list[tuple[str, str]]:

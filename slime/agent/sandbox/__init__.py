@@ -91,8 +91,8 @@ class Sandbox(ABC):
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
-            why = "its time limit exceeded" if result.timed_out else f"status {result.code}"
-            raise CommandFailed(f"{command[:200]!r} ended with {why}: {result.stderr[-500:]}")
+            why = "exceeded its time limit" if result.timed_out else f"exited with status {result.code}"
+            raise CommandFailed(f"{command[:200]!r} {why}: {result.stderr[-500:]}")
         return result
 
     @abstractmethod
@@ -122,7 +122,7 @@ class ShellSandbox(Sandbox):
     async def _file(self, doing: str, line: str, path: str, data: bytes) -> bytes:
         code, out, err = await self._script(line, path, data)
         if code != 0:
-            raise OSError(f"{doing} {path} ended with status {code}: {err[-300:].decode(errors='replace')}")
+            raise OSError(f"{doing} {path} failed with status {code}: {err[-300:].decode(errors='replace')}")
         return out
 
     @abstractmethod

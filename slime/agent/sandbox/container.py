@@ -155,8 +155,8 @@ class ContainerSandbox(ShellSandbox):
         assert process.stdout is not None, "a pipe"
         async with asyncio.timeout(START_S):
             if (await process.stdout.readline()).decode().strip() != READY:
-                said = (await process.communicate())[1][-500:].decode(errors="replace").strip()
-                raise Unconfined(f"could not start the {what}; {self._client} says: {said}")
+                error = (await process.communicate())[1][-500:].decode(errors="replace").strip()
+                raise Unconfined(f"could not start the {what}; {self._client} reports: {error}")
 
     def _inside(self, user: str) -> list[str]:
         return [self._client, "exec", "--interactive", "--user", user, self.sandbox_id]

@@ -101,19 +101,19 @@ class LocalSandbox(ShellSandbox):
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        unheld, uid = self._scratch is not None, any_user()
+        unconfined, uid = self._scratch is not None, any_user()
         settings = {
             "uid": uid,
             "port": self.reach[1] if self.reach else None,
             "folder": self.folder,
-            "unheld": unheld,
+            "unconfined": unconfined,
             "memory_bytes": self.memory_bytes,
             "disk_bytes": self.disk_bytes,
             "processes": self.processes,
             "files": self.files,
             "readable": [str(path.absolute()) for path in self.readable],
         }
-        if unheld and os.getuid() == 0:
+        if unconfined and os.getuid() == 0:
             os.chown(self.folder, uid, uid)
         script = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(__file__).with_name("local_supervisor.py"))]
         with theirs:
@@ -136,12 +136,12 @@ class LocalSandbox(ShellSandbox):
         loop = asyncio.get_running_loop()
         self._control.settimeout(START_S * load())
         message, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._control, 1 << 16, 1)
-        missing = json.loads(message)["missing"] if message else "a process that starts; see standard error"
+        missing = json.loads(message)["missing"] if message else "a process that starts (see standard error)"
         if missing is not None:
             raise Unconfined(
-                f"this machine cannot confine an agent's commands (it lacks {missing}); allow user namespaces "
+                f"this machine cannot confine an agent's commands (missing: {missing}); allow user namespaces "
                 "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or set "
-                "allow_unconfined if losing this machine does no harm"
+                "allow_unconfined if you can afford to lose this machine"
             )
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)

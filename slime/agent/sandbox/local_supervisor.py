@@ -5,7 +5,7 @@ process builds its own root (`slime.core.confine.view`, writable only in `WRITAB
 it is ready, and starts commands on request, each under the system call filter. When this first process ends, every
 process of the sandbox ends.
 
-If this machine cannot confine commands and the caller allows unconfined commands (`unheld`), the supervisor itself
+If this machine cannot confine commands and the caller allows unconfined commands (`unconfined`), the supervisor itself
 starts them, in a folder.
 
 The control socket carries requests (JSON, with a command's descriptors 0, 1 and 2) and the exit statuses of commands.
@@ -96,7 +96,7 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
             calls=confine.Calls(internet=True, unix=True),
             user=settings["uid"],
         )
-        if not missing or settings["unheld"]:
+        if not missing or settings["unconfined"]:
             os.execve("/bin/sh", ["sh", "-c", *request["run"]], request["env"])
     finally:
         os._exit(127)
@@ -105,8 +105,8 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
     """Returns RLIMIT -> value: the number of processes, if only the sandbox uses this user; file sizes, if no file
     system limits them."""
-    bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unheld"] else {}
-    alone = not settings["unheld"] or os.getuid() == settings["uid"]
+    bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unconfined"] else {}
+    alone = not settings["unconfined"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}
 
 
@@ -115,13 +115,13 @@ def processes(settings: dict[str, Any]) -> list[int]:
     from slime.core.confine import view
 
     me = os.getpid()
-    if settings["unheld"]:
+    if settings["unconfined"]:
         return [pid for pid in view.descendants_of([me]) if view.lives(pid)]
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != me]
 
 
 def kill_all(settings: dict[str, Any]) -> None:
-    if not settings["unheld"]:
+    if not settings["unconfined"]:
         os.kill(-1, signal.SIGKILL)
         return
     for _ in range(KILL_PASSES):  # processes may fork while others are killed
@@ -211,7 +211,7 @@ def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[
     serve(control, settings)
 
 
-def serve_unheld(control: socket.socket, settings: dict[str, Any]) -> None:
+def serve_unconfined(control: socket.socket, settings: dict[str, Any]) -> None:
     """Runs commands as plain processes until the control socket closes."""
     libc.prctl(36, 1, 0, 0, 0)  # orphans become children of this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -231,11 +231,11 @@ def main() -> None:
     parent, settings = int(sys.argv[1]), json.loads(sys.argv[3])
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
-    if settings["unheld"]:
+    if settings["unconfined"]:
         if os.getuid() == 0:  # the kernel does not limit the number of root's processes
             confine.become(settings["uid"])
             confine.show_own_files()
-        serve_unheld(control, settings)
+        serve_unconfined(control, settings)
         return
     new = confine.NEW_NETWORK | confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES | confine.NEW_NAMES
     shown = confine.leave(new, settings["uid"], keep=settings["readable"])

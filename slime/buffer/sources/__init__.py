@@ -106,7 +106,7 @@ class PromptData(DataSource):
         args, hook = context.args, context.buffer_filter
 
         def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
-            assert hook is not None, "a buffer without a filter asked it"
+            assert hook is not None, "a buffer without a filter called it"
             return hook(args, None, buffer, n)
 
         return DataBuffer(
@@ -130,7 +130,7 @@ class UserClass(DataSource):
     def check(self, args: Args) -> str | None:
         if args.data_source_path is not None:
             return None
-        return "--data-source user_class needs a class; give its path as --data-source-path"
+        return "--data-source user_class needs a class; set --data-source-path to its import path"
 
     def open(self, context: SourceContext) -> DataBuffer:
         """Raises `HookError` if a method of the class is missing, or with `--buffer-filter-path`."""

@@ -59,7 +59,7 @@ def parse(rest: str) -> Task:
     for key, least in (("size", 1), ("seed", 0)):
         number = getattr(task, key)
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ConfigError(f"rg:{rest}: {key}={number} must be a whole number of at least {least}")
+            raise ConfigError(f"rg:{rest}: {key}={number} must be an integer of at least {least}")
     if task.split is not None and task.split not in SPLITS:
         raise ConfigError(f"rg:{rest}: split={task.split} must be one of {', '.join(SPLITS)}, or left out")
     return task
@@ -87,17 +87,17 @@ class ReasoningGym(DataScheme):
 
     def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
         """Raises `ConfigError` for an unknown task or setting, or if the split has too few questions."""
-        return self._made(rest, held_out=held_out, at_once=True)
+        return self._made(rest, held_out=held_out, all_rows=True)
 
     def check(self, rest: str, *, held_out: bool) -> None:
         """Makes one row to check the name."""
-        list(self._made(rest, held_out=held_out, at_once=False))
+        list(self._made(rest, held_out=held_out, all_rows=False))
 
-    def _made(self, rest: str, *, held_out: bool, at_once: bool) -> Iterator[Mapping[str, Any]]:
+    def _made(self, rest: str, *, held_out: bool, all_rows: bool) -> Iterator[Mapping[str, Any]]:
         task = parse(rest)
         request = {
             "task": task.name,
-            "size": task.size if at_once else 1,
+            "size": task.size if all_rows else 1,
             "seed": task.seed,
             "split": task.split or ("eval" if held_out else "train"),
             "system": task.system,

@@ -109,8 +109,8 @@ class GraderRegistry(Registry[Grader]):
         """Returns the grader class for a name in the data. Refuses import paths, because data may not choose code."""
         if name.removeprefix(BOXED_PREFIX) not in self:
             raise ConfigError(
-                f"metadata rm_type {name!r} is not a grader; a row may name {', '.join(self.names())}, or what "
-                "--rm-type names"
+                f"metadata rm_type {name!r} is not a grader; use one of {', '.join(self.names())}, or the one "
+                "that --rm-type names"
             )
         return self.get(name)
 

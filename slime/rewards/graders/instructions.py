@@ -192,7 +192,7 @@ def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
     unknown = sorted({str(i) for i in ids if i not in CHECKS})
     if unknown:
-        raise DataError(f"the instructions {unknown} are unknown; known are {', '.join(CHECKS)}")
+        raise DataError(f"the instructions {unknown} are unknown; use any of {', '.join(CHECKS)}")
     kwargs = metadata.get("kwargs") or [{}] * len(ids)
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
         raise DataError(f"the kwargs {str(kwargs)!r:.100} do not fit {len(ids)} instructions; write one object per id")

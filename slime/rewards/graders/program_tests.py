@@ -98,12 +98,12 @@ def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
     for statement in (statement for statement, names in pairs if names.free - bound or entry):
         whole = [*setup, statement, *([f"check({entry})"] if entry else [])]
         names = names_in(whole, entry)
-        asked = [name for name in names.asked if name != "check" or not entry]
-        test = {"statements": whole, "names": asked, "modules": names.modules}
+        requested = [name for name in names.requested if name != "check" or not entry]
+        test = {"statements": whole, "names": requested, "modules": names.modules}
         cases.append(Case({"asserts": test}, "", True, "assert"))
     if not cases:
         raise DataError(
-            "the assertions name no function of the program; call one, or give metadata entry_point with a "
+            "the assertions name no function of the program; call one, or set metadata entry_point and define "
             "check(candidate)"
         )
     return cases

@@ -61,8 +61,8 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
     source = metadata.get("source_dataset") or (entry.get("metadata") or {}).get("source_dataset")
     if not source or entry.get("answer") is None:
         raise DataError(
-            f"the metadata with keys {sorted(metadata)} lack source_dataset or the entry's answer, which the "
-            "reasoning_gym grader needs; write them into the metadata column of the dataset"
+            f"the metadata (keys {sorted(metadata)}) has no source_dataset or no answer of the entry, which the "
+            "reasoning_gym grader needs; write both into the metadata column of the dataset"
         )
     return str(source), entry
 

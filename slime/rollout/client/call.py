@@ -217,7 +217,7 @@ def parse_experts(
     try:
         return experts.decode(text, start=start, num_rows=max(0, num_tokens - 1 - start))
     except DataError as problem:
-        raise EngineError(f"the engine's answer is not usable: {problem}") from problem
+        raise EngineError(f"the engine's response cannot be used: {problem}") from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Call:
         """Number of prompt tokens that the engine of the latest request read, and how many of these it had cached."""
         self.drafted = NO_DRAFTS
         """Counts of speculative decoding for the latest request."""
-        self._joint = 0
+        self._num_earlier = 0
         """Number of tokens that earlier requests sampled."""
         self._received, self._start = 0, 0
 
@@ -328,13 +328,13 @@ class Call:
     def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
         """Returns the next request, which continues the tokens so far. `stream_interval`: tokens per event."""
         self.num_requests += 1
-        self._joint, self._received, self.read = len(self.tokens), 0, (0, 0)
+        self._num_earlier, self._received, self.read = len(self.tokens), 0, (0, 0)
         self.drafted = NO_DRAFTS
         params = {**self._params, "no_stop_trim": False, "stream_interval": stream_interval}
-        if self._joint and params["max_new_tokens"] is not None:
-            params["max_new_tokens"] -= self._joint
-        if self._joint and params.get("min_new_tokens"):
-            params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._joint)
+        if self._num_earlier and params["max_new_tokens"] is not None:
+            params["max_new_tokens"] -= self._num_earlier
+        if self._num_earlier and params.get("min_new_tokens"):
+            params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._num_earlier)
         ids = [*self.input_ids, *self.tokens]
         if self._format is not None:
             # The engine accepts a start up to the number of ids.
@@ -381,7 +381,7 @@ class Call:
             here = "length" if full else "stop"
             self.finish = here if stopped else None if part.finish_reason == "abort" else part.finish_reason
         self._append(kept)
-        if experts is not None and len(self.tokens) > self._joint:
+        if experts is not None and len(self.tokens) > self._num_earlier:
             self._join_experts(experts.upto(len(self.input_ids) + len(self.tokens) - 1))
         if ended and self.finish is None:
             self.settle()
@@ -442,7 +442,7 @@ class Call:
         self._version = max(versions, default=self._version) if isinstance(versions, tuple) else versions
         self._texts.append(part.text)
         if part.prompt_tokens:
-            self._prompt_tokens = part.prompt_tokens - self._joint
+            self._prompt_tokens = part.prompt_tokens - self._num_earlier
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
                     f"the engine read {self._prompt_tokens} prompt tokens, but the trainer has {len(self.input_ids)}, "
@@ -462,7 +462,7 @@ class Call:
 
     def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
         """Returns the part up to a stop string that an earlier request began, and whether such a string was found."""
-        before, joint = len(self.tokens), self._joint
+        before, joint = len(self.tokens), self._num_earlier
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
         tokens = [*self.tokens, *part.tokens]
@@ -486,7 +486,7 @@ class Call:
 
     def _text(self) -> str:
         """Returns the engine's text, or decodes all tokens after the first request, whose text may miss a character."""
-        if not self._joint or self._end.decode is None:
+        if not self._num_earlier or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
         body = self.tokens[:-1] if self.finish == "stop" and self.tokens and self._ends_with_token() else self.tokens
@@ -498,8 +498,8 @@ class Call:
     # ---- routed experts --------------------------------------------------------------------------------------------
 
     def _new_experts(self, event: Mapping[str, Any]) -> RoutedExperts | None:
-        assert self._format is not None, "experts were not asked for"
-        total = len(self.input_ids) + self._joint + self._received
+        assert self._format is not None, "experts were not requested"
+        total = len(self.input_ids) + self._num_earlier + self._received
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
@@ -507,8 +507,8 @@ class Call:
         the token.
         """
         known, num = self._experts, len(self.input_ids)
-        read_under = self._versions[self._joint]  # the version of the first token after the rows were read
-        more = without_newer(more, self._versions[: self._joint], num, num + self._joint, read_under)
+        read_under = self._versions[self._num_earlier]  # the version of the first token after the rows were read
+        more = without_newer(more, self._versions[: self._num_earlier], num, num + self._num_earlier, read_under)
         if known is None:
             self._experts = replace(more, read=(num, read_under))
         elif more.end > known.end:
@@ -530,16 +530,13 @@ def refuse(event: Mapping[str, Any]) -> None:
         raise Refused(int(finish["status_code"]), said)
 
 
-def require_joinable(call: Call, handed_out: bool) -> None:
-    """Starts an interrupted call over if it cannot be continued.
-
-    Raises `EngineError` if parts were already handed out.
-    """
+def require_joinable(call: Call, returned_tokens: bool) -> None:
+    """Starts an interrupted call over if it cannot be continued. Raises `EngineError` if it already returned tokens."""
     if call.can_continue or not call.tokens:
         return
-    if handed_out:
+    if returned_tokens:
         raise EngineError(
-            "a stream under a grammar was interrupted after parts of it were handed out, and no engine can continue "
+            "a stream under a grammar was interrupted after it returned some tokens, and no engine can continue "
             "it; use generate(), which starts over"
         )
     call.start_over()

@@ -160,18 +160,18 @@ class EngineClient:
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
-        held: Generation | None = None
+        previous: Generation | None = None
         async with aclosing(self._parts(job)) as parts:
             async for part in parts:
-                if held is not None:
-                    yield held
-                held = None
+                if previous is not None:
+                    yield previous
+                previous = None
                 if job.call.finish is None and part.tokens:
                     yield part
                 else:
-                    held = part
+                    previous = part
         _require_whole(job, returns_partial)
-        yield job.call.last_part(held)
+        yield job.call.last_part(previous)
 
     # ---- engines ---------------------------------------------------------------------------------------------------
 
@@ -421,6 +421,6 @@ def _require_whole(job: Job, returns_partial: bool) -> None:
     """Raises `TakenBack` if the run cancelled the call."""
     if job.taken_back and not returns_partial:
         raise TakenBack(
-            f"the run took a request back after {len(job.call.tokens)} tokens, because its step is over or a "
+            f"the run cancelled a request after {len(job.call.tokens)} tokens, because its step is over or a "
             "checkpoint is due; do not catch this error: the execution is tried again"
         )

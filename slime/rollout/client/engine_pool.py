@@ -136,7 +136,7 @@ class EnginePool:
 
         `prefill`: the engines read prompts for decode engines; only `PairPool` supports this.
         """
-        assert not prefill, "engines that answer whole requests read their own prompts"
+        assert not prefill, "only a `PairPool` has prefill engines"
         self._begin()
         for url in map(_plain, urls):
             if url not in self._upstreams:
@@ -299,7 +299,7 @@ class EnginePool:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                _wake(queue or self._waiting, 1)  # the place goes to another waiter
+                _wake(queue or self._waiting, 1)  # the slot goes to another waiter
             raise
         finally:
             queue.pop(waiter, None)

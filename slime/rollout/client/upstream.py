@@ -72,7 +72,7 @@ class Upstream:
         self.waiting: dict[asyncio.Future[None], None] = {}
         """Waiting requests of sessions that belong to this engine, in order of arrival."""
         self.admitted, self.failures, self.down_until = True, 0, 0.0
-        self.asked = 0
+        self.num_sent = 0
         self.served = -1
         """The highest number of a request that has received a token."""
         self.admitted_at = self.progress_at = now
@@ -117,19 +117,19 @@ class Try:
         self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = self.placed_at = now
         self.first_at: float | None = None
-        self._number = self._place = upstream.asked
+        self._number = self._place = upstream.num_sent
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
         self.is_test = upstream.failures > 0
         """The engine could not be reached before, so a failure now says nothing about this request."""
         self.has_tokens = False
-        upstream.asked += 1
+        upstream.num_sent += 1
 
     def got_tokens(self, now: float) -> None:
         """Records new tokens. If no more tokens come, the engine may have put the try at the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
-        self._place = upstream.asked - 1
+        self._place = upstream.num_sent - 1
         if not self.has_tokens:
             self.has_tokens, upstream.served = True, max(upstream.served, self._number)
             self.first_at = now

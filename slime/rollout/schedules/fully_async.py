@@ -25,7 +25,7 @@ import time
 from collections import Counter
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import GroupRecord, Held
+from slime.buffer.groups import GroupOrRecord, GroupRecord
 from slime.core.sample import Group
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext
@@ -82,7 +82,7 @@ class BoundedPolicy(Policy):
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 
-    def accept(self, loop: GroupLoop, group: Held) -> None:
+    def accept(self, loop: GroupLoop, group: GroupOrRecord) -> None:
         """Leaves the group in the buffer until a step takes it."""
         self._buffer.put_finished(group)
         loop.context.progress.done = self._buffer.num_finished

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import Held, group_of, note_quarantines, num_quarantines, reset_group
+from slime.buffer.groups import GroupOrRecord, group_of, note_quarantines, num_quarantines, reset_group
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
 from slime.rollout.client.engine_client import RequestScope
@@ -45,7 +45,7 @@ from slime.rollout.sample_metrics import sample_metrics
 from slime.rollout.transcript import Seals
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_time
-from slime.rollout.workers.episodes import Episodes, Here
+from slime.rollout.workers.episodes import Episodes, LocalEpisodes
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class StepCounts:
     num_reset: int = 0
     """Groups that started over, because an earlier step had started them."""
     num_quarantined: int = 0
-    dropped: list[Held] = field(default_factory=list)
+    dropped: list[GroupOrRecord] = field(default_factory=list)
     """Groups dropped by the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
     idle_s: float = 0.0
     """Time without a running group."""
@@ -117,7 +117,7 @@ class Policy(ABC):
         return len(loop.running) >= loop.target
 
     @abstractmethod
-    def accept(self, loop: GroupLoop, group: Held) -> None:
+    def accept(self, loop: GroupLoop, group: GroupOrRecord) -> None:
         """Takes a finished group."""
 
 
@@ -128,11 +128,11 @@ class GroupLoop:
         self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
         self.target: int = context.args.rollout_batch_size
         self.params = rollout_sampling_params(context.args)
-        self.episodes: Episodes = context.workers or Here(context.client)
+        self.episodes: Episodes = context.workers or LocalEpisodes(context.client)
         self.scope = RequestScope()
         """The scope of all requests of the groups. The task that calls `turn` sets `REQUEST_SCOPE` to this scope."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
-        self.quarantined: list[Held] = []
+        self.quarantined: list[GroupOrRecord] = []
         """Groups that stay out of the buffer until `end_quarantine`."""
         self.tries: Counter[int] = Counter()
         self.rollout_id = -1
@@ -167,28 +167,28 @@ class GroupLoop:
             await self._settle(task, self.running.pop(task))
 
     def end_quarantine(self) -> None:
-        held, self.quarantined = self.quarantined, []
-        if held:
-            self.source.put_back(held, "quarantined")
+        groups, self.quarantined = self.quarantined, []
+        if groups:
+            self.source.put_back(groups, "quarantined")
 
-    async def abandon(self, *, reason: str = "error", accepted: Sequence[Held] = ()) -> None:
+    async def abandon(self, *, reason: str = "error", accepted: Sequence[GroupOrRecord] = ()) -> None:
         """Cancels running groups, and puts back `accepted` and all unsettled groups. Groups that were running start
         over.
         """
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
-        again: list[Held] = [reset_group(group) for group in self.running.values()]
+        again: list[GroupOrRecord] = [reset_group(group) for group in self.running.values()]
         self.counts.num_aborted += len(again)
         self.running.clear()
         again += accepted
         if again:
             self.source.put_back(again, reason)
 
-    async def hand_out(self, batch: Sequence[Held]) -> RolloutFnTrainOutput:
+    async def hand_out(self, batch: Sequence[GroupOrRecord]) -> RolloutFnTrainOutput:
         """Sorts a batch by prompt, runs the hooks over it, and returns it with the metrics of the step."""
         limit_s = self.args.execution_timeout_s
-        groups = await beside(_unpacked, sorted(batch, key=lambda held: held.group_index))
+        groups = await beside(_unpacked, sorted(batch, key=lambda group: group.group_index))
         looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
         seals = await beside(Seals, [s for group in groups for s in group]) if looked_at else None
         if self.hooks.sample_filter is not None:
@@ -202,12 +202,12 @@ class GroupLoop:
         counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
-    def time_left_s(self, began: float) -> float | None:
-        """Returns the seconds left to a step started at `began`; None without a limit. Raises `DeadlineExceeded`."""
+    def time_left_s(self, start_s: float) -> float | None:
+        """Returns the seconds left to a step started at `start_s`; None without a limit. Raises `DeadlineExceeded`."""
         limit_s = self.args.rollout_global_timeout_s
         if limit_s is None:
             return None
-        left = limit_s - (time.monotonic() - began)
+        left = limit_s - (time.monotonic() - start_s)
         if left <= 0:
             raise DeadlineExceeded.waiting(
                 owner=f"rollout of step {self.rollout_id}",
@@ -267,7 +267,7 @@ class GroupLoop:
         else:
             self._drop(group, verdict.reason or "filter")
 
-    def _drop(self, group: Held, reason: str) -> None:
+    def _drop(self, group: GroupOrRecord, reason: str) -> None:
         self.counts.filtered[reason] += 1
         self.source.mark_filtered([group.group_index], reason)
         if self.hooks.all_samples is not None:
@@ -291,7 +291,7 @@ class GroupLoop:
             self.counts.retried[kind] += 1
             self.source.put_back([result.group], kind)
         else:
-            logger.warning("group %d is given up: %s: %s", index, result.outcome.value, result.reason)
+            logger.warning("group %d is dropped as failed: %s: %s", index, result.outcome.value, result.reason)
             self.counts.failed[kind] += 1
             self.source.mark_failed([index], kind)
             self._check_failed(result.reason)
@@ -315,5 +315,5 @@ class GroupLoop:
             )
 
 
-def _unpacked(batch: Sequence[Held]) -> list[list[Sample]]:
-    return [list(group_of(held).samples) for held in batch]
+def _unpacked(batch: Sequence[GroupOrRecord]) -> list[list[Sample]]:
+    return [list(group_of(group).samples) for group in batch]

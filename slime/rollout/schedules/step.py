@@ -18,7 +18,7 @@ import asyncio
 import time
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.groups import Held
+from slime.buffer.groups import GroupOrRecord
 from slime.core.sample import Group
 from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
@@ -73,7 +73,7 @@ class BatchPolicy(Policy):
     """Whether to wait for groups that still run when the batch is full; otherwise they are cancelled."""
 
     def __init__(self, context: RolloutContext, source: DataBuffer) -> None:
-        self.accepted: list[Held] = []
+        self.accepted: list[GroupOrRecord] = []
         self.target = context.args.rollout_batch_size
         self._context, self._source = context, source
         self._issued: set[int] = set()
@@ -107,7 +107,7 @@ class BatchPolicy(Policy):
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
         return len(self.accepted) + len(loop.running) >= self.target
 
-    def accept(self, loop: GroupLoop, group: Held) -> None:
+    def accept(self, loop: GroupLoop, group: GroupOrRecord) -> None:
         self.accepted.append(group)
         self._context.progress.done = len(self.accepted)
 

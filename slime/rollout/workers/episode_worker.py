@@ -223,7 +223,7 @@ class InOrder:
         except TimeoutError:
             raise DeadlineExceeded.waiting(
                 owner=f"call {number} of a rollout worker ({method})",
-                for_what=f"call {self._next}, which was made before it",
+                for_what=f"the earlier call {self._next}",
                 limit_s=TURN_LIMIT_S,
             ) from None
         finally:

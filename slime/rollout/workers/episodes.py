@@ -1,4 +1,4 @@
-"""`Episodes`: runs groups for a loop, in this or other processes. `Here`: runs them in this process.
+"""`Episodes`: runs groups for a loop, in this or other processes. `LocalEpisodes`: runs them in this process.
 
 Invariants
 1. A cancelled call returns when all work on its group has ended, or was left behind after a limit.
@@ -79,7 +79,7 @@ class Episodes(ABC):
         """Returns the number of tasks and threads of user code that still run but are no longer awaited."""
 
 
-class Here(Episodes):
+class LocalEpisodes(Episodes):
     """Runs groups in this process. `client`: None if no engine runs."""
 
     def __init__(self, client: EngineClient | None) -> None:

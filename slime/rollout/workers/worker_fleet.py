@@ -34,7 +34,7 @@ from slime.rollout.generate import eval_sampling_params
 from slime.rollout.guard import beside, waiting
 from slime.rollout.traces import Sums
 from slime.rollout.user_functions import RolloutHooks
-from slime.rollout.workers.episodes import Done, Episodes, Here, Work
+from slime.rollout.workers.episodes import Done, Episodes, LocalEpisodes, Work
 from slime.settings.eval_config import EvalDatasetConfig
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ MAX_DEATHS = SUSPECT + 2
 ORDER_LIMIT_S = 60.0
 """Seconds that a worker may take to carry out an order; user code may block its event loop."""
 CLOSE_LIMIT_S = 30.0
-QUESTION_LIMIT_S = 2.0
+QUERY_LIMIT_S = 2.0
 """Seconds that a worker may take to answer a query."""
 
 
@@ -113,7 +113,7 @@ class WorkerFleet(Episodes):
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> the part of a request that the engine serves."""
-        self._conductor = Here(None)
+        self._conductor = LocalEpisodes(None)
         self._paused = self._closing = False
         self._verdict: ActorDied | None = None
         """The error that ends the run."""
@@ -123,7 +123,7 @@ class WorkerFleet(Episodes):
         self._counts: dict[_Member, Sums] = {}
         """Sums of each worker's requests that `traffic` has not yet returned."""
 
-    def include(self, conductor: Here) -> None:
+    def include(self, conductor: LocalEpisodes) -> None:
         """Sends all orders to `conductor` too, because this process sends the requests of user functions."""
         self._conductor = conductor
 
@@ -251,7 +251,7 @@ class WorkerFleet(Episodes):
                 f"last time because: {death}; check its log: user code ended the process, or memory ran out"
             )
             return
-        logger.warning("rollout worker %d is gone and is started again: %s", member.number, death)
+        logger.warning("rollout worker %d died and is started again: %s", member.number, death)
         member.port = self._start(member.number)
         self._tell_state(member)
 
@@ -280,7 +280,7 @@ class WorkerFleet(Episodes):
         except TimeoutError:
             port.kill()
             late = ActorDied(
-                f"rollout worker {member.number} did not start within {self._start_limit_s:.0f} s and was ended; "
+                f"rollout worker {member.number} did not start within {self._start_limit_s:.0f} s and was killed; "
                 f"{START_FLAG} raises that limit"
             )
             self._replace(member, port, late)
@@ -311,15 +311,15 @@ class WorkerFleet(Episodes):
     async def longest_stall_s(self) -> float:
         """Returns the longest time without a turn of a worker's event loop since the last call.
 
-        A worker that does not answer in time is stalled now, and counts as `QUESTION_LIMIT_S`.
+        A worker that does not answer in time is stalled now, and counts as `QUERY_LIMIT_S`.
         """
         seen = await self._ask_all("longest_stall_s")
-        return max((QUESTION_LIMIT_S if s is None else s for s in seen), default=0.0)
+        return max((QUERY_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
         """Returns the sums of each worker's requests. Late sums are returned by the next call."""
         if asked := [self._follow(member, self._counted(member)) for member in self._members]:
-            await asyncio.wait(asked, timeout=QUESTION_LIMIT_S)
+            await asyncio.wait(asked, timeout=QUERY_LIMIT_S)
         counted, self._counts = self._counts, {}
         return list(counted.values())
 
@@ -405,7 +405,7 @@ class WorkerFleet(Episodes):
     async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:
         port = member.port
         try:
-            async with asyncio.timeout(QUESTION_LIMIT_S):
+            async with asyncio.timeout(QUERY_LIMIT_S):
                 return await port.call(method, *arguments)
         except ActorDied as death:
             self._replace(member, port, death)

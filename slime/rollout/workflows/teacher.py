@@ -42,6 +42,6 @@ def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any
 
 
 _INSTEAD = (
-    "your own function called {}, but a sample hook gets the teacher's log-probs here; set --opd-teacher-url, and read "
+    "your function called {}, but a sample hook gets the teacher's log-probs here; set --opd-teacher-url, and read "
     "sample.teacher_log_probs"
 )

@@ -245,7 +245,7 @@ def to_device(
 
 def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
     """Returns the fields of `MicroBatch` about the row: tokens and asked positions, without `answers` if U equals R."""
-    asked_positions, asked_tokens, answers = row.questions()
+    asked_positions, asked_tokens, answers = row.log_prob_requests()
     found = {} if answers is None else {"answers": answers}
     tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
     return {**tokens, ASKED: asked_positions, "asked_tokens": asked_tokens, **found}

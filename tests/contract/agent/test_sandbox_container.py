@@ -83,7 +83,7 @@ def test_commands_and_files(docker: Path) -> None:
         assert (ended.code, ended.stdout, ended.stderr, ended.timed_out) == (3, "it's $HOME\n", "no\n", False)
         with pytest.raises(CommandFailed, match="status 3"):
             await sandbox.exec("exit 3", check=True)
-        with pytest.raises(OSError, match=r"reading .* ended with status"):
+        with pytest.raises(OSError, match=r"reading .* failed with status"):
             await sandbox.read_file("missing")
         late = await sandbox.exec("echo begun; sleep 60", timeout_s=1)
         assert late.timed_out and late.stdout == "begun\n" and late.code == 137

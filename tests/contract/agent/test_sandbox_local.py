@@ -88,12 +88,12 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert "sesame" not in ended.stdout and str(other.pid) not in (await sandbox.exec("ls /proc")).stdout.split()
         await sandbox.exec(f"ln -s {grader} link; ln -s /etc/shadow shadow; kill -9 {other.pid}; kill -9 1; kill -2 1")
         for path in ("link", "shadow", "../root/.bashrc", str(grader)):
-            with pytest.raises(OSError, match="ended with status"):
+            with pytest.raises(OSError, match="failed with status"):
                 await sandbox.read_file(path)
-        with pytest.raises(OSError, match="ended with status"):
+        with pytest.raises(OSError, match="failed with status"):
             await sandbox.write_file("link", "changed")
         for path in ("/usr/bin/changed", "/etc/passwd"):
-            with pytest.raises(OSError, match="ended with status"):
+            with pytest.raises(OSError, match="failed with status"):
                 await sandbox.write_file(path, "changed")
 
     try:
@@ -107,7 +107,7 @@ def test_no_secret_of_the_run_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_may_be_read_is_read_and_not_written() -> None:
     async def body(sandbox: LocalSandbox) -> None:
         assert await sandbox.read_file(f"{folder}/program") == b"a program"
-        with pytest.raises(OSError, match="ended with status"):
+        with pytest.raises(OSError, match="failed with status"):
             await sandbox.write_file(f"{folder}/program", "changed")
         assert folder.name in (await sandbox.exec(f"ls {folder.parent}")).stdout.split()
 

@@ -206,7 +206,7 @@ def test_errors_come_in_the_shape_of_each_api() -> None:
             await client.with_options(api_key="sk-nobody").models.list()
         with pytest.raises(anthropic.AuthenticationError):
             await claude.with_options(api_key="nobody").messages.create(model="m", max_tokens=1, messages=USER)
-        with pytest.raises(openai.BadRequestError, match="one request gives one answer"):
+        with pytest.raises(openai.BadRequestError, match="each request gets one answer"):
             await client.chat.completions.create(model="m", messages=USER, n=2)
         picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
         with pytest.raises(anthropic.BadRequestError, match="reads text only"):
@@ -262,7 +262,7 @@ def test_what_ends_an_execution_ends_the_requests_of_its_agent() -> None:
         asking = asyncio.create_task(client.chat.completions.create(model="m", messages=USER))
         await until(lambda: bool(room.model.running))
         await room.client.abort_scope(scope)
-        with pytest.raises(openai.InternalServerError, match="the run took a request back"):
+        with pytest.raises(openai.InternalServerError, match="the run cancelled a request"):
             await asking
         with pytest.raises(openai.InternalServerError, match="no more requests of this session"):
             await client.chat.completions.create(model="m", messages=USER)

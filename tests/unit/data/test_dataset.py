@@ -124,7 +124,7 @@ def test_a_malformed_row_is_named_and_left_out(tmp_path: Path, reason: str, capl
 
 def test_many_malformed_rows_are_an_error_that_names_them(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [{"question": "x"}] * 9 + [GOOD])
-    with pytest.raises(DataError, match=r"9 malformed rows of 10.*d.jsonl:1: no column 'input'.*question"):
+    with pytest.raises(DataError, match=r"9 malformed rows of 10.*d.jsonl:1: there is no column 'input'.*question"):
         PromptDataset.load(path)
     assert len(PromptDataset.load(path, max_bad_fraction=0.9)) == 1
     with pytest.raises(DataError, match="no usable row"):
@@ -136,7 +136,7 @@ def test_one_malformed_row_is_never_too_many(tmp_path: Path) -> None:
     assert len(PromptDataset.load(path).quarantined) == 1
     with pytest.raises(DataError, match="1 malformed rows of 4"):
         PromptDataset.load(path, max_bad_fraction=0.0)
-    with pytest.raises(DataError, match=r"no usable row.*d\.jsonl:4: no column 'input'"):
+    with pytest.raises(DataError, match=r"no usable row.*d\.jsonl:4: there is no column 'input'"):
         PromptDataset.load(f"{path}@[3:]")
 
 

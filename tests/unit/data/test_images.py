@@ -62,7 +62,7 @@ def test_ids_have_as_many_placeholders_as_images_have_tokens(
     dataset = _load(write_colours(tmp_path / "data"), tokenizer, column)
     assert len(dataset) == 12
     for row in (dataset[i] for i in range(12)):
-        sizes = [Image.open(io.BytesIO(column.kept.read(digest))).size for digest in row.images]
+        sizes = [Image.open(io.BytesIO(column.store.read(digest))).size for digest in row.images]
         assert row.prompt_tokens is not None
         assert row.prompt_tokens.count(IMAGE_ID) == sum(ByArea().num_tokens(*size) for size in sizes) > 0
         assert row.prompt.count("<|image_pad|>") == len(row.images), "the text has one for each"
@@ -105,12 +105,12 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
     [
         ({"problem": "what?", "images": ["red.png"]}, r"the prompt has places for 0 images .* its row has 1"),
         ({"problem": "<image>?", "images": []}, r"the prompt has places for 1 images .* its row has 0"),
-        ({"problem": "<image>"}, r"no column 'images'; it has \['answer', 'problem'\]"),
+        ({"problem": "<image>"}, r"there is no column 'images'; the row has \['answer', 'problem'\]"),
         ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt has places for 2 images .* its row has 1"),
         ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png cannot be read"),
         ({"problem": "<image>", "images": ["https://host/red.png"]}, r"is a URL, and slime downloads nothing"),
-        ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read its 7 bytes"),
-        ({"problem": "<image>", "images": [7]}, r"it is a int; give bytes, a data URI or a path"),
+        ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read the 7 bytes"),
+        ({"problem": "<image>", "images": [7]}, r"it is a int; store bytes, a data URI or a path"),
         ({"problem": "<image>", "images": ["narrow.png"]}, r"image 0 of 'images': too narrow"),
         ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"its data URI is not base64"),
     ],

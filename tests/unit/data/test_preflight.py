@@ -13,11 +13,11 @@ import pytest
 from slime.core.errors import DataError
 from slime.data import first_rows
 from slime.data.checkpoint_template import CheckpointTemplate
-from slime.data.first_rows import Look, check_rows, checkpoint_of
+from slime.data.first_rows import DataCheck, check_rows, checkpoint_of
 from slime.data.row_files import read_rows
 from tests.support.tiny import CHAT_TEMPLATE
 
-LOOK = Look(
+LOOK = DataCheck(
     name="prompt_data",
     path="",
     input_key="input",
@@ -29,7 +29,7 @@ LOOK = Look(
 )
 
 
-def look(folder: Path, rows: list[Any], **changes: Any) -> Look:
+def look(folder: Path, rows: list[Any], **changes: Any) -> DataCheck:
     """At a file of these rows."""
     file = folder / "data.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,7 +171,7 @@ def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, t
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
-    for behind, told in ((results, None), (results[:0], "2 calls at once, but this chat template writes 1")):
+    for behind, told in ((results, None), (results[:0], "2 calls, but this chat template writes 1")):
         at = look(tmp_path, [{"input": [{"role": "user", "content": "a"}, answer, *behind]}], conversations=True)
         found = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
         assert found is None if told is None else found is not None and told in found

@@ -100,9 +100,7 @@ def test_of_calls_at_once_none_is_lost_where_a_template_writes_one_a_turn(second
     assert spans(tokenizer, row) == calls
     before, _ = runs(row)[1]
     assert tokenizer.decode(before).count('"r0"') == 1 and '"r1"' not in tokenizer.decode(before)
-    with pytest.raises(
-        DataError, match="2 calls at once, but this chat template writes 1 in a turn, and there are 0 results"
-    ):
+    with pytest.raises(DataError, match="2 calls, but this chat template writes 1 per turn, and there are 0 results"):
         sft_row([asked, answer], chat)
 
 

@@ -67,7 +67,7 @@ def test_every_sample_is_whole_in_the_row(samples: list[TrainSample], least: int
 @given(sample_lists())
 def test_a_response_token_that_samples_share_is_asked_for_once(samples: list[TrainSample]) -> None:
     row = packed_row(samples, 1)
-    positions, tokens, answers = row.questions()
+    positions, tokens, answers = row.log_prob_requests()
     answers = np.arange(len(positions)) if answers is None else answers
     assert np.array_equal(positions[answers], row.response_positions)
     assert np.array_equal(tokens[answers], row.target_tokens)

@@ -70,7 +70,7 @@ def test_data_choose_no_code() -> None:
     async def work() -> None:
         pool = GraderPool(num_workers=1, timeout_s=5.0, rm_type="math", eval_rm_types=["f1"])
         try:
-            with pytest.raises(ConfigError, match="a row may name"):
+            with pytest.raises(ConfigError, match="use one of"):
                 await pool.score(Sample(response="x", metadata={"rm_type": f"{OWN}.RightLength"}))
         finally:
             await pool.close()

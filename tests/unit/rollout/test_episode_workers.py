@@ -416,7 +416,7 @@ def test_a_worker_that_does_not_start_is_ended_and_named(tmp_path: Path) -> None
 
 def test_what_a_worker_tells_late_is_counted_once_with_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a worker tells its sums once, so an answer that nobody waited for any more is kept, not dropped."""
-    monkeypatch.setattr(fleet_module, "QUESTION_LIMIT_S", 0.0)
+    monkeypatch.setattr(fleet_module, "QUERY_LIMIT_S", 0.0)
     answers = [asyncio.Event() for _ in range(4)]
     asked = iter(range(4))
 

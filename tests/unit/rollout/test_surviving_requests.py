@@ -358,7 +358,7 @@ async def test_half_an_answer_is_for_those_alone_who_ask_for_it() -> None:
         client.resume()
         assert (await part).finish_reason == "abort"
         for task in (whole, streamed):
-            with pytest.raises(TakenBack, match=r"took a request back after \d+ tokens"):
+            with pytest.raises(TakenBack, match=r"cancelled a request after \d+ tokens"):
                 await task
         engine.hold_at = None
         check([[3]], [await other])

@@ -36,8 +36,8 @@ def test_a_held_out_task_beside_a_file_has_its_own_grader(tmp_path: Path) -> Non
 def test_what_a_task_cannot_be_is_said_before_the_start(tmp_path: Path) -> None:
     base = without(complete(tmp_path), "--prompt-data")
     for name, says in {
-        "rg:spell_bakward": "no task 'spell_bakward'; give one of spell_backward",
-        "rg:spell_backward?size=none": "size=none must be a whole number",
+        "rg:spell_bakward": "no task 'spell_bakward'; use one of spell_backward",
+        "rg:spell_backward?size=none": "size=none must be an integer",
         "gr:spell_backward": "--prompt-data gr: there is no such data scheme; known are rg",
     }.items():
         assert says in refused([*base, "--prompt-data", name])
