@@ -25,7 +25,7 @@ from typing import Any
 from slime.core.text import HIDDEN
 
 SECRET = re.compile(
-    r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?|token|secret|password|watermark_config|watermark_key_b)$"
+    r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?(_b)?|token|secret|password|watermark_config)$"
 )
 """Names of settings and variables (in lower case) whose values are never written."""
 
