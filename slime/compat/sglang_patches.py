@@ -10,17 +10,15 @@ import os
 
 from slime.compat import (
     register,
+    sglang_0_5_16,
     sglang_aborted_requests,
     sglang_config_names,
-    sglang_draft,
     sglang_flush_all,
     sglang_memory_gate,
-    sglang_moe_router,
     sglang_pipeline_stages,
     sglang_quantised,
     sglang_routed_experts,
     sglang_security,
-    sglang_settings_log,
     sglang_token_versions,
     sglang_update_sessions,
     sglang_version_prefixes,
@@ -50,18 +48,18 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
     for module, needed in (
         (forked_children, on_cpu),
-        (sglang_moe_router, True),
+        (sglang_0_5_16, True),
         (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
-        (sglang_settings_log, True),
         (sglang_aborted_requests, True),
         (sglang_update_sessions, True),
         (sglang_token_versions, token_versions),
         (sglang_version_prefixes, token_versions),
         (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
-        (sglang_draft, bool(value_of(arguments, sglang_draft.FLAG, ""))),
         (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
         (sglang_quantised, quantised),
         (sglang_flush_all, sglang_flush_all.FLAG in arguments),
     ):
         if needed:
             register(module.HOOKS)
+    if value_of(arguments, sglang_0_5_16.DRAFT_FLAG, ""):
+        register(sglang_0_5_16.DRAFT_HOOKS)

@@ -72,8 +72,9 @@ def try_name(module: str, name: str) -> Finding:
 def hooks_of(package: str = "slime.compat") -> Iterator[tuple[str, Any]]:
     """Yields (module, hook) of every module of a package."""
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        for hook in getattr(importlib.import_module(info.name), "HOOKS", ()):
-            yield info.name, hook
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if name.endswith("HOOKS"):
+                yield from ((info.name, hook) for hook in value)
 
 
 def resolve(target: str) -> Any:
@@ -161,7 +162,7 @@ def _place(control: Any) -> Any:
     place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1, "role": "target"}
     if not hasattr(control, "begin_update"):
         return place
-    from slime.serving.dialects import WithoutSessions
+    from slime.serving.control import WithoutSessions
 
     return place if isinstance(control._dialect(), WithoutSessions) else [place]
 

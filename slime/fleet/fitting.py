@@ -46,7 +46,7 @@ SAME_IN_CONFIG = (
 """Keys of `config.json` that must agree: sizes, and settings that change log-probs without changing a tensor."""
 NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
 """Models for which stock SGLang 0.5.16 keeps a copy of a weight that weight syncs do not update and digests do not
-cover (`slime.compat.sglang_moe_router`)."""
+cover (`slime.compat.sglang_0_5_16`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
 """An entry in `custom_weight_loader` that marks a server as started by slime's launcher."""

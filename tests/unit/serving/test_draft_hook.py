@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.compat.sglang_draft import _reach_the_draft, models
+from slime.compat.sglang_0_5_16 import models, reach_the_draft
 
 
 class Model:
@@ -36,7 +36,7 @@ def test_both_models_load_what_is_broadcast() -> None:
         manager.tp_worker.model_runner.model.load_weights(iter(tensors.items()))
         return "done"
 
-    assert _reach_the_draft(update, manager, {"a": 1, "b": 2}) == "done"
+    assert reach_the_draft(update, manager, {"a": 1, "b": 2}) == "done"
     assert model.loaded == draft.loaded == [("a", 1), ("b", 2)]
     model.load_weights([("c", 3)])
     assert draft.loaded == [("a", 1), ("b", 2)], "outside of an update the model loads for itself"
@@ -49,5 +49,5 @@ def test_a_failed_update_leaves_the_loader_as_it_was() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        _reach_the_draft(update, manager_of(model, Model()), None)
+        reach_the_draft(update, manager_of(model, Model()), None)
     assert "load_weights" not in vars(model)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from slime.compat.sglang_moe_router import _renew
+from slime.compat.sglang_0_5_16 import renew_router
 
 
 def test_a_copy_is_written_over_in_its_place() -> None:
@@ -14,9 +14,9 @@ def test_a_copy_is_written_over_in_its_place() -> None:
     gate.register_buffer("_weight_fp32", None, persistent=False)
     runner = SimpleNamespace(model=torch.nn.ModuleList([gate, plain]))
     manager = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner), draft_worker=None)
-    _renew(None, manager)
+    renew_router(None, manager)
     assert gate._weight_fp32 is None, "a copy that nobody made yet is SGLang's to make"
     gate._weight_fp32 = torch.zeros(2, 4)
     place = gate._weight_fp32.data_ptr()
-    _renew(None, manager)
+    renew_router(None, manager)
     assert gate._weight_fp32.data_ptr() == place and torch.equal(gate._weight_fp32, gate.weight.float())
