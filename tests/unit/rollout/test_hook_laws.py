@@ -21,8 +21,6 @@ from slime.settings.hook_contracts import check_hooks, load_hook
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 PROBE = "tests.support.probe_hooks"
 REWARD = ("--custom-generate-function-path", f"{PROBE}:single")
 

@@ -26,8 +26,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import served
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 PLUGIN = "tests.support.public_plugin"
 NAMES = {
     "slime.utils.types": ("Sample",),

@@ -14,8 +14,6 @@ from slime.rollout.schedules import SCHEDULES
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 HOOKS = str(Path(__file__).with_name("rollout_hooks.py"))
 OWN = "examples.own_schedule"
 CONTINUOUS = '''

@@ -21,8 +21,6 @@ from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager
 from tests.unit.rollout import truth_hooks
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 
 def generated(*tokens: int, version: int = 3) -> Generation:
     return Generation(tokens, tuple(-0.5 * t for t in tokens), "stop", version, "")

@@ -21,8 +21,6 @@ from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 HOOKS = Path(__file__).with_name("workflow_hooks.py")
 OPD = ("--use-opd", "--opd-type", "sglang")
 
