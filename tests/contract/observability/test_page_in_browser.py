@@ -62,6 +62,7 @@ async def browser() -> AsyncIterator[Browser]:
         ("sync", 30, 14, 14),
     ),
 )
+@pytest.mark.slow
 async def test_a_page_is_drawn_without_a_complaint(
     kind: str, num_steps: int, resumed_at: int | None, at_least: int, tmp_path: Path, browser: Browser
 ) -> None:

@@ -34,6 +34,7 @@ def check(length: dict[str, Any], *, num_samples: int, mean: int, calls: int) ->
         assert call["tflops"] * call["seconds"] <= call["flops"] / 1e12 * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_rank_measures_every_length_and_profiles_it(tmp_path: Path) -> None:
     words = "--shape tiny-moe --device cpu --calls 2 --tokens 512 --max-tokens 256 --mean-length 16 --mean-length 64"
     options = train.options_of([*words.split(), "--profile", str(tmp_path / "profile")])

@@ -57,6 +57,7 @@ def test_an_unknown_model_type_is_refused_by_every_question() -> None:
             question({"model_type": "os.system"})
 
 
+@pytest.mark.slow
 def test_questions_about_a_model_import_neither_torch_nor_megatron() -> None:
     """The command line asks them."""
     code = (

@@ -113,6 +113,7 @@ def test_the_largest_mismatch_is_the_largest_of_all_rows_by_key(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("without_picture")
+@pytest.mark.slow
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
     """Law: what is drawn has a bound, so the page has one."""
     run = made_run(tmp_path / "run", "sft", num_steps=10_000)

@@ -249,6 +249,7 @@ def test_a_blocking_async_grader_costs_its_process_not_its_neighbours() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act_async", timeout_s=2.0, num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_slow_request_lets_others_go_before_it() -> None:
     async def work(pool: GraderPool) -> None:
         hangs = [asyncio.create_task(pool.score(Sample(response="hang"))) for _ in range(3)]
@@ -381,6 +382,7 @@ def test_ungradable_answers_may_be_left_unscored() -> None:
 
 
 @pytest.mark.usefixtures("processor_time_alone")
+@pytest.mark.slow
 def test_a_label_that_takes_too_long_costs_no_answer_its_reward() -> None:
     """Law: the label is read, and once compared, before any answer is looked at."""
 

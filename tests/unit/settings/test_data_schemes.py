@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from slime.settings import parse_args
 from slime.settings.command_line import explain_args as explain
 from slime.settings.eval_config import eval_datasets
@@ -18,6 +20,7 @@ def without(argv: list[str], *flags: str) -> list[str]:
     return [word for i, word in enumerate(argv) if i not in cut]
 
 
+@pytest.mark.slow
 def test_the_grader_comes_with_the_data_unless_another_is_asked_for(tmp_path: Path) -> None:
     base = without(complete(tmp_path), "--prompt-data", "--rm-type", "--num-rollout")
     held_out = ["--eval-prompt-data", "held", f"{TASK}&min_word_len=4", "--eval-interval", "1"]

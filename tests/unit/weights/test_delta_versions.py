@@ -31,6 +31,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("encoding", quick(["xor", "overwrite"], "xor"))
+@pytest.mark.slow
 def test_after_fifty_updates_a_copy_is_the_trainers_bit_for_bit(tmp_path: Path, encoding: str) -> None:
     with ExitStack() as stack:
         rig = Rig(tmp_path, stack, update_weight_delta_encoding=encoding)
