@@ -14,8 +14,6 @@ from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 EVERYWHERE = (
     *("--custom-generate-function-path", "examples.second_try:generate"),
     *("--custom-rm-path", "examples.small_hooks:team_reward", "--group-rm"),

@@ -23,8 +23,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 LENGTH, AT_ONCE = 128 * 1024, 2048
 SAVE_AT, MOST_STEPS = 3, 120
 

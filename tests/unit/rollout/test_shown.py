@@ -20,8 +20,6 @@ from slime.rollout.sample_metrics import count_tool_call, expect_tools, num_turn
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
-pytestmark = pytest.mark.usefixtures("graders_here")
-
 
 def picks(rewards: list[float | None], num: int, seed: int = 0) -> list[tuple[int, str]]:
     return list(pick(rewards, num, random.Random(seed)))
