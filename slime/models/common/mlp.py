@@ -56,14 +56,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -72,6 +71,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
     MoETokenDispatcher,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -112,9 +112,12 @@ class GatedMLP(MLP):
 
 
 class DenseMLP(GatedMLP):
-    def __init__(self, config: TransformerConfig) -> None:
-        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        super().__init__(config, parts, ffn_hidden_size=config.ffn_hidden_size)
+    def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
+        super().__init__(config, _linear_parts(), ffn_hidden_size=config.ffn_hidden_size)
+
+
+def _linear_parts() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
@@ -302,13 +305,11 @@ class ExpertLayer(MoELayer):
     router_class: ClassVar[type[ExactRouter]] = ExactRouter
     experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, **_unused: Any) -> None:
         groups = get_default_pg_collection()
-        parts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        parts.submodules.router, parts.submodules.experts = self.router_class, self.experts_class
-        if parts.submodules.shared_experts is not None:
-            parts.submodules.shared_experts.module = GatedSharedExperts
-        super().__init__(config, parts.submodules, pg_collection=groups)
+        shared = ModuleSpec(module=GatedSharedExperts, submodules=_linear_parts())
+        parts = MoESubmodules(experts=self.experts_class, shared_experts=shared, router=self.router_class)
+        super().__init__(config, parts, pg_collection=groups)
         for parameter in self.experts.parameters():
             # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers. Our
             # experts are not split, so tensor-parallel ranks are data-parallel for experts and sum the gradients.

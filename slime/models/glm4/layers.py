@@ -26,8 +26,8 @@ class NormedAttention(RotatingAttention):
 
 
 class NormedMLP(DenseMLP):
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: TransformerConfig, **named: Any) -> None:
+        super().__init__(config, **named)
         self.output_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> tuple[Tensor, None]:
