@@ -12,11 +12,16 @@ import importlib
 from typing import Any
 
 from slime.compat.patch_report import PatchReport, megatron_report, require_effect
+from slime.core.engine_versions import is_installed
 
 
 def activate() -> list[PatchReport]:
-    """Applies all patches and returns their reports. Idempotent. Raises `EngineError` if a patch had no effect."""
-    return [_patch_moe_name(), _patch_split_sizes()]
+    """Applies the patches that the installed version needs and returns their reports. Idempotent.
+
+    Raises `EngineError` if a patch had no effect.
+    """
+    named = [] if is_installed("megatron-core", ">=0.19") else [_patch_moe_name()]
+    return [*named, _patch_split_sizes()]
 
 
 def _patch_moe_name() -> PatchReport:
@@ -27,7 +32,8 @@ def _patch_moe_name() -> PatchReport:
     return megatron_report(
         "te_general_gemm",
         "NameError: te_general_gemm is not defined, in the router of an MoE layer",
-        "moe_utils defines the name in its except branch",
+        "the window starts with 0.19, where moe_utils defines the name",
+        versions="before 0.19",
     )
 
 

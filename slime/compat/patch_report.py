@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.core.engine_versions import WINDOW, installed
 from slime.core.errors import EngineError
 
-MEGATRON_VERSION = "0.16.1"
-"""The megatron-core version for which every patch was verified to be necessary."""
 SGLANG = "sglang 0.5.16"
 """The SGLang version for which every patch was verified to be necessary."""
 
@@ -30,14 +29,20 @@ class PatchReport:
     """Whether a check after applying succeeded; False if not applied."""
 
 
-def megatron_report(name: str, symptom: str, removal: str) -> PatchReport:
-    return PatchReport(name, symptom, f"megatron-core {MEGATRON_VERSION}", removal, applied=True, took_effect=True)
+def megatron_report(
+    name: str, symptom: str, removal: str, *, versions: str | None = None, took_effect: bool = True
+) -> PatchReport:
+    """`versions`: the versions of megatron-core that need the patch, in words; None: all in the window."""
+    upstream = f"megatron-core {versions or ' to '.join(WINDOW['megatron-core'])}"
+    return PatchReport(name, symptom, upstream, removal, applied=took_effect, took_effect=took_effect)
 
 
 def require_effect(condition: bool, patch: str) -> None:
     """Raises `EngineError` if a patch of megatron-core did not take effect."""
     if not condition:
+        oldest, newest = WINDOW["megatron-core"]
         raise EngineError(
-            f"the patch {patch!r} of megatron-core had no effect, because the installed version is not "
-            f"{MEGATRON_VERSION} or was changed; install megatron-core=={MEGATRON_VERSION}"
+            f"the patch {patch!r} of megatron-core had no effect: the installed version, {installed('megatron-core')}, "
+            f"was changed or is not one of those that slime works with; install megatron-core=={newest} "
+            f"(=={oldest} for Python 3.11)"
         )
