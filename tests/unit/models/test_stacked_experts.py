@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
@@ -49,8 +50,8 @@ def _both(num_experts: int, dtype: torch.dtype) -> tuple[StackedExperts, Any]:
     )
     groups = ProcessGroupCollection()
     groups.ep = groups.expt_tp = groups.expt_dp = dist.group.WORLD
-    parts = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False).submodules.experts
-    theirs = SequentialMLP(num_experts, config, parts.submodules, pg_collection=groups)
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    theirs = SequentialMLP(num_experts, config, parts, pg_collection=groups)
     ours = StackedExperts(num_experts, config, pg_collection=groups)
     generator = torch.Generator().manual_seed(4)
     for name in ("linear_fc1", "linear_fc2"):
