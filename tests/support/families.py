@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.batch import TrainBatch
+from slime.core.engine_versions import is_installed
 from tests.support.tiny import SHAPE, write_tokenizer
 
 DEEP: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": False}
@@ -144,6 +145,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "index_head_dim": 16,
             "index_topk": 8,
             "indexer_types": ["full", "shared", "full", "shared"],
+            # the class of transformers 5.12 never rotates interleaved pairs in the indexer, that of 5.19 always does
+            "indexer_rope_interleave": is_installed("transformers", ">=5.19"),
         },
     ),
 }

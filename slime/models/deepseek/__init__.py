@@ -27,7 +27,8 @@ class DeepSeek(Family):
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
-    layer_kinds = ("full_attention", "deepseek_sparse_attention")
+    # transformers 5.19 writes "indexed_attention" for "deepseek_sparse_attention".
+    layer_kinds = ("full_attention", "deepseek_sparse_attention", "indexed_attention")
     per_layer = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
     rotates_itself = True
     shares_prefixes = True
