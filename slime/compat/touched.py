@@ -137,6 +137,7 @@ def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
     """Returns (method, path, fields of the body) of every control call to an engine of this version."""
     import httpx
 
+    from slime.core.engine_versions import BEFORE_SESSIONS, matches, parsed
     from slime.core.topology import ONE_RANK
     from slime.serving.control import HttpEngineControl
 
@@ -144,10 +145,11 @@ def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
 
     def record(request: httpx.Request) -> httpx.Response:
         fields = json.loads(request.content) if request.content else {}
+        if request.url.path == "/begin_weight_update" and matches(parsed(version), BEFORE_SESSIONS):
+            return httpx.Response(404)
         sent.setdefault((request.method, request.url.path), set()).update(fields)
-        ranks = (
-            [{"checksums": {}, "parallelism_info": _place(control)}] if "weights_checker" in request.url.path else []
-        )
+        place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+        ranks = [{"checksums": {}, "parallelism_info": place}]
         return httpx.Response(200, json={"version": version, "success": True, "ranks": ranks})
 
     control = HttpEngineControl("http://engine", ONE_RANK, 1.0)
@@ -155,16 +157,6 @@ def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
     for call in _calls(control):
         call()
     return [(method, path, tuple(sorted(fields))) for (method, path), fields in sorted(sent.items())]
-
-
-def _place(control: Any) -> Any:
-    """Returns the place of a rank in the form that the version of the engine reports."""
-    place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1, "role": "target"}
-    if not hasattr(control, "begin_update"):
-        return place
-    from slime.serving.control import WithoutSessions
-
-    return place if isinstance(control._dialect(), WithoutSessions) else [place]
 
 
 def _calls(control: Any) -> Iterator[Callable[[], object]]:

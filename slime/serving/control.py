@@ -1,7 +1,6 @@
 """`EngineControl` for one engine, over the HTTP routes of an SGLang server or through a shared folder.
 
-`Dialect` has what differs between versions of SGLang. An older version that is still supported has a subclass, which is
-deleted with the version.
+It speaks the dialect of the server's version: what a server responds shows whether it has sessions of weight updates.
 
 All methods are thread-safe. A call blocks its thread until the response arrives or the time limit expires. Only
 `flush_cache` retries, to wait until the engine has drained.
@@ -9,23 +8,18 @@ All methods are thread-safe. A call blocks its thread until the response arrives
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
-from packaging.version import Version
 
 from slime.core.engine_interface import SENDER_HEADER, RankChecksums, WeightVersion
-from slime.core.engine_versions import BEFORE_SESSIONS, WINDOW, matches, parsed
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.processes import this_sender
 from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
-
-logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 """Time between two attempts to flush while requests are still ending."""
@@ -33,61 +27,10 @@ ERROR_CHARACTERS = 2000
 """Number of characters of a server's response that an error message quotes."""
 
 
-Post = Callable[[str, Mapping[str, Any]], Any]
-"""Posts a JSON body to a route. Raises `EngineError` if the server refuses."""
-OPEN = "already open"
-"""Part of SGLang's refusal to open a second session."""
-
-
-class Dialect:
-    """SGLang 0.5.23: weights are sent in a session, which restores packed weights at its begin and packs them at its
-    end."""
-
-    def begin_update(self, post: Post) -> None:
-        """Opens a session. If one is open, its sender has died or failed, so ends it and opens a new one."""
-        try:
-            post("begin_weight_update", {})
-        except EngineError as error:
-            if OPEN not in str(error):
-                raise
-            post("end_weight_update", {})
-            post("begin_weight_update", {})
-
-    def end_update(self, post: Post) -> None:
-        post("end_weight_update", {})
-
-    def place(self, report: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the place of the rank whose digests are in `report`. A draft model is at the same place."""
-        info: Mapping[str, Any] = report["parallelism_info"][0]
-        return info
-
-
-class WithoutSessions(Dialect):
-    """SGLang 0.5.16: weights are sent at any time."""
-
-    def begin_update(self, post: Post) -> None:
-        pass
-
-    def end_update(self, post: Post) -> None:
-        pass
-
-    def place(self, report: Mapping[str, Any]) -> Mapping[str, Any]:
-        info: Mapping[str, Any] = report["parallelism_info"]
-        return info
-
-
-def dialect_of(version: str, url: str) -> Dialect:
-    """Returns the dialect of the server at `url`, which reports `version`. Warns outside the versions that are tried.
-
-    Raises `EngineError` if that cannot be parsed.
-    """
-    found = parsed(version)
-    if found is None:
-        raise EngineError(f"the server at {url} reports {version!r} as its SGLang version")
-    oldest, newest = map(Version, WINDOW["sglang"])
-    if not oldest <= found <= newest:
-        logger.warning("engine %s runs SGLang %s; slime is tested with %s to %s", url, found, oldest, newest)
-    return WithoutSessions() if matches(found, BEFORE_SESSIONS) else Dialect()
+OPEN_SESSION = "already open"
+"""Part of SGLang's refusal to open a second session of weight updates."""
+NO_ROUTE = (401, 403, 404, 405)
+"""Status of a route that a server does not have. With keys, SGLang 0.5.16 responds 401 to the admin key there."""
 
 
 class HttpEngineControl:
@@ -103,7 +46,7 @@ class HttpEngineControl:
         headers = {SENDER_HEADER: sender or this_sender()}
         headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # trust_env=False: no proxy may see control traffic
-        self._spoken: Dialect | None = None
+        self._has_sessions = True
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
 
     @property
@@ -145,19 +88,23 @@ class HttpEngineControl:
             time.sleep(DRAIN_POLL_S)
 
     def begin_update(self) -> None:
-        self._dialect().begin_update(self._post)
+        """Opens a session. If one is open, its sender has died or failed, so ends it and opens a new one.
+
+        SGLang 0.5.16 has no sessions: it takes weights at any time.
+        """
+        response = self._send("POST", "begin_weight_update", {})
+        self._has_sessions = response.status_code not in NO_ROUTE
+        if not self._has_sessions:
+            return
+        if OPEN_SESSION in response.text:
+            self._post("end_weight_update", {})
+            self._post("begin_weight_update", {})
+        else:
+            self._require_success("begin_weight_update", response)
 
     def end_update(self) -> None:
-        self._dialect().end_update(self._post)
-
-    def _dialect(self) -> Dialect:
-        """Returns the dialect of the server's version, which is asked once."""
-        if self._spoken is None:
-            answer = self._send("GET", "server_info", None)
-            if not answer.is_success:
-                raise _refusal(self._url, "server_info", answer)
-            self._spoken = dialect_of(str(answer.json().get("version")), self._url)
-        return self._spoken
+        if self._has_sessions:
+            self._post("end_weight_update", {})
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
@@ -202,7 +149,7 @@ class HttpEngineControl:
         ranks = body.get("ranks")
         if not ranks:
             raise EngineError(f"the checksum report of {self._url} has no ranks: {str(body)[:ERROR_CHARACTERS]}")
-        return [_checksums(rank, self._dialect()) for rank in ranks]
+        return [_checksums(rank) for rank in ranks]
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         self._post("release_memory_occupation", {} if tags is None else {"tags": list(tags)})
@@ -221,13 +168,16 @@ class HttpEngineControl:
     def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
         """Raises `EngineError` if refused. SGLang reports some refusals as status 200 with `"success": false`."""
         response = self._send("POST", route, body)
+        self._require_success(route, response)
+        return response
+
+    def _require_success(self, route: str, response: httpx.Response) -> None:
         refused = not response.is_success
         if not refused and response.headers.get("content-type", "").startswith("application/json"):
             answer = response.json()
             refused = isinstance(answer, dict) and answer.get("success") is False
         if refused:
             raise _refusal(self._url, route, response)
-        return response
 
     def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> httpx.Response:
         try:
@@ -243,12 +193,14 @@ class HttpEngineControl:
             ) from error
 
 
-def _checksums(report: Mapping[str, Any], dialect: Dialect) -> RankChecksums:
+def _checksums(report: Mapping[str, Any]) -> RankChecksums:
     """Converts one rank's report from `/weights_checker`.
 
     With DP attention every DP group reports all ranks of its stage.
     """
-    info = dialect.place(report)
+    info = report["parallelism_info"]
+    if isinstance(info, list):  # SGLang 0.5.23: one entry for the model, and one for each draft, at the same place
+        info = info[0]
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
         EngineLayout(tp_size=info["tp_size"], pp_size=info["pp_size"], dp_size=info["dp_size"]),

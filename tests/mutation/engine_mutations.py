@@ -400,7 +400,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "control without the key": Mutation(
         "control",
         "serving/control.py",
-        'headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}',
+        'headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}',
         "headers = dict[str, str]()",
     ),
     "limits of control in milliseconds": Mutation(

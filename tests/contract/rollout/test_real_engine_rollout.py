@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -29,7 +30,12 @@ EOS = 1
 
 def runs_on(engine_server: Any) -> bool:
     """Whether requests are left in the engine; what has just ended is counted until its scheduler's next turn."""
-    return all(num_running(engine_server.url) for _ in range(3))
+    until = time.monotonic() + 20.0  # on a busy machine a turn takes seconds
+    while time.monotonic() < until:
+        if not num_running(engine_server.url):
+            return False
+        time.sleep(0.05)
+    return True
 
 
 async def until_sampled(client: EngineClient) -> None:

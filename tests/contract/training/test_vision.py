@@ -86,7 +86,7 @@ def _reference(root: Path, checkpoint: Path, batch: TrainBatch) -> tuple[list[An
                 inputs_embeds=embedded,
                 position_ids=torch.from_numpy(positions[-1])[:, None],
                 visual_pos_masks=mask,
-                deepstack_visual_embeds=seen.deepstack_features,
+                deepstack_visual_embeds=[f if torch.is_tensor(f) else torch.cat(f) for f in seen.deepstack_features],
             )
         else:
             out = model.model.language_model(inputs_embeds=embedded)
@@ -155,7 +155,7 @@ def test_other_images_give_other_log_probs_and_the_wrong_ones_are_refused(
     ]
     ((got, _),) = ranks.run(_measure, 1, checkpoint, root, with_samples(batch, seen), {})
     assert np.abs(np.asarray(got[0]) - np.asarray(got[1])).max() > 1e-3
-    with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* take \[15\] tokens"):
+    with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* need \[15\]"):
         wrong = dataclasses.replace(seen[0], tokens=np.delete(seen[0].tokens, 5))
         ranks.run(_measure, 1, checkpoint, root, with_samples(batch, [wrong]), {})
 

@@ -56,7 +56,8 @@ class Heard:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str | None, Any]] = []
         self.says: Any = {"success": True}
-        self.version = "0.5.23"
+        self.version, self.unknown = "0.5.23", 404
+        """Its SGLang version, and the status of a route that it does not have."""
         self.refuses: dict[str, str] = {}
         """Route -> the message of the next refusal."""
         self.may_answer = threading.Event()
@@ -73,11 +74,12 @@ class Heard:
                 told = json.loads(body) if body else None
                 heard.requests.append((self.path.strip("/"), self.headers.get("Authorization"), told))
                 heard.may_answer.wait()
+                if heard.version == "0.5.16" and "weight_update" in self.path:
+                    heard.requests.pop()
+                    self.send_error(heard.unknown)
+                    return
                 message = heard.refuses.pop(self.path.strip("/"), None)
                 self.say(heard.says if message is None else {"success": False, "message": message})
-
-            def do_GET(self) -> None:
-                self.say({"version": heard.version})
 
             def say(self, what: Any) -> None:
                 answer = json.dumps(what).encode()
@@ -147,21 +149,18 @@ def test_a_session_begins_and_ends_as_the_version_of_the_server_wants(
     control: HttpEngineControl, heard: Heard, version: str, refused: dict[str, str], routes: list[str]
 ) -> None:
     """Law: where weights travel in sessions, a session that a dead sender left open does not stop the next one."""
-    heard.version, heard.refuses = version, dict(refused)
-    control.begin_update()
-    control.end_update()
-    assert [route for route, _, _ in heard.requests] == routes
+    for heard.unknown in (404, 401):  # with keys, SGLang responds 401 to an admin key at an unknown route
+        heard.version, heard.refuses = version, dict(refused)
+        heard.requests.clear()
+        control.begin_update()
+        control.end_update()
+        assert [route for route, _, _ in heard.requests] == routes
 
 
 def test_another_refusal_of_a_session_is_an_error(control: HttpEngineControl, heard: Heard) -> None:
     heard.refuses = {"begin_weight_update": "out of memory"}
     with pytest.raises(EngineError, match="out of memory"):
         control.begin_update()
-    heard.version = "unknown"
-    other = HttpEngineControl(heard.url, ONE_RANK, timeout_s=60.0)
-    with pytest.raises(EngineError, match="'unknown' as its SGLang version"):
-        other.end_update()
-    other.close()
 
 
 PLACE = {"pp_rank": 1, "tp_rank": 0, "tp_size": 2, "pp_size": 2, "dp_size": 1}
