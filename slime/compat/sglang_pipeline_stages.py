@@ -47,16 +47,13 @@ _SESSION = ("begin_weight_update", "end_weight_update")
 _SENT = "_slime_sent_ahead"
 
 
-def _place() -> Any:
-    """Returns SGLang's record of this rank's place among the ranks of the engine."""
+def _place_of(owner: Any) -> Any:
+    """Returns SGLang's record of this rank's place in the engine. In 0.5.16 it is a field of `owner`."""
+    if hasattr(owner, "ps"):
+        return owner.ps
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel()
-
-
-def _place_of(owner: Any) -> Any:
-    """Returns the same for the owner of the record in SGLang 0.5.16."""
-    return owner.ps if hasattr(owner, "ps") else _place()
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:

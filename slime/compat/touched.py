@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime.compat import Hook
+
 UPSTREAM = ("sglang", "sglang_router", "megatron", "ray", "transformers")
 """Packages whose names are tried."""
 
@@ -69,7 +71,7 @@ def try_name(module: str, name: str) -> Finding:
     return Finding("name", what)
 
 
-def hooks_of(package: str = "slime.compat") -> Iterator[tuple[str, Any]]:
+def hooks_of(package: str = "slime.compat") -> Iterator[tuple[str, Hook]]:
     """Yields (module, hook) of every module of a package."""
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         for name, value in vars(importlib.import_module(info.name)).items():
@@ -91,17 +93,16 @@ def resolve(target: str) -> Any:
     raise ImportError(f"no module of {target} exists")
 
 
-def try_hook(module: str, hook: Any) -> Finding | None:
+def try_hook(module: str, hook: Hook) -> Finding | None:
     """Returns whether a hook fits its target; None if the installed SGLang does not need the hook."""
-    when, target, function, *_ = hook
-    what = f"{module.rpartition('.')[2]}: {target}"
-    if not getattr(hook, "is_needed", True):
+    if not hook.is_needed:
         return None
+    what = f"{module.rpartition('.')[2]}: {hook.target}"
     try:
-        original = resolve(target)
+        original = resolve(hook.target)
     except Exception as error:
         return Finding("hook", what, f"{type(error).__name__}: {error}"[:300])
-    return Finding("hook", what, _misfit(when, function, original))
+    return Finding("hook", what, _misfit(hook.when, hook.function, original))
 
 
 def _misfit(when: str, function: Callable[..., Any], original: Callable[..., Any]) -> str:
@@ -166,9 +167,8 @@ def _calls(control: Any) -> Iterator[Callable[[], object]]:
     yield control.flush_cache
     for mode in ("abort", "retract", "in_place"):
         yield partial(control.pause, mode)
-    if hasattr(control, "begin_update"):
-        yield control.begin_update
-        yield control.end_update
+    yield control.begin_update
+    yield control.end_update
     yield lambda: control.update_weights_from_tensor(["p"], **update)
     yield lambda: control.init_weights_update_group(group_name="g", **meeting)
     yield lambda: control.update_weights_from_distributed(**shapes, **update)
@@ -253,9 +253,9 @@ def findings() -> dict[str, Any]:
 
     hooks = list(hooks_of())
     found += [finding for module, hook in hooks if (finding := try_hook(module, hook)) is not None]
-    unneeded = sorted({f"{m.rpartition('.')[2]}: {h[1]}" for m, h in hooks if not getattr(h, "is_needed", True)})
+    unneeded = sorted({f"{m.rpartition('.')[2]}: {h.target}" for m, h in hooks if not h.is_needed})
     found += list(try_routes(sglang.__version__))
-    needed = {module for module, hook in hooks if getattr(hook, "is_needed", True)}
+    needed = {module for module, hook in hooks if hook.is_needed}
     unused = {f"{module.partition('.')[2].replace('.', '/')}.py" for module, _ in hooks if module not in needed}
     package = Path(os.path.dirname(slime.__file__))
     found += [try_name(module, name) for module, name in imported_names(package, unused)]
