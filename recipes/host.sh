@@ -3,5 +3,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if test -f "$root/pyproject.toml"; then cd "$root"; fi
 PY=${PY:-.venv/bin/python}
 SEED=${SEED:-1234}
-# bfloat16 is fast only with native CPU support; emulated bfloat16 is about five times slower than float32.
-if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo || ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16; else DTYPE=--no-bf16; fi
+# Emulated bfloat16 is about five times slower than float32, and not every CPU with native bfloat16 is faster with it.
+if ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16
+elif grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then DTYPE=$("$PY" -c 'from slime.cli.recipes import dtype_flag; print(dtype_flag())')
+else DTYPE=--no-bf16; fi

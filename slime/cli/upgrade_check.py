@@ -3,8 +3,10 @@
     slime upgrade-check sglang==0.5.24
     slime upgrade-check sglang==0.5.24 transformers==5.20.0 --names-only
     slime upgrade-check megatron-core==0.20.0 --output upgrade.md
+    slime upgrade-check --jobs 8
 
 It makes a virtual environment with the candidates in front of the installed packages, so nothing installed changes.
+Without candidates it checks the installed versions.
 First it tries every name, hook, route and field that slime touches (`slime.compat.touched`, a minute). Then, in a
 checkout of the repository, it runs the contract tests of `CHECKS` with the candidates: every family and every way to
 send weights. The exit code is 0 if all pass, else 1.
@@ -21,6 +23,7 @@ import sysconfig
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -77,11 +80,17 @@ class Row:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("candidates", nargs="+", metavar="PACKAGE==VERSION", help="packages to try, or wheel files")
+    parser.add_argument(
+        "candidates",
+        nargs="*",
+        metavar="PACKAGE==VERSION",
+        help="packages to try, or wheel files; none: the installed versions",
+    )
     parser.add_argument(
         "--names-only", action="store_true", help="try names, hooks, routes and settings only: a minute"
     )
     parser.add_argument("--only", metavar="ROW", action="append", help="run only this row of the table (repeatable)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows that run at the same time (default: 1)")
     parser.add_argument("--venv", type=Path, metavar="DIR", help="keep the virtual environment here, and use it again")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table, in Markdown")
 
@@ -89,15 +98,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if everything passes, else 1. Raises `ConfigError` if a candidate cannot be installed."""
     rows = _chosen(options.only or ())
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
     with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch:
         venv = Venv(options.venv or Path(scratch, "venv"))
         venv.install(options.candidates)
         touched = venv.touched(Path(scratch, "touched.json"))
-        text = "\n".join(named(options.candidates, touched))
+        text = "\n".join(named(options.candidates or ["the installed versions"], touched))
         print(text, flush=True)
         failed = any(finding["problem"] for finding in touched["findings"])
         if not options.names_only:
-            table = list(venv.checked(rows, Path(scratch)))
+            table = venv.checked(rows, Path(scratch), options.jobs)
             text += "\n\n" + "\n".join(as_table(table))
             failed |= any(row.sign == BAD for row in table)
     if options.output:
@@ -124,6 +135,8 @@ class Venv:
         if not self.python.is_file():
             self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
             self._site.joinpath("installed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
+        if not candidates:
+            return
         print(f"installing {', '.join(candidates)} into {self.folder}", flush=True)
         self._pip(candidates)
         if pins := list(self.pins()):
@@ -153,19 +166,29 @@ class Venv:
         found: dict[str, Any] = json.loads(output.read_text())
         return found
 
-    def checked(self, rows: Mapping[str, tuple[str, ...]], scratch: Path) -> Iterator[Row]:
-        """Runs the contract tests of each row with the candidates, and yields and prints its result."""
+    def checked(self, rows: Mapping[str, tuple[str, ...]], scratch: Path, jobs: int = 1) -> list[Row]:
+        """Runs the contract tests of each row with the candidates, and prints each result when it is there."""
         if not (ROOT / "tests" / "contract").is_dir():
             raise ConfigError(f"{ROOT} has no tests; run this command in a checkout of the repository, or --names-only")
-        for number, (name, tests) in enumerate(rows.items()):
-            report = scratch / f"{number}.xml"
-            command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-            log = scratch / f"{number}.log"
+
+        def check(number: int, name: str) -> Row:
+            report, log = scratch / f"{number}.xml", scratch / f"{number}.log"
+            command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             with log.open("w") as output:
-                subprocess.run(command, cwd=ROOT, env=self._environment(), stdout=output, stderr=output, check=False)
+                subprocess.run(
+                    [*command, *rows[name]],
+                    cwd=ROOT,
+                    env=self._environment(),
+                    stdout=output,
+                    stderr=output,
+                    check=False,
+                )
             row = read_report(name, report, log)
             print(as_line(row), flush=True)
-            yield row
+            return row
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(check, range(len(rows)), rows))
 
     def _pip(self, what: Iterable[str]) -> None:
         self._do(sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", "--no-deps", *what)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import recipes
 from recipes.coding_agent.grading import ASK
 from recipes.coding_agent.tasks import TASKS, Task
 from recipes.demo import task
@@ -101,6 +102,18 @@ def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")
     assert load_hook("recipes.coding_agent.generate:generate", "generate")
     assert load_hook("recipes.game.play:generate", "generate") and load_hook("recipes.game.play:log_eval", "eval_log")
+
+
+@pytest.mark.parametrize(("speedup", "flag"), [(0.2, "--no-bf16"), (1.3, "--no-bf16"), (8.0, "--bf16")])
+def test_a_cpu_takes_bfloat16_only_if_it_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, speedup: float, flag: str
+) -> None:
+    monkeypatch.setattr(
+        recipes, "products_per_s", lambda dtype, shape, seconds: 10 * (speedup if dtype == "bfloat16" else 1)
+    )
+    assert recipes.dtype_flag() == flag
+    monkeypatch.undo()
+    assert recipes.products_per_s("float32", (2, 3, 4), 0.0) > 0
 
 
 @pytest.mark.slow

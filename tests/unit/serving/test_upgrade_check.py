@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.cli.main import main
 from slime.cli.upgrade_check import BAD, CHECKS, OK, Row, as_table, named, read_report
 from slime.compat import Hook
 from slime.compat.touched import imported_names, sent_by_control, try_hook, try_name
@@ -96,6 +97,12 @@ def test_a_renamed_route_and_a_dropped_field_are_named() -> None:
     assert found.pop("POST /pause_generation") == "SGLang has no such route"
     ((what, problem),) = found.items()
     assert what.startswith("POST /abort_request") and "abort_all" in problem
+
+
+@pytest.mark.slow
+def test_all_that_is_touched_exists_in_the_installed_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["upgrade-check", "--names-only"]) == 0, capsys.readouterr().out
+    assert f"hooks {OK}" in capsys.readouterr().out
 
 
 def test_the_table_says_what_passed_and_the_first_error(tmp_path: Path) -> None:
