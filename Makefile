@@ -40,20 +40,26 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Four sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The last
+# Six sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The last
 # session shows its output as it comes, the output of the others comes at the end. On Ctrl-C, each of them ends what it
 # started.
-ROLLOUT_TESTS  := $(wildcard $(addprefix tests/unit/,agent data rewards rollout) tests/mutation tests/project)
-TRAINING_TESTS := $(wildcard tests/contract/training tests/contract/weights)
+IN_ROOM        = $(wildcard $(addprefix tests/$(1)/,$(2)))
+SESSION_1      := $(call IN_ROOM,unit,agent rewards)
+SESSION_2      := $(call IN_ROOM,unit,data rollout) tests/mutation tests/project
+SESSION_3      := $(call IN_ROOM,contract,training weights)
+SESSION_4      := $(call IN_ROOM,contract,rollout)
+SPLIT_OFF      := $(SESSION_1) $(SESSION_2) $(SESSION_3) $(SESSION_4)
 IGNORED         = $(addprefix --ignore=,$(1))
 IN_BACKGROUND   = $(PYTEST) $(SELECT) -p no:cacheprovider
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
 trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
-$(IN_BACKGROUND) $(ROLLOUT_TESTS) >$$logs/1 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(call IGNORED,$(ROLLOUT_TESTS)) tests/unit >$$logs/2 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(TRAINING_TESTS) >$$logs/3 2>&1 & pids="$$pids $$!"; \
-$(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(ROLLOUT_TESTS) $(TRAINING_TESTS)) tests || failed=1; \
+$(IN_BACKGROUND) $(SESSION_1) >$$logs/1 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(SESSION_2) >$$logs/2 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(SESSION_3) >$$logs/3 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(SESSION_4) >$$logs/4 2>&1 & pids="$$pids $$!"; \
+$(IN_BACKGROUND) $(call IGNORED,$(SPLIT_OFF)) tests/unit >$$logs/5 2>&1 & pids="$$pids $$!"; \
+$(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(SPLIT_OFF)) tests || failed=1; \
 for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef
 

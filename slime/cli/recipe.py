@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from slime.settings.command_line import EXPLAIN, parse_words
 
     if options.name not in names():
-        raise ConfigError(f"there is no recipe {options.name}; known are {', '.join(names())}")
+        raise ConfigError(f"there is no recipe {options.name}; choose from {', '.join(names())}")
     parse_words([word for word in options.words if word != EXPLAIN])
     script = RECIPES / options.name / "run.sh"
     this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find a different slime

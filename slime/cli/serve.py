@@ -5,7 +5,7 @@ Ctrl-C. It uses the loop's own mode for that (`--debug-rollout-only --num-rollou
 flags. The file has the format of `--sglang-config`; with it, the policy's checkpoint is optional.
 
 `slime weights-agent` loads the weights that a trainer writes to a folder into one engine, until Ctrl-C. A run starts it
-next to its own engines; for engines that already run, start it by hand on the engine's host. The agent reads the
+next to its own engines; for external engines, start it by hand on the engine's host. The agent reads the
 engine's key from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine has one key for everything.
 """
 

@@ -159,7 +159,7 @@ class Registry(Generic[T]):
             near = nearest(name, self._entries)
             hint = f"did you mean {near}? " if near else ""
             known = ", ".join(sorted(self._entries))
-            raise ConfigError(f"{self.flag} {name}: there is no such {self.what}; {hint}known are {known}")
+            raise ConfigError(f"{self.flag} {name}: there is no such {self.what}; {hint}choose from {known}")
         return self._of_path(name)
 
     def build(self, name: str, settings: object) -> T:

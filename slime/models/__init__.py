@@ -62,7 +62,7 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES:
         raise ConfigError(
-            f"the checkpoint has model_type {model_type!r}; this release trains {', '.join(FAMILIES.names())}; choose "
+            f"the checkpoint has model_type {model_type!r}; slime supports {', '.join(FAMILIES.names())}; choose "
             "one of these, or pass your own family with --model-family"
         )
     return FAMILIES.get(model_type)() if settings is None else FAMILIES.build(model_type, settings)

@@ -201,7 +201,7 @@ def _module_file(value: str) -> Path | None:
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Returns size and hash of a file. Of more than `most` bytes, only the beginning and the end are hashed."""
+    """Returns size and hash of a file. If it has more than `most` bytes, only its beginning and end are hashed."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

@@ -160,7 +160,7 @@ class Components:
             if chooser.chosen_by is not None and name not in chooser.registry:
                 known = ", ".join(chooser.registry.names())
                 what = chooser.registry.what
-                raise ConfigError(f"there is no {what} for {chooser.what} {name}; known are {known}")
+                raise ConfigError(f"there is no {what} for {chooser.what} {name}; choose from {known}")
             yield Choice(chooser, name, chooser.registry.get(name))
 
     def _add(self, chooser: Chooser, entry: type, label: str) -> None:

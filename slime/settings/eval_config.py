@@ -157,5 +157,5 @@ def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
         if key not in known:
             near = table.nearest("--" + str(key).replace("_", "-"))
             hint = f"did you mean {near[2:].replace('-', '_')}? " if near else ""
-            raise ConfigError(f"{where} has the unknown key {key!r}; {hint}known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{where} has the unknown key {key!r}; {hint}choose from {', '.join(sorted(known))}")
     return {k: coerce(flags[k], v, where=f"{where}.{k}") if k in flags else v for k, v in mapping.items()}

@@ -190,7 +190,7 @@ def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
         role = entry.get("role") if isinstance(entry, dict) else entry
         raise ConfigError(f"{where} has the role {role!r}; write the role {' or '.join(_ROLES)}, and overrides")
     if unknown := [str(key) for key in entry if key not in _ENTRY]:
-        raise ConfigError(f"{where} has the unknown keys {', '.join(unknown)}; known are {', '.join(_ENTRY)}")
+        raise ConfigError(f"{where} has the unknown keys {', '.join(unknown)}; choose from {', '.join(_ENTRY)}")
     given = [key for key in ("overrides", "args") if key in entry]
     values = entry[given[0]] if given else {}
     if len(given) > 1 or not isinstance(values, dict):

@@ -150,7 +150,7 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
     fields = _known(entry, _GROUP_KEYS, where)
     kind = _typed(fields, "worker_type", str, where) or Worker.REGULAR.value
     if kind not in {worker.value for worker in Worker}:
-        raise ConfigError(f"{where} has the worker_type {kind!r}; known are {', '.join(w.value for w in Worker)}")
+        raise ConfigError(f"{where} has the worker_type {kind!r}; choose from {', '.join(w.value for w in Worker)}")
     worker = Worker(kind)
     if worker is Worker.ENCODER:
         raise ConfigError(
@@ -209,7 +209,7 @@ def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is {mapping!r}, which is not a mapping; known keys are {', '.join(sorted(known))}")
     for key in mapping:
         if key not in known:
-            raise ConfigError(f"{where} has the unknown key {key!r}; known are {', '.join(sorted(known))}")
+            raise ConfigError(f"{where} has the unknown key {key!r}; choose from {', '.join(sorted(known))}")
     return dict(mapping)
 
 

@@ -96,14 +96,14 @@ def refuse_unsupported(family: Family, config: HfConfig) -> None:
     if config.get("use_sliding_window"):
         raise ConfigError("the checkpoint has use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"the checkpoint has hidden_act {config['hidden_act']!r}; this release trains silu")
+        raise ConfigError(f"the checkpoint has hidden_act {config['hidden_act']!r}; slime supports only silu")
     if biases := [name for name in family.refused_biases if config.get(name)]:
         raise ConfigError(f"the checkpoint has {' and '.join(biases)}, which this release does not train")
     _refuse_scaling(family, config)
     model_type = config.get("model_type")
     if kinds := sorted(set(config.get("layer_types") or ()) - set(family.layer_kinds)):
         raise ConfigError(
-            f"{model_type} has layers of type {', '.join(kinds)}; this release trains {', '.join(family.layer_kinds)}"
+            f"{model_type} has layers of type {', '.join(kinds)}; slime supports {', '.join(family.layer_kinds)}"
         )
     for name in family.per_layer:
         if config.get(name) and len(config[name]) < int(config.get("num_hidden_layers") or 0):
@@ -117,7 +117,7 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
     kind = rope_kind(scaling)
     if kind not in family.rope_kinds:
         raise ConfigError(
-            f"{config.get('model_type')} has rotary scaling {kind!r}; this release trains it only with "
+            f"{config.get('model_type')} has rotary scaling {kind!r}; slime supports it only with "
             f"{', '.join(family.rope_kinds)}"
         )
     if missing := [name for name in ROPE_KINDS.get(kind, ()) if not scaling.get(name)]:
@@ -153,7 +153,7 @@ def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
             f"the router has scoring_func {config.get('scoring_func')} and topk_method "
-            f"{config.get('topk_method')}; this release trains sigmoid and noaux_tc"
+            f"{config.get('topk_method')}; slime supports only sigmoid and noaux_tc"
         )
     size = int(config["moe_intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size

@@ -99,7 +99,7 @@ def _refuse(hf_config: HfConfig) -> None:
     ):
         raise ConfigError(
             "the checkpoint has a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a "
-            "layer norm; this release trains neither"
+            "layer norm; slime supports neither"
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
         raise ConfigError(

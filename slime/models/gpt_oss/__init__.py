@@ -66,7 +66,7 @@ class GptOss(Family):
         for name, value in wanted.items():
             if hf_config.get(name) != value:
                 raise ConfigError(
-                    f"this gpt_oss has {name} {hf_config.get(name)}; this release trains only {value}, as released"
+                    f"this gpt_oss has {name} {hf_config.get(name)}; slime supports only {value}, as released"
                 )
         if hf_config.get("tie_word_embeddings"):
             raise ConfigError("this gpt_oss has tie_word_embeddings, but the engine would not tie them; untie them")

@@ -78,7 +78,7 @@ class Qwen3Next(Family):
         if shared <= 0:
             raise ConfigError(
                 "the checkpoint has experts and shared_expert_intermediate_size "
-                f"{hf_config.get('shared_expert_intermediate_size')}; this release trains this family only with a "
+                f"{hf_config.get('shared_expert_intermediate_size')}; slime supports this family only with a "
                 "shared expert, so use a checkpoint that has one"
             )
         return {

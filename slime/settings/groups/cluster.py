@@ -56,7 +56,7 @@ def _num_rollout_gpus(s: Any) -> int:
 
 def _why_so_many(s: Any) -> str:
     if s.rollout_external_engine_addrs:
-        return "engines that already run take no slots"
+        return "external engines take no slots"
     if s.sglang_config is not None:
         return "the groups of --sglang-config"
     return "--colocate: the training GPUs" if s.colocate else "one engine"

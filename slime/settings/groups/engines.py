@@ -473,7 +473,7 @@ def external_engines_are_the_fleet(args: Args) -> str | None:
 
 def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
     if args.colocate:
-        yield "--colocate", "engines that already run lend no memory; drop one of the two"
+        yield "--colocate", "external engines lend no memory; drop one of the two"
     if args.sglang_config is not None:
         yield "--sglang-config", "the file says which engines the run starts, but it starts none; drop one of the two"
     if args.update_weight_transport == "tensor" and not args.debug_rollout_only:

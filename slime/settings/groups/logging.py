@@ -283,7 +283,7 @@ PROFILING_RULES: tuple[Rule, ...] = (
     every_target_runs,
     refuse_if(
         lambda s: s.use_pytorch_profiler and ROLLOUT in s.profile_target and s.rollout_external_engine_addrs,
-        f"--profile-target {ROLLOUT} does not work with engines that already run, which write traces on their own "
+        f"--profile-target {ROLLOUT} does not work with external engines, which write traces on their own "
         "hosts; use their route /start_profile",
     ),
     refuse_if(

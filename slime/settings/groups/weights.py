@@ -173,7 +173,7 @@ def engines_take_quantised_weights(args: Args) -> str | None:
         )
     if args.rollout_external_engine_addrs:
         return (
-            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), but engines that already run do not report "
+            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), but external engines do not report "
             f"codes and scales; let slime start them, or {plain}"
         )
     return None

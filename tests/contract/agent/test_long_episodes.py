@@ -136,6 +136,7 @@ def test_tokens_of_an_episode_have_the_versions_that_sampled_them_and_it_is_as_o
     assert set(PACE.tries.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_episode_that_is_older_than_the_bound_starts_over_and_is_booked(tmp_path: Path) -> None:
     """Law: what it sampled is not trained, its prompt is; the ledger says once that it was stale."""

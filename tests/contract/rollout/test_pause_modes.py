@@ -25,6 +25,7 @@ from slime.serving.server import ServerSpec, SGLangServer
 from tests.support.engine_state import num_running
 from tests.support.engines import serving
 from tests.support.labelled_engine import labelled, log_prob
+from tests.support.marks import quick
 from tests.support.rollout import rollout_args
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
@@ -139,7 +140,7 @@ def check(results: list[Generation]) -> int:
     return sum(len(set(r.weight_version)) > 1 for r in results)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", quick(["retract", "in_place"], "retract"))
 def test_each_token_is_labelled_with_the_weights_that_sampled_it(
     mode: str, engine_server: SGLangServer, models: Models
 ) -> None:
@@ -150,7 +151,7 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
         updates.sync_weights(1, "abort", engine_server.model_path)
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@pytest.mark.parametrize("mode", quick(["retract", "in_place"], "in_place"))
 def test_a_prefix_is_cached_for_the_version_that_read_it(
     mode: str, engine_server: SGLangServer, models: Models
 ) -> None:

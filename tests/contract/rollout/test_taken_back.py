@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "HTTP, weight syncs": ("--custom-generate-function-path", "over_http", ASYNC),
     "grader over HTTP, weight syncs": ("--custom-rm-path", "graded_over_http", ASYNC),
 }
-QUICK = ("judge, partial rollout", "search, saves", "HTTP, weight syncs")
+QUICK = ("judge, partial rollout", "HTTP, weight syncs")
 
 
 @pytest.mark.parametrize("case", quick(CASES, *QUICK))

@@ -85,7 +85,7 @@ def stop_as_a_job(driver: int) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("ending", ["SIGKILL", JOB_STOP, *SLOW_ENDINGS])
+@pytest.mark.parametrize("ending", ["SIGKILL", pytest.param(JOB_STOP, marks=pytest.mark.slow), *SLOW_ENDINGS])
 def test_nothing_of_a_run_is_left_15_s_after_its_driver(ending: str, tmp_path: Path) -> None:
     """Law: that includes temporary folders with the run's name, also where the driver itself would make none."""
     run_id = secrets.token_hex(6)

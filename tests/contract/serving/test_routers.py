@@ -200,6 +200,7 @@ def servers(kept: Routers) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 def test_an_admission_does_not_wait_for_a_router_that_hangs(
     kept: Routers, engine_server: SGLangServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

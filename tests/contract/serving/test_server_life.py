@@ -130,7 +130,7 @@ def said_meanwhile(server: SGLangServer, watch: ServerWatch, stops: bool = False
                 os.kill(pid, signal.SIGSTOP)
                 said.add(watch.trouble())
                 os.kill(pid, signal.SIGCONT)
-            time.sleep(0.3)
+            time.sleep(0.3 if stops else 0.01)
             said.add(watch.trouble())
         assert answer.result()[0] == 200, answer.result()
     return said

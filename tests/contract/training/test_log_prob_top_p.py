@@ -36,6 +36,7 @@ def _scores(model: Any, prompt: list[int], tokens: list[int], **cut: Any) -> Tok
     return score_tokens(hidden, weight, torch.tensor(tokens), VocabShard(0, weight.size(0), None), **cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 0.9, -1), (0.5, 0.8, -1), (0.5, 0.8, 20), (1, 1, 5)])
 def test_the_engine_samples_from_our_top_p_set(
     engine_server: Any, tiny_model_path: Path, temperature: float, top_p: float, top_k: int

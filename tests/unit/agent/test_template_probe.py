@@ -196,6 +196,7 @@ def test_the_template_for_deepseek_v32_is_its_encoding() -> None:
     assert compared > 15
 
 
+@pytest.mark.slow
 def test_doctor_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor", "--template", str(tokenizer_folder("qwen2.5"))]) == 0
     out = capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_a_folder_of_one_split_is_read(tmp_path: Path, names: list[str]) -> None
 def test_a_name_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="matches no file"):
         files_of(str(tmp_path / "*.jsonl"))
-    with pytest.raises(ConfigError, match=r"there is no such data scheme.*known are rg"):
+    with pytest.raises(ConfigError, match=r"there is no such data scheme.*choose from rg"):
         read("s3:bucket/key.jsonl")
 
 

@@ -177,6 +177,7 @@ def test_the_flag_reaches_the_sandbox(tmp_path: Path) -> None:
             assert code_problems(parse_args(words)) == []
 
 
+@pytest.mark.slow
 def test_sleeping_through_the_tests_is_failing_them() -> None:
     """Law: a program cannot leave its tests unjudged by taking the time of all of them."""
     tests = {"inputs": ["0", *["3600"] * 7], "outputs": ["1"] * 8}

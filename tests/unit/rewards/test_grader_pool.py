@@ -161,6 +161,7 @@ def test_a_hang_is_unscored_after_the_limit_and_others_go_on(act: str) -> None:
     with_pool(alone, custom_rm_path=f"{HOSTILE}:act", timeout_s=1.0)
 
 
+@pytest.mark.slow
 def test_blocked_user_threads_keep_no_grading() -> None:
     """Law: gradings are done while users' code holds every thread that the event loop has for it, and more wait."""
 
@@ -178,6 +179,7 @@ def test_blocked_user_threads_keep_no_grading() -> None:
     with_pool(work, rm_type="exact_match", timeout_s=10.0)
 
 
+@pytest.mark.slow
 def test_the_clock_starts_with_the_grader() -> None:
     """Law: the time before the process takes the request is not the grader's."""
 
@@ -193,6 +195,7 @@ def test_the_clock_starts_with_the_grader() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", num_workers=1, timeout_s=5.0)
 
 
+@pytest.mark.slow
 def test_so_many_blocking_calls_run_as_there_are_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: `--reward-num-workers` is what a function that blocks has under way; by default it follows the cores."""
 
@@ -598,6 +601,7 @@ def test_close_leaves_no_process() -> None:
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent() -> None:
     code = (
         "import asyncio, time\nfrom slime.core.sample import Sample\nfrom slime.rewards.pool import GraderPool\n"

@@ -128,7 +128,7 @@ FILES = [
     ("megatron: {}", "needs the one key megatron, a list"),
     ("sglang: []", "has the keys ['sglang'], but needs the one key megatron, a list"),
     ("megatron: [{role: ref}]", "has the role 'ref'; write the role actor or critic"),
-    ("megatron: [{role: critic, lr: 1}]", "has the unknown keys lr; known are name, role, overrides, args"),
+    ("megatron: [{role: critic, lr: 1}]", "has the unknown keys lr; choose from name, role, overrides, args"),
     ("megatron: [{role: critic}, {role: critic}]", "a second entry of role critic"),
     ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "write overrides as one mapping"),
 ]

@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"name": "a", "server_groups": [group(gpus=1)]}],
         r"server_groups\[0\] has the unknown key 'gpus'",
     ),
-    "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "known are regular"),
+    "an unknown worker": ([{"name": "a", "server_groups": [group(worker_type="worker")]}], "choose from regular"),
     "an encoder": ([{"name": "a", "server_groups": [group(worker_type="encoder")]}], "use regular engines"),
     "prompts alone": ([{"name": "a", "server_groups": [group(worker_type="prefill")]}], r"\(a\) has no decode group"),
     "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "has no prefill group"),
