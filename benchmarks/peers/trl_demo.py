@@ -10,6 +10,7 @@ with `--calculate-per-token-loss` it is the mean over tokens. "seconds" are thos
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -44,6 +45,34 @@ def scorer() -> Callable[[str, Mapping[str, Any]], float]:
     return of
 
 
+def accuracy(model: Any, tokenizer: Any) -> float:
+    """Returns the share of held-out sums that greedy responses of the model solve."""
+    import torch
+
+    score, held_out, num_right = scorer(), rows("eval"), 0.0
+    model.eval()
+    for begin in range(0, len(held_out), 50):
+        part = held_out[begin : begin + 50]
+        texts = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in part]
+        prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        with torch.no_grad():
+            output = model.generate(**prompts, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        for row, ids in zip(part, output[:, prompts.input_ids.shape[1] :], strict=True):
+            num_right += score(tokenizer.decode(ids, skip_special_tokens=True), row)
+    model.train()
+    return num_right / len(held_out)
+
+
+def trl_settings(seed: int, loss: str, folder: Path) -> dict[str, Any]:
+    """Returns the arguments of `GRPOConfig` that correspond to `recipes/demo/run.sh`."""
+    sampling = {"num_generations": 8, "max_completion_length": 12, "temperature": 0.7}
+    optimizer = {"learning_rate": 5e-5, "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "adam_beta2": 0.95}
+    objective = {"beta": 0.0, "epsilon": 0.2, "loss_type": TRL_LOSS[loss]}
+    run = {"max_steps": 6, "per_device_train_batch_size": 64, "use_cpu": True, "bf16": False, "seed": seed}
+    output = {"output_dir": str(folder), "logging_steps": 1, "report_to": [], "save_strategy": "no"}
+    return {**sampling, **optimizer, **objective, **run, **output}
+
+
 def train_with_trl(seed: int, loss: str, folder: Path) -> dict[str, Any]:
     """Trains in this process; returns accuracies, the reward of each step and seconds."""
     import torch
@@ -55,56 +84,20 @@ def train_with_trl(seed: int, loss: str, folder: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    score, held_out = scorer(), rows("eval")
-
-    @torch.no_grad()
-    def accuracy() -> float:
-        model.eval()
-        right = 0.0
-        for begin in range(0, len(held_out), 50):
-            part = held_out[begin : begin + 50]
-            texts = [
-                tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in part
-            ]
-            prompts = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-            output = model.generate(**prompts, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-            for row, ids in zip(part, output[:, prompts.input_ids.shape[1] :], strict=True):
-                right += score(tokenizer.decode(ids, skip_special_tokens=True), row)
-        model.train()
-        return right / len(held_out)
+    score = scorer()
 
     def reward(completions: list[Any], row: list[str], **_: Any) -> list[float]:
         return [score(c[0]["content"], json.loads(r)) for c, r in zip(completions, row, strict=True)]
 
-    before = accuracy()
-    config = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=12,
-        max_steps=6,
-        learning_rate=5e-5,
-        lr_scheduler_type="constant",
-        temperature=0.7,
-        beta=0.0,
-        epsilon=0.2,
-        loss_type=TRL_LOSS[loss],
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        max_grad_norm=1.0,
-        adam_beta2=0.95,
-        seed=seed,
-    )
+    before = accuracy(model, tokenizer)
     data = Dataset.from_list([{"prompt": r["prompt"], "row": json.dumps(r)} for r in rows("train")])
+    config = GRPOConfig(**trl_settings(seed, loss, folder))
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer)
     begin = time.monotonic()
     trainer.train()
     train_s = time.monotonic() - begin
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return {"before": before, "after": accuracy(), "rewards": rewards, "train_s": train_s}
+    return {"before": before, "after": accuracy(trainer.model, tokenizer), "rewards": rewards, "train_s": train_s}
 
 
 def train_with_slime(seed: int, loss: str, folder: Path) -> dict[str, Any]:
@@ -115,6 +108,19 @@ def train_with_slime(seed: int, loss: str, folder: Path) -> dict[str, Any]:
     scores = [step["eval/sums"] for step in steps if "eval/sums" in step]
     rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
     return {"before": scores[0], "after": scores[-1], "rewards": rewards}
+
+
+def timed(system: str, seed: int, loss: str) -> dict[str, Any]:
+    """Runs one of the two in its own process; returns what it found, and the seconds of the whole command."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        if system == "slime":
+            found = train_with_slime(seed, loss, Path(folder))
+        else:
+            words = ["--seeds", str(seed), "--losses", loss, "--trl", folder]
+            subprocess.run([sys.executable, "-m", "benchmarks.peers.trl_demo", *words], check=True)
+            found = json.loads(Path(folder, "found.json").read_text())
+        return {"system": system, "seed": seed, "loss": loss, "seconds": time.monotonic() - begin, **found}
 
 
 def main() -> None:
@@ -130,23 +136,12 @@ def main() -> None:
         return
     subprocess.run([sys.executable, "-m", "recipes.demo.prepare"], check=True)
     figures = []
-    for seed in options.seeds:
-        for loss in options.losses:
-            for system in ("slime", "TRL"):
-                with tempfile.TemporaryDirectory() as folder:
-                    begin = time.monotonic()
-                    if system == "slime":
-                        found = train_with_slime(seed, loss, Path(folder))
-                    else:
-                        words = ["--seeds", str(seed), "--losses", loss, "--trl", folder]
-                        subprocess.run([sys.executable, "-m", "benchmarks.peers.trl_demo", *words], check=True)
-                        found = json.loads(Path(folder, "found.json").read_text())
-                    seconds = time.monotonic() - begin
-                figures.append({"system": system, "seed": seed, "loss": loss, "seconds": seconds, **found})
-                print(f"{system}, seed {seed}, {loss}: {found['before']:.3f} -> {found['after']:.3f}, {seconds:.0f} s")
-                if options.output:
-                    command = " ".join(["python -m benchmarks.peers.trl_demo", *sys.argv[1:]])
-                    options.output.write_text(json.dumps({"command": command, "runs": figures}, indent=1) + "\n")
+    for seed, loss, system in itertools.product(options.seeds, options.losses, ("slime", "TRL")):
+        figures.append(run := timed(system, seed, loss))
+        print(f"{system}, seed {seed}, {loss}: {run['before']:.3f} -> {run['after']:.3f}, {run['seconds']:.0f} s")
+        if options.output:
+            command = " ".join(["python -m benchmarks.peers.trl_demo", *sys.argv[1:]])
+            options.output.write_text(json.dumps({"command": command, "runs": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
