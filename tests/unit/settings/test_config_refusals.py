@@ -171,7 +171,7 @@ def test_required_settings_are_named() -> None:
         ({}, [], "no such kernels"),
         ({"model_type": "llama"}, ["--device", "cuda", "--bf16"], "does not load; run"),
         ({}, ["--device", "cuda", "--sglang-dtype", "float16"], "sglang_dtype float16"),
-        ({}, ["--device", "cuda", "--bf16", *["--rollout-external-engine-addrs", "127.0.0.1:1"]], "already run"),
+        ({}, ["--device", "cuda", "--bf16", *["--rollout-external-engine-addrs", "127.0.0.1:1"]], "external engines"),
         (
             {},
             [*["--trainer-weights", "fake-quantised", "--lora-rank", "4", "--debug-train-only"]],
