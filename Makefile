@@ -50,15 +50,11 @@ SESSION_3      := $(call IN_ROOM,contract,training weights)
 SESSION_4      := $(call IN_ROOM,contract,rollout)
 SPLIT_OFF      := $(SESSION_1) $(SESSION_2) $(SESSION_3) $(SESSION_4)
 IGNORED         = $(addprefix --ignore=,$(1))
-IN_BACKGROUND   = $(PYTEST) $(SELECT) -p no:cacheprovider
+SESSION_5      := $(call IGNORED,$(SPLIT_OFF)) tests/unit
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
 trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
-$(IN_BACKGROUND) $(SESSION_1) >$$logs/1 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(SESSION_2) >$$logs/2 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(SESSION_3) >$$logs/3 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(SESSION_4) >$$logs/4 2>&1 & pids="$$pids $$!"; \
-$(IN_BACKGROUND) $(call IGNORED,$(SPLIT_OFF)) tests/unit >$$logs/5 2>&1 & pids="$$pids $$!"; \
+$(foreach n,1 2 3 4 5,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
 $(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(SPLIT_OFF)) tests || failed=1; \
 for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef

@@ -25,12 +25,10 @@ def products_per_s(dtype: str, shape: tuple[int, int, int], seconds: float = SEC
     return num_done / elapsed
 
 
-def dtype_flag(seconds: float = SECONDS) -> str:
+def dtype_flag() -> str:
     """Returns `--bf16` if this CPU's bfloat16 is at least `MIN_SPEEDUP` times as fast as its float32, else `--no-bf16`.
 
     A CPU with native bfloat16 need not be faster with it, and in float32 trainer and engine agree more closely.
     """
-    float32, bfloat16 = (
-        sum(1 / products_per_s(dtype, shape, seconds) for shape in SHAPES) for dtype in ("float32", "bfloat16")
-    )
+    float32, bfloat16 = (sum(1 / products_per_s(dtype, shape) for shape in SHAPES) for dtype in ("float32", "bfloat16"))
     return "--bf16" if float32 >= MIN_SPEEDUP * bfloat16 else "--no-bf16"

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.observability.sinks import read_jsonl
+
 MODEL, TASK = Path("assets/smollm2-135m-instruct"), Path("assets/demo")
 OVER_SAMPLES, OVER_TOKENS = "mean over samples", "mean over tokens"
 TRL_LOSS = {OVER_SAMPLES: "grpo", OVER_TOKENS: "dapo"}
@@ -104,7 +106,7 @@ def train_with_slime(seed: int, loss: str, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "PY": sys.executable, "SEED": str(seed), "RUN_DIR": str(folder / "run")}
     command = ["bash", "recipes/demo/run.sh", "--no-bf16", *SLIME_LOSS[loss]]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = read_jsonl(folder / "run" / "metrics.jsonl")
     scores = [step["eval/sums"] for step in steps if "eval/sums" in step]
     rewards = [step["rollout/raw_reward"] for step in steps if "rollout/raw_reward" in step]
     return {"before": scores[0], "after": scores[-1], "rewards": rewards}

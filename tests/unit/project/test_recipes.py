@@ -108,9 +108,7 @@ def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
 def test_a_cpu_takes_bfloat16_only_if_it_is_clearly_faster(
     monkeypatch: pytest.MonkeyPatch, speedup: float, flag: str
 ) -> None:
-    monkeypatch.setattr(
-        recipes, "products_per_s", lambda dtype, shape, seconds: 10 * (speedup if dtype == "bfloat16" else 1)
-    )
+    monkeypatch.setattr(recipes, "products_per_s", lambda dtype, shape: 10 * (speedup if dtype == "bfloat16" else 1))
     assert recipes.dtype_flag() == flag
     monkeypatch.undo()
     assert recipes.products_per_s("float32", (2, 3, 4), 0.0) > 0
