@@ -1,1 +1,1 @@
-"""Weight sync: HF and Megatron shards, layouts of engines, transports, and the verification of sent weights."""
+"""Weight sync: HF and Megatron shards, engine layouts, transports, and verification of the weights that were sent."""

@@ -1,20 +1,20 @@
-"""Sends the buckets of one training rank, each in its turn (`send_plan.Turn`), while the rank fills the next one.
+"""Sends one training rank's buckets in turn order (`send_plan.Turn`) while the rank fills the next bucket.
 
-Consumes: filled buckets (`send`), from the thread that fills them. Produces: engines that have these buckets, and a
-message to the sender of the next turn (`SenderMessages`). Waits for: the ranks with earlier turns and the engines, each
-with a limit. Woken by: a bucket, then the message of the previous sender. The filling thread waits until the
-second-to-last bucket has been sent (`wait`), because the next bucket reuses that memory.
+The filling thread queues each bucket with `send`. A background thread waits for the previous sender's message, delivers
+the bucket to all engines, and notifies the sender of the next turn (`SenderMessages`). Every wait has a timeout. Before
+it fills a bucket, the filling thread calls `wait` until the second-to-last bucket has been sent, because the next
+bucket reuses that memory.
 
-Engines load one bucket at a time and take part in one broadcast at a time, in the order of the turns. If two senders
-reached two engines in different orders, they would deadlock.
+An engine loads one bucket and joins one broadcast at a time. If two senders reached two engines in different orders,
+they would deadlock, so all sends follow the turn order.
 
 Invariants
-1. Buckets of all senders are delivered in the order of their turns.
-2. After a failure no rank delivers any further bucket, but every rank still contributes its shards of all tensors,
-   because the other ranks wait for them in a collective.
-3. A bucket leaves the GPU once it is filled, without waiting for later work of the trainer. On the stream that fills
-   buckets, the send would queue behind the next fill, and so behind other ranks that may be waiting for this bucket: a
-   deadlock. So buckets are sent on their own stream, each after the event that marks the end of its fill.
+1. Buckets from all senders are delivered in turn order.
+2. After a failure, no rank delivers another bucket. Every rank still contributes its shards of all tensors, because
+   other ranks wait for them in a collective.
+3. A bucket is sent as soon as it is filled and does not wait for later GPU work. If the send used the fill stream, it
+   would queue behind the next fill. That fill may wait for ranks that in turn wait for this bucket, which is a
+   deadlock. So a separate stream sends each bucket after the event that marks the end of its fill.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 
 @functools.cache
 def send_stream(device: torch.device) -> SendStream:
-    """Returns the `SendStream` that all weight syncs of this process share."""
+    """Returns the `SendStream` shared by all weight syncs in this process."""
     return SendStream(device)
 
 
 class SendStream:
-    """The CUDA stream that sends the buckets of a training rank. Does nothing on a CPU."""
+    """The CUDA stream on which a training rank sends its buckets. A no-op on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        # torch has 32 streams per priority and returns each one several times. A separate priority keeps this stream
-        # unshared.
+        # torch hands out the same 32 streams per priority in rotation. With its own priority, this stream is not
+        # shared.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def filled(self) -> torch.cuda.Event | None:
-        """Records an event after all GPU work queued so far. Called by the filling thread."""
+        """Records an event after all GPU work queued so far. Called from the filling thread."""
         import torch
 
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
     @contextmanager
     def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
-        """Makes GPU work in the block wait for `filled`, and for nothing else. Called by the sending thread."""
+        """Runs the block's GPU work on the send stream after `filled`. Called from the sending thread."""
         import torch
 
         if self._stream is None or filled is None:
@@ -72,19 +72,19 @@ class SendStream:
 
 
 class Delivery:
-    """Sends the buckets of this rank in one weight sync. Leaving the `with` block joins the thread, except after an
-    error: an error ends the run, and the thread may wait forever."""
+    """Sends this rank's buckets during one weight sync. Exiting the `with` block joins the thread unless an exception
+    was raised: the run then ends, and the thread might never return."""
 
     def __init__(
         self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], stream: SendStream
     ) -> None:
-        """`deliver` sends a bucket to all engines, or raises."""
+        """`deliver` sends a bucket to all engines or raises."""
         self._turns, self._peers, self._deliver, self._stream = turns, peers, deliver, stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._running: deque[Future[None]] = deque()
         self._good, self._heard = True, 0
         self.failure: BaseException | None = None
-        """The first error in this rank's turns."""
+        """The first error in any of this rank's turns."""
         self.seconds = 0.0
         """Time spent in `deliver`."""
 
@@ -95,7 +95,7 @@ class Delivery:
         self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def open(self, good: bool) -> None:
-        """Starts the first turn, on the conductor. If `good` is False, no rank may send."""
+        """Starts the first turn (conductor only). If `good` is False, no rank sends."""
         self._good = good
         if self._peers.conducts:
             self._running.append(self._pool.submit(self._let_begin, 0))
@@ -106,7 +106,7 @@ class Delivery:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
-        """Queues the bucket for turn `number`. `bucket` is None if filling failed; then no rank sends any more."""
+        """Queues a bucket for turn `number`. None: filling failed, so no rank may send anymore."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket, self._stream.filled()))
 
     def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
@@ -126,11 +126,11 @@ class Delivery:
         self._let_begin(number + 1)
 
     def _let_begin(self, number: int) -> None:
-        """Tells the sender of turn `number` to begin, unless this rank is the sender."""
+        """Notifies the sender of turn `number`, unless this rank is the sender."""
         try:
             if number < len(self._turns) and self._turns[number].sender != self._peers.rank:
                 self._peers.tell(number, self._good)
-        except BaseException as error:  # the store is lost
+        except BaseException as error:  # the store is gone
             self._note(error)
 
     def _note(self, error: BaseException) -> None:
@@ -139,36 +139,36 @@ class Delivery:
 
 GOOD, BAD = b"1", b"0"
 AT_THE_START = 3
-"""Number of engine calls before the first turn: pause, flush, join. Each takes at most `limit_s`."""
+"""Number of engine calls before the first turn (pause, flush, join). Each takes at most `limit_s`."""
 IN_A_TURN = 2
-"""Number of engine calls in a turn: join, deliver."""
+"""Number of engine calls per turn (join, deliver)."""
 
 
 class SenderMessages:
-    """Messages between senders, through a store: a turn may begin, and whether all earlier turns succeeded.
+    """Messages between senders through a store. Each starts a turn and says whether all earlier turns succeeded.
 
-    Unlike with point-to-point messages, `tell` does not block, and a rank that gave up in `hear` leaves nothing behind
-    that could disturb later messages. Every rank needs its own store client, because a wait blocks the client.
+    Unlike point-to-point communication, `tell` never blocks, and a rank that times out in `hear` leaves no pending
+    receive behind. Every rank needs its own store client, because a wait blocks the client.
     """
 
     def __init__(self, store: Any, *, limit_s: float) -> None:
-        """`store`: a `torch.distributed.Store`. `limit_s`: time limit for each call to an engine."""
+        """`store`: a `torch.distributed.Store`; `limit_s`: timeout of each engine call."""
         self._store, self._limit_s = store, limit_s
         self._number = 0
 
     def begin(self) -> None:
-        """Starts a weight sync and drops unread messages of the previous one. Every rank calls it."""
+        """Starts a weight sync and discards unread messages from the previous one. Called on every rank."""
         self._number += 1
 
     def tell(self, turn: int, good: bool) -> None:
-        """Starts a turn. If `good` is False, the sender of the turn must not send."""
+        """Starts a turn. If `good` is False, its sender must not send."""
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:
-        """Waits until `turn` may begin, for at most the time of `num_turns` turns. Returns whether all earlier turns
-        succeeded.
+        """Waits for `turn` to start and returns whether all earlier turns succeeded. The timeout allows for `num_turns`
+        earlier turns.
 
-        Raises `DeadlineExceeded`, or `DistNetworkError` if the rank with the store is gone.
+        Raises `DeadlineExceeded` on timeout, or `DistNetworkError` if the rank that hosts the store is gone.
         """
         from torch.distributed import DistStoreError
 

@@ -1,22 +1,23 @@
-"""Builds the tensors of an SGLang rank from the full HF tensors (fused, sharded, padded), and computes their digests.
+"""Builds an SGLang rank's tensors from full HF tensors (fused, sharded and padded) and computes their digests.
 
-The trainer computes these digests from its own tensors before it sends them. If the engine reports the same digests,
-then names, fusing, sharding, padding, dtype and every transferred bit are correct. `holding` determines which part a
-rank holds; this module determines its content.
+The trainer computes these digests from its own tensors before sending them. If the engine reports the same digests,
+then names, fusing, sharding, padding, dtypes and all transferred bits are correct. `holding` decides which shards a
+rank holds; this module computes their contents.
 
-The rules of SGLang 0.5.16 (`layers/linear.py`, `layers/vocab_parallel_embedding.py`, `configs/update_config.py`):
-- q, k, v are stacked within each rank's shard, as are gate and up; a tied output layer is not resident;
-- the vocabulary is padded with zero rows to a multiple of 64, or of 64 times the number of ranks if the ranks do not
-  divide it evenly;
-- the experts of a layer are stacked, with [gate; up] of each within its shard; the down projections are stacked too;
+SGLang 0.5.16 follows these rules (`layers/linear.py`, `layers/vocab_parallel_embedding.py`,
+`configs/update_config.py`):
+- q, k and v are stacked within each rank's shard, and so are gate and up; a tied output layer has no tensor of its own;
+- the vocabulary is padded with zero rows to a multiple of 64. If the number of ranks does not divide the result, the
+  multiple is 64 times the number of ranks;
+- the experts of a layer are stacked, each as a shard of [gate; up]; the down projections are stacked too;
 - on a GPU, fewer KV heads than ranks are replicated;
-- on a CPU, KV heads are padded with zero heads to a multiple of the number of ranks (and query heads with them), the
-  MLP with zero features to a multiple of 32 times the number of ranks.
+- on a CPU, KV heads (and query heads with them) are padded with zeros to a multiple of the number of ranks, and MLP
+  features to a multiple of 32 times the number of ranks.
 
 Invariants
-1. Ranks that hold the same bytes share one digest, even across engines. It is computed once.
-2. Computing digests never keeps a whole resident tensor in memory. If HF tensors arrive in table order, it keeps only
-   those of one parameter (one expert), and up to `UNREAD_BYTES` that are hashed together on a GPU.
+1. Ranks that hold the same bytes share one digest, even across engines; it is computed only once.
+2. A resident tensor is never assembled in memory. If HF tensors arrive in table order, only the tensors of one
+   parameter (one expert) are kept, plus up to `UNREAD_BYTES` that are hashed together on a GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from slime.weights.holding import Holding, Share, holdings
 VOCAB_PADDING = 64
 """SGLang pads vocabularies to a multiple of this number."""
 UNREAD_BYTES = 64 * 2**20
-"""How many bytes of tensors hashers may collect before they hash them."""
+"""Number of bytes that hashers may buffer before hashing them."""
 CPU_MLP_PADDING = 32
 """On a CPU, SGLang pads each rank's share of MLP features to a multiple of this number."""
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Returns the number of embedding rows over all ranks of an engine."""
+    """Returns the padded number of embedding rows, summed over all ranks of an engine."""
     multiple = VOCAB_PADDING
     if _up(vocab_size, multiple) % tp_size:
         multiple *= tp_size
@@ -54,10 +55,10 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def engine_shards(
     table: FamilyTable, entry: Entry, parts: Sequence[Tensor], share: Share, *, on_cpu: bool
 ) -> list[Tensor]:
-    """Returns the shards of `entry` that a rank with this share holds, to be stacked along dim 0.
+    """Returns the shards of `entry` on a rank with this share, which the engine stacks along dim 0.
 
-    `parts`: the full HF tensors in the order of the row. The shards are mostly views, because copying would take longer
-    than hashing. Raises `ConfigError` if the engine cannot split the tensor evenly.
+    `parts`: the full HF tensors in row order. The shards are views where possible, because copying takes longer than
+    hashing. Raises `ConfigError` if the engine cannot split the tensor evenly.
     """
     if entry.row.stacked:
         parts = [part[entry.expert] for part in parts]
@@ -74,7 +75,7 @@ def engine_shards(
 
 
 def holds_unchanged(table: FamilyTable, held: Sequence[Entry], share: Share, *, on_cpu: bool) -> bool:
-    """Returns whether a rank with this share holds the HF tensors of these entries unchanged, one after the other."""
+    """Returns whether a rank with this share stores the entries' HF tensors unmodified and back to back."""
     for entry in {id(e.row): e for e in held}.values():
         row = entry.row
         if row.stacked or row.transposed or (row.dim is not None and share.parts > 1):
@@ -88,7 +89,7 @@ def holds_unchanged(table: FamilyTable, held: Sequence[Entry], share: Share, *, 
 
 
 def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share, on_cpu: bool) -> tuple[int, int, int]:
-    """Returns (padded length over all ranks, rank, number of ranks with different parts) of a segment."""
+    """Returns a segment's padded length over all ranks, this rank's shard index, and the number of distinct shards."""
     if unit is Unit.VOCAB:
         return padded_vocab_size(size, share.parts), share.part, share.parts
     if unit is Unit.FEATURES and on_cpu:
@@ -100,7 +101,7 @@ def _split(sizes: ModelSizes, entry: Entry, unit: Unit, size: int, share: Share,
         if kv_heads != sizes.num_kv_heads:
             size = size // unit_count(sizes, unit, size) * count
         if unit is Unit.KV_HEADS:
-            num_ranks = min(kv_heads, share.parts)  # with fewer heads than ranks, neighbouring ranks hold the same head
+            num_ranks = min(kv_heads, share.parts)  # fewer heads than ranks: neighbouring ranks hold the same head
         uneven = count % num_ranks or share.parts % num_ranks or size % num_ranks  # scales are per block of heads
     else:
         uneven = size % share.parts
@@ -116,21 +117,21 @@ def _up(size: int, multiple: int) -> int:
 
 
 Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]
-"""Layout -> rank -> resident name -> digest."""
+"""Maps layout -> rank -> resident name -> digest."""
 
 
 @dataclass(slots=True)
 class _Resident:
-    """One resident tensor whose entries are still arriving."""
+    """A resident tensor that has not received all of its entries yet."""
 
     held: Sequence[Entry]
     """The entries, in stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
-    """Holding -> its hasher, and whether the rank holds the HF tensors unchanged."""
+    """Maps each holding to its hasher and to whether the rank stores the HF tensors unmodified."""
     places: list[tuple[EngineLayout, EngineRank, str, Holding]]
-    """The ranks that hold a part of the tensor, each with the resident name and the holding."""
+    """The ranks that hold a shard of the tensor, with the resident name and the holding of each."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
-    """HF tensors of entries that are still incomplete."""
+    """HF tensors of incomplete entries."""
     num_taken: int = 0
     """Number of entries that have been hashed."""
 
@@ -140,15 +141,15 @@ class _Resident:
 
 
 def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
-    """Raises `WeightSyncError` if some of `hf_names` are not in `sent`."""
+    """Raises `WeightSyncError` if any of `hf_names` is not in `sent`."""
     missing = [name for name in hf_names if name not in sent]
     if missing:
         raise WeightSyncError(f"the weight sync did not send {listed(missing)}; send every tensor")
 
 
 class ExpectedDigests:
-    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer run on the
-    same kind of device.
+    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer use the
+    same device type.
     """
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
@@ -195,7 +196,7 @@ class ExpectedDigests:
         return resident
 
     def _take(self, resident: _Resident) -> None:
-        """Hashes the entries whose HF tensors have all arrived, in stacking order."""
+        """Hashes all complete entries, in stacking order."""
         held, waiting = resident.held, resident.waiting
         while resident.num_taken < len(held):
             number, entry = resident.num_taken, held[resident.num_taken]
@@ -210,14 +211,14 @@ class ExpectedDigests:
             resident.num_taken += 1
             following = held[resident.num_taken].hf if resident.num_taken < len(held) else ()
             for name in entry.hf:
-                if name not in following:  # experts may share their tensors
+                if name not in following:  # experts can share HF tensors
                     waiting.pop(name, None)
 
     def _shards(self, entry: Entry, tensors: Sequence[Tensor], holding: Holding) -> list[Tensor]:
         return engine_shards(self._table, entry, tensors, holding.share, on_cpu=not tensors[0].is_cuda)
 
     def finish(self, hf_names: Iterable[str] | None = None) -> Digests:
-        """Returns the digests of these tensors (default: all). Raises `WeightSyncError` if one is missing."""
+        """Returns the digests for `hf_names` (default: all). Raises `WeightSyncError` if a tensor was not added."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
@@ -234,7 +235,7 @@ class ExpectedDigests:
 
 
 def merged(parts: Iterable[Digests]) -> Digests:
-    """Merges the digests of several senders. No two senders send the same tensor."""
+    """Merges the digests of several senders, each of which sent different tensors."""
     out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
     for part in parts:
         for layout, ranks in part.items():

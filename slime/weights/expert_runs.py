@@ -1,18 +1,17 @@
-"""Sends neighbouring experts to a single-rank engine as runs: one copy per run instead of thousands of tensors.
+"""Sends consecutive experts to a single-rank engine as one run, which takes one copy instead of one load per tensor.
 
-SGLang's loaders load experts one by one and search all names for each expert. This takes 0.15 ms per expert, or three
-seconds for 128 experts in 48 layers (0.5.16). A single-rank engine holds the experts of a layer one after the other in
-one tensor. So the sender names a run after that tensor and the element where the run begins (`named_runs`), and the
-engine copies the run there (`load`).
+SGLang's loaders load experts one by one and search all parameter names for each of them. In 0.5.16 this takes 0.15 ms
+per expert, or three seconds for 128 experts in 48 layers. A single-rank engine stores all experts of a layer
+contiguously in one tensor. So the sender names each run after that tensor and the offset of its first element
+(`named_runs`), and the engine copies the run to that offset (`load`).
 
-SGLang's scheduler calls `load`, because slime passes it as `--custom-weight-loader`. Other tensors go to the model's
-loader.
+slime passes `load` to SGLang as `--custom-weight-loader`. It forwards all other tensors to the model's own loader.
 
 Invariants
-1. A run consists of consecutive elements of one resident tensor, each once.
-2. The first expert of every resident tensor goes through the model's loader. If the engine stores experts in a
-   different order (transposed, up before gate, in blocks), its digest then differs or the load fails. If all experts
-   were copied, digests could not detect this.
+1. A run covers consecutive elements of one resident tensor, without overlap.
+2. The first expert of every resident tensor goes through the model's loader. If the engine uses a different layout
+   (transposed, up before gate, in blocks), the digest differs or the load fails. Digests could not detect this if all
+   experts were copied.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:  # the command line imports transports without torch
 LOADER = f"{__name__}.load"
 """The import path of `load`, for `--custom-weight-loader`."""
 _AT = "@"
-"""Separates the name of a resident tensor from the element where a run begins. No tensor name contains it."""
+"""Separates a resident tensor's name from the offset of a run. Tensor names never contain it."""
 
 Places = Mapping[str, tuple[str, int]]
-"""HF tensor of an expert -> (the engine tensor that holds the expert, the element where the expert begins)."""
+"""Maps an expert's HF tensor to the resident tensor that contains it and the offset in elements."""
 
 
 def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
-    """Returns where a single-rank engine holds each expert except the first. Omits padded and stacked experts."""
+    """Returns where a single-rank engine stores each expert except the first. Omits padded and stacked experts."""
     from slime.models.common.table import DRAFT
     from slime.weights.engine_layout import holds_unchanged
     from slime.weights.holding import Share
@@ -59,9 +58,9 @@ def places_of(table: FamilyTable, *, on_cpu: bool) -> Places:
 
 
 def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tuple[str, int]]:
-    """Returns (name, number of tensors) for each run of experts in `tensors` and for each other tensor, in order."""
+    """Groups `tensors` into runs of experts and single other tensors. Returns (name, number of tensors) in order."""
     runs: list[tuple[str, int]] = []
-    follows: tuple[str, int] | None = None  # the place that would continue the run
+    follows: tuple[str, int] | None = None  # where the next tensor must be stored to extend the run
     for name, tensor in tensors:
         place = places.get(name)
         if place is not None and place == follows:
@@ -73,7 +72,7 @@ def named_runs(tensors: Sequence[tuple[str, Tensor]], places: Places) -> list[tu
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies runs to their places and passes other tensors to the loader of `model`. SGLang calls it."""
+    """Copies runs to their offsets and passes other tensors to the loader of `model`. Called by SGLang."""
     others = []
     for name, tensor in named_tensors:
         resident, mark, start = name.rpartition(_AT)

@@ -1,8 +1,8 @@
-"""Converts HF tensors to Megatron tensor-parallel shards and back, bitwise exactly. Uses torch only, no engine.
+"""Converts between HF tensors and Megatron tensor-parallel shards, bit for bit. Needs only torch.
 
-The HF tensors of a row, concatenated along the split dimension, consist of segments. Rank r of n holds the r-th of n
-equal parts of each segment. Within the shard, Megatron interleaves the segments in groups. The row gives the number of
-groups: one per KV head (`[q..., k, v]`), or a single one (`[gate; up]`). Vocabulary rows may be padded with zeros.
+The HF tensors of a row are concatenated along the split dimension and divided into segments. Each segment is split into
+n equal slices, and rank r holds slice r. Within a shard, Megatron interleaves the segments in groups. The row specifies
+the number of groups: one per KV head for `[q..., k, v]`, or one for `[gate; up]`. The vocabulary may be zero-padded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slime.models.common.table import Entry, FamilyTable, ModelSizes, Row, Unit
 
 
 def byte_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the bytes of `tensors` in order, as flat uint8 views. Tensors that are adjacent in memory share one view.
+    """Returns the bytes of `tensors` in order, as flat uint8 views. Adjacent tensors share one view.
 
-    A model has thousands of experts, and the experts of a layer are views of one parameter. One operation per expert
-    would take longer than copying the bytes. A tensor that is not contiguous is copied.
+    A model has thousands of experts, all views of one parameter per layer, and launching one operation per expert would
+    take longer than the copy itself. A non-contiguous tensor is copied first.
     """
     runs: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, first byte, end
     for tensor in tensors:
@@ -40,19 +40,19 @@ def _bytes_of(storage: torch.UntypedStorage, start: int, end: int) -> Tensor:
 
 
 ReadHF = Callable[[str], Tensor]
-"""A function from the name of an HF tensor to the full tensor."""
+"""Maps an HF tensor's name to the full tensor."""
 
 
 def load_shard(
     table: FamilyTable, megatron_name: str, read_hf: ReadHF, *, tp_rank: int, tp_size: int, vocab_multiple: int = 1
 ) -> Tensor:
-    """Returns the shard of a Megatron parameter that rank `tp_rank` holds, in the dtype of the checkpoint.
+    """Returns rank `tp_rank`'s shard of a Megatron parameter, in the checkpoint's dtype.
 
-    The shard may be a view of the tensor from `read_hf`; only this rank's part is read. For an expert, rank and size
-    refer to the experts' own tensor-parallel group. Vocabulary rows are padded with zeros to a multiple of
-    `vocab_multiple * tp_size`, as Megatron does.
+    The shard may be a view of the tensor that `read_hf` returned, and only this rank's slice is read. For experts, rank
+    and size refer to the expert tensor-parallel group. As in Megatron, vocabulary rows are zero-padded to a multiple of
+    `vocab_multiple * tp_size`.
 
-    Raises `CheckpointError` if a tensor does not have the shape that the config implies, `ConfigError` if it cannot be
+    Raises `CheckpointError` if a tensor's shape differs from the one in the config, and `ConfigError` if it cannot be
     split evenly.
     """
     assert 0 <= tp_rank < tp_size, f"tp_rank {tp_rank} of {tp_size}"
@@ -75,10 +75,10 @@ def load_shard(
 
 
 def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Returns the HF tensors of a Megatron parameter from its shards in rank order (one is enough if replicated).
+    """Reassembles the HF tensors of a Megatron parameter from its shards in rank order (one if replicated).
 
-    The result is (HF name, full tensor) in the order of the row, contiguous, dtype unchanged, without vocabulary
-    padding. If an HF tensor stacks all experts, the result has only this expert's part.
+    Returns (HF name, full tensor) pairs in row order. The tensors are contiguous, keep their dtype and have no
+    vocabulary padding. If an HF tensor stacks all experts, only this expert's slice is returned.
     """
     assert shards, f"no shard of {megatron_name}"
     entry = table.entry(megatron_name)
@@ -106,10 +106,10 @@ def export(table: FamilyTable, megatron_name: str, shards: Sequence[Tensor]) -> 
 
 
 def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Exports all experts, one after the other, from their `stack` [experts, *shape of a parameter].
+    """Yields the HF tensors of all experts in order. `stack` [experts, *parameter shape]: the stacked parameters.
 
-    One operation makes the views of all experts, which is faster than one per expert. HF tensors that stack all experts
-    are not split.
+    Splits the whole stack at once, which is faster than one operation per expert. HF tensors that stack all experts are
+    yielded unsplit.
     """
     row = entries[0].row
     assert row.groups <= 1, f"{row.megatron} is interleaved"
@@ -129,10 +129,10 @@ def export_stack(entries: Sequence[Entry], stack: Tensor) -> Iterator[tuple[str,
 
 
 def by_segments(row: Row, shard: Tensor, num_shards: int, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies `change`, which keeps shapes, to this shard's part of each segment.
+    """Applies `change`, which must preserve shapes, to this shard's slice of each segment.
 
-    `shard`: one of `num_shards` shards of a row's parameter [*shape], or several stacked ones [n, *shape]. A part is a
-    contiguous range of the segment, in the layout of the HF tensors. A row that is not split has one part.
+    `shard`: one of `num_shards` shards of a row's parameter [*shape], or a stack of n such shards [n, *shape]. Each
+    slice is a contiguous range of the segment in HF layout. A replicated row is passed as a single slice.
     """
     if row.dim is None:
         return change(shard)
@@ -156,12 +156,12 @@ def check_divisible(table: FamilyTable, entry: Entry, tp_size: int) -> None:
 
 
 def unit_count(sizes: ModelSizes, unit: Unit, size: int) -> int:
-    """Returns the number of units (heads or single rows) in a segment of `size`."""
+    """Returns the number of units (heads, or else single rows) in a segment of length `size`."""
     return {Unit.HEADS: sizes.num_heads, Unit.KV_HEADS: sizes.num_kv_heads}.get(unit, size)
 
 
 def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of the segments of a row's full HF tensors."""
+    """Splits a row's full HF tensors into views of their segments."""
     dim = entry.row.dim
     assert dim is not None, f"{entry.megatron} is not split"
     out: list[Tensor] = []
@@ -176,7 +176,7 @@ def segments_of(entry: Entry, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor]:
-    """Returns `size` entries from `start` along `dim`: a view, then zeros for entries beyond the end."""
+    """Returns `size` entries from `start` along `dim` as a view, followed by zeros if the range exceeds the tensor."""
     first = min(start, tensor.shape[dim])
     real = tensor.narrow(dim, first, min(size, tensor.shape[dim] - first))
     missing = list(real.shape)
@@ -185,12 +185,12 @@ def slice_shards(tensor: Tensor, dim: int, start: int, size: int) -> list[Tensor
 
 
 def padded_slice(tensor: Tensor, dim: int, start: int, size: int) -> Tensor:
-    """Returns the result of `slice_shards` as one tensor, which is a view if it needs no zeros."""
+    """Like `slice_shards`, but returns one tensor: a view unless padding is needed."""
     return _joined(slice_shards(tensor, dim, start, size), dim)
 
 
 def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
-    """Inverts `segments_of`. The tensors are contiguous."""
+    """Inverts `segments_of`. Returns contiguous tensors."""
     dim, left, out = entry.row.dim, list(segments), []
     assert dim is not None, f"{entry.megatron} is not split"
     for shape in entry.row.shapes:
@@ -202,14 +202,14 @@ def _tensors_of(entry: Entry, segments: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _interleave(segments: Sequence[Tensor], dim: int, groups: int) -> Tensor:
-    """Interleaves the segments of one rank in `groups` groups."""
+    """Interleaves one rank's segments in `groups` groups."""
     if groups <= 1 or len(segments) == 1:
         return _joined(segments, dim)
     return torch.cat([s.unflatten(dim, (groups, -1)) for s in segments], dim + 1).flatten(dim, dim + 1)
 
 
 def _separate(shard: Tensor, dim: int, sizes: Sequence[int], groups: int) -> list[Tensor]:
-    """Inverts `_interleave`. `sizes`: length of each segment in one group."""
+    """Inverts `_interleave`. `sizes`: length of each segment within a group."""
     if groups <= 1 or len(sizes) == 1:
         return list(shard.split([size * max(groups, 1) for size in sizes], dim))
     parts = shard.unflatten(dim, (groups, -1)).split(list(sizes), dim + 1)
@@ -227,7 +227,7 @@ def _checked(table: FamilyTable, hf_name: str, tensor: Tensor) -> Tensor:
 
 
 def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenates shards. The result is a view if the shards are adjacent in memory."""
+    """Concatenates shards; returns a view if they are adjacent in memory."""
     first = shards[0]
     if len(shards) == 1:
         return first

@@ -1,16 +1,15 @@
-"""Computes which part of each resident tensor an engine rank holds.
+"""Computes which shard of each resident tensor an engine rank holds.
 
-The rules of SGLang 0.5.16 (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
+SGLang 0.5.16 follows these rules (`srt/models/`, `layers/dp_attention.py`, `layers/vocab_parallel_embedding.py`,
 `layers/moe/fused_moe_triton/layer.py`):
-- a pipeline stage holds its layers. The first stage also holds the embedding, the last one the final norm. The output
-  layer is on the last stage, or on every stage (`Spread.stages`); if it is tied to the embedding, the last stage holds
-  it as a separate tensor. In some models every stage holds the embedding (`Spread.every_embedding`);
-- the ranks of a DP group split attention among themselves. They also split the embedding, unless each rank holds all of
-  it (`Spread`), and the output layer with `dp_lm_head`;
-- a rank holds a share of each expert of its EP group, given by its position in the group. The experts of a group are
-  consecutive;
-- all ranks of a stage split everything else, such as shared experts and dense MLPs;
-- a draft model is split in the same way and also contains the model's embedding and output layer.
+- a pipeline stage holds its own layers. The first stage also has the embedding, and the last stage the final norm. The
+  output layer is on the last stage or on every stage (`Spread.stages`); if it is tied to the embedding, the last stage
+  has a separate copy. In some models every stage has the embedding (`Spread.every_embedding`);
+- attention is split over the ranks of a DP group. So is the embedding, unless it is replicated on each rank (`Spread`),
+  and with `dp_lm_head` the output layer;
+- each EP group has a consecutive range of experts. A rank's position in its group selects its shard of each expert;
+- everything else, such as shared experts and dense MLPs, is split over all ranks of a stage;
+- a draft model is split in the same way and also has the model's embedding and output layer.
 """
 
 from __future__ import annotations
@@ -22,36 +21,36 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.models.common.table import ATTENTION, DRAFT, EMBEDDING, HEAD, Entry, FamilyTable, Head
 
 TIED_HEAD = "lm_head.weight"
-"""SGLang's name for an output layer that is tied to the embedding but is a separate tensor."""
+"""SGLang's name for the separate copy of a tied output layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part number `part` of the `parts` equal parts of a tensor."""
+    """One shard (index `part`) of a tensor that is split into `parts` equal shards."""
 
     part: int = 0
     parts: int = 1
     padded_for: int = 1
-    """On a CPU, heads and features are padded for this number of ranks, which may differ from `parts`."""
+    """On a CPU, the number of ranks for which heads and features are padded; can differ from `parts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The part of a resident tensor that a rank holds. Ranks with equal holdings hold the same bytes."""
+    """A rank's shard of a resident tensor. Ranks with equal holdings store the same bytes."""
 
     share: Share
     experts: range | None = None
-    """Indices of the routed experts; None for a tensor without experts."""
+    """Indices of the rank's routed experts; None if the tensor has no experts."""
 
     def entries(self, held: Sequence[Entry]) -> Sequence[Entry]:
-        """Returns the entries that the rank holds, among all entries of the resident tensor."""
+        """Selects this rank's entries from all entries of the resident tensor."""
         return held if self.experts is None else held[self.experts.start : self.experts.stop]
 
 
 def holdings(
     table: FamilyTable, held: Sequence[Entry], layout: EngineLayout
 ) -> Iterator[tuple[EngineRank, str, Holding]]:
-    """Yields (rank, resident name, holding) for every rank that holds a share of these entries."""
+    """Yields (rank, resident name, holding) for every rank that has a shard of these entries."""
     entry = held[0]
     name = entry.row.megatron
     if entry.engine.startswith(DRAFT) and not layout.draft:
@@ -68,7 +67,7 @@ def holdings(
 
 
 def hf_names_held(table: FamilyTable, layout: EngineLayout) -> dict[EngineRank, frozenset[str]]:
-    """Returns rank -> the HF tensors of which the rank holds at least a shard."""
+    """Maps each rank to the HF tensors of which it has at least one shard."""
     names: dict[EngineRank, set[str]] = {rank: set() for rank in layout.ranks()}
     for held in table.resident.values():
         for rank, _, holding in holdings(table, held, layout):

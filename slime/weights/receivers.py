@@ -1,7 +1,7 @@
-"""The two sides of a weight sync: engines behind the control port, and the training ranks as peers.
+"""The two sides of a weight sync: the engines, reached through their control ports, and the training ranks.
 
-Control calls to several engines run in parallel threads, each with the time limit of its control port. The first
-failures are reported together, with the name of each engine.
+Control calls to several engines run in parallel threads, each with the timeout of its control port. The first failures
+are reported together, each with the engine's URL.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ if TYPE_CHECKING:  # the command line imports transports without torch
 
 T = TypeVar("T")
 GRACE_S = 5.0
-"""How long the other engines may take to respond after one engine has failed."""
+"""How long the other engines have to respond after one has failed."""
 POLL_S = 0.05
-"""Time between two checks for lost engines."""
+"""Interval between checks for lost engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
     control: EngineControl
     gpu_ids: tuple[str, ...] = ()
-    """GPU of each engine rank, stage by stage, named as in `TransportContext.gpu_id`. Empty on a CPU. Only the tensor
-    transport and the mixed transport read it."""
+    """GPU of each engine rank, stage by stage, in the format of `TransportContext.gpu_id`. Empty on a CPU. Used only by
+    the tensor and mixed transports."""
     is_lost: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether the fleet's supervisor has given up on the engine. A weight sync then stops waiting for its responses."""
+    """Whether the fleet's supervisor has given up on the engine. A weight sync then stops waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The training ranks and their communication. The defaults are for a single-rank trainer."""
+    """How this training rank communicates with the others. The defaults are for a single-rank trainer."""
 
     rank: int = 0
-    """Number of this rank. Rank 0 conducts: it pauses the engines, verifies their weights and resumes them."""
+    """This rank. Rank 0 is the conductor: it pauses the engines, verifies their weights and resumes them."""
     broadcast: Callable[[Any], Any] = lambda value: value
     """Collective. Returns the conductor's (picklable) object on every rank."""
     gather: Callable[[Any], list[Any] | None] = lambda value: [value]
-    """Collective. Returns every rank's (picklable) object in rank order on the conductor, None on other ranks."""
+    """Collective. Returns all ranks' (picklable) objects in rank order on the conductor, and None on other ranks."""
     share: Callable[[Tensor, int], None] = lambda memory, source: None
-    """Collective. Copies the memory of rank `source` to all other ranks, where it has the same size."""
+    """Collective. Copies a buffer from rank `source` into the other ranks' buffers, which must have the same size."""
     tell: Callable[[int, bool], None] = lambda turn, good: None
-    """Starts `turn` on its sender. `good`: whether all earlier turns succeeded. Called from one thread."""
+    """Notifies the sender of `turn`. `good`: whether all earlier turns succeeded. Called from one thread."""
     hear: Callable[[int, int], bool] = lambda turn, num_turns: True
-    """Waits until `turn` of this rank may begin, after `num_turns` turns of other ranks. Returns whether all earlier
-    turns succeeded. Called from one thread. Raises `DeadlineExceeded`."""
+    """Waits until this rank's `turn` starts, after `num_turns` turns of other ranks. Returns whether all earlier turns
+    succeeded. Called from one thread. Raises `DeadlineExceeded`."""
 
     @property
     def conducts(self) -> bool:
@@ -61,13 +61,12 @@ class Peers:
 
 
 def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], what: str) -> list[T]:
-    """Calls all engines in parallel and returns their responses in order. `what`: the call's purpose, for error
-    messages.
+    """Calls all engines in parallel and returns their responses in order. `what` describes the call in error messages.
 
-    Raises the error of a single failed call unchanged. Several errors become one `EngineError`, or one
-    `DeadlineExceeded` if all of them are expired waits. The message and `engines` name the failed engines. After a
-    failure the other engines get `GRACE_S` to respond or fail, because they may be waiting for the failed one. The wait
-    ends immediately when an engine is lost. Unfinished calls continue in their threads.
+    If one call fails, its error is raised unchanged. Several errors become one `EngineError`, or one `DeadlineExceeded`
+    if all of them are timeouts. The message and the attribute `engines` name the failed engines. After a failure, the
+    other engines have `GRACE_S` to respond, because they may be waiting for the failed one. If an engine is lost, this
+    function raises immediately. Unfinished calls continue in their threads.
     """
     futures = {_beside(call, receiver.control): receiver for receiver in receivers}
     failures: dict[str, BaseException] = {}
@@ -106,7 +105,7 @@ def _beside(call: Callable[[EngineControl], T], control: EngineControl) -> Futur
     def run() -> None:
         try:
             future.set_result(call(control))
-        except BaseException as error:  # passed to the caller
+        except BaseException as error:  # re-raised in the caller
             future.set_exception(error)
 
     threading.Thread(target=run, name=f"weights {control.url}", daemon=True).start()

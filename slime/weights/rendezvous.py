@@ -1,8 +1,8 @@
 """Rendezvous stores (`TCPStore`) that listen on one address instead of on every interface of the host.
 
-torch opens its store on all interfaces, without authentication, and sends pickles through it, so anyone who can reach
-the port can run code in the trainer. This module binds the socket to the address that peers connect to, and the store
-takes over the socket. If all peers are on one host, the address is loopback.
+By default, torch opens its store on all interfaces without authentication and sends pickles through it, so anyone who
+can reach the port can run code in the trainer. This module instead binds a socket to the address that peers connect to
+(loopback if all of them are on one host) and hands the socket to the store.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from slime.core.processes import interface_variables, is_loopback
 
 BACKLOG = 1024
-"""Length of the queue of connections that are not yet accepted."""
+"""Maximum number of pending connections."""
 
 
 def listen_on(address: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens on `address` only. Port 0 means any free port. Raises `OSError`."""
+    """Returns a socket that listens only on `address`. Port 0 picks a free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=BACKLOG)
 
 
 def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, wait: bool = True) -> Store:
-    """Opens the store that other ranks join, with `join_store` or any `TCPStore` client. Takes over `listener`.
+    """Opens the store that other ranks join with `join_store` or any `TCPStore` client. Takes ownership of `listener`.
 
     `wait`: whether to wait until `world_size` ranks, including this one, have joined.
     """
@@ -43,11 +43,11 @@ def open_store(listener: socket.socket, *, world_size: int, timeout: timedelta, 
 
 
 def join_store(address: str, port: int, *, world_size: int, timeout: timedelta) -> Store:
-    """Joins the store that a different rank opens at `address`. Waits up to `timeout` for that rank."""
+    """Joins the store that another rank opens at `address`. Waits up to `timeout` for that rank."""
     return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
 
 
 def keep_gloo_on(address: str) -> None:
-    """Keeps gloo's own sockets on loopback if `address` is loopback. Call it before the first process group."""
+    """Binds gloo's sockets to loopback if `address` is loopback. Call it before the first process group is created."""
     if is_loopback(address):
         os.environ.update(interface_variables(address, os.environ))

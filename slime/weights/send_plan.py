@@ -1,19 +1,19 @@
-"""The order of a weight sync: which training rank sends which tensors, bucket by bucket. All ranks compute the same
-order.
+"""The schedule of a weight sync: which training rank sends which tensors, in which order. All ranks compute the same
+one.
 
-A pipeline stage sends its own layers. In a model with experts, the ranks that share the experts of a stage take turns,
-and each sends some layers. The sender of a turn gathers the experts of the other ranks (`training.state.outgoing`). So
-each engine tensor comes from one rank, in order, and that rank can compute its digest without holding the whole tensor.
+Each pipeline stage sends its own layers. In an MoE model, the ranks that share the experts of a stage take turns, and
+each sends some of the layers. The sender of a turn gathers the other ranks' experts (`training.state.outgoing`). Each
+engine tensor thus comes from one rank, in order, and that rank can compute its digest without storing all of it.
 
-A bucket consists of tensors that are sent together from one block of memory, which is reused. The sender fills the next
-bucket while one is in flight, so it needs memory for two buckets in addition to its model.
+A bucket is a set of tensors that are sent together from one reusable block of memory. The sender fills the next bucket
+while one is in flight, so it needs memory for two buckets in addition to its model.
 
 Invariants
-1. Each tensor belongs to one turn, each turn has one sender, and all ranks know all turns.
-2. One sender sends everything that an engine stacks in one tensor, in stacking order.
-3. A bucket exceeds its size limit only for a single tensor or for tensors that an engine must load together.
-4. The tensors of a bucket are adjacent in memory, wider types first. So each tensor begins at a multiple of its element
-   size, and the names, types and shapes of all tensors determine where each one begins.
+1. Each tensor belongs to exactly one turn, each turn has one sender, and all ranks know all turns.
+2. All tensors that an engine stacks into one come from the same sender, in stacking order.
+3. A bucket exceeds the size limit only for a single large tensor or for tensors that must be loaded together.
+4. The tensors of a bucket are adjacent in memory, wider dtypes first. So each tensor is aligned to its element size,
+   and all offsets follow from the names, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_BUFFERS = 2
-"""One bucket is filled while the other is sent."""
+"""Double buffering: one bucket is filled while the other is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Name, shape and type of a tensor to send."""
+    """Name, shape and dtype of a tensor to send."""
 
     name: str
     """The tensor's HF name."""
@@ -55,7 +55,8 @@ class Bucket:
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
-        """Makes a bucket of views into `memory` ([bytes] uint8), from its start. Does not touch the content."""
+        """Creates a bucket of views into `memory` ([bytes] uint8), starting at offset 0. Does not write to the
+        memory."""
         tensors, start = [], 0
         for spec in in_memory_order(specs):
             end = start + spec.num_bytes
@@ -69,7 +70,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """All tensors as one view, [num_bytes] uint8; a copy if they are not adjacent in memory."""
+        """All tensors as one flat view [num_bytes] uint8, or as a copy if they are not adjacent in memory."""
         import torch
 
         from slime.weights.hf_shards import byte_runs
@@ -79,12 +80,12 @@ class Bucket:
 
 
 def in_memory_order(specs: Iterable[Spec]) -> list[Spec]:
-    """Sorts by element size, largest first. Tensors of one size keep their order."""
+    """Sorts by element size, largest first. The sort is stable."""
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 
 
 class Buffers:
-    """The memory of a sender's two buckets, which are used alternately."""
+    """A sender's two buffers, which its buckets use alternately."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         """`allocate` returns memory that the transport can send from, [bytes] uint8."""
@@ -93,13 +94,13 @@ class Buffers:
         self._number = 0
 
     def next(self, specs: Sequence[Spec]) -> Bucket:
-        """Returns an unfilled bucket in the memory of the second-to-last bucket. No engine may still be reading that
-        bucket."""
+        """Returns an unfilled bucket that reuses the second-to-last bucket's memory, which no engine may still be
+        reading."""
         place, self._number = self._number % NUM_BUFFERS, self._number + 1
         num_bytes = sum(spec.num_bytes for spec in specs)
         held = self._held[place]
         if held is None or held.numel() < num_bytes:
-            self._held[place] = held = None  # frees it before the larger one is allocated
+            self._held[place] = held = None  # frees the old buffer before allocating a larger one
             self._held[place] = held = self._allocate(num_bytes)
         return Bucket.of(specs, held)
 
@@ -108,15 +109,15 @@ class Buffers:
 
 
 MAX_SENDERS = 4
-"""Maximum number of senders per stage. Each sender's process group needs memory on every engine rank."""
+"""Maximum number of senders per stage. Each sender's process group takes memory on every engine rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that must be in one bucket: those of one parameter, or of experts that share HF tensors."""
+    """Tensors that must go into one bucket: those of one parameter, or of several experts that share HF tensors."""
 
     entries: tuple[Entry, ...]
-    """The entries of the table; several if HF tensors stack all experts of a layer."""
+    """The entries in the weight table; more than one if HF tensors stack all experts of a layer."""
     specs: tuple[Spec, ...]
     stage: int = 0
     """The pipeline stage that holds the tensors."""
@@ -128,10 +129,10 @@ class TensorGroup:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One bucket and its sender."""
+    """One slot of the schedule: a bucket and the rank that sends it."""
 
     sender: int
-    """The training rank that sends."""
+    """The training rank that sends the bucket."""
     groups: tuple[TensorGroup, ...]
 
     @property
@@ -151,10 +152,10 @@ class Turn:
 def turns_of(
     groups: Iterable[TensorGroup], *, senders: Sequence[Sequence[int]], limit_bytes: int, together: Mapping[str, str]
 ) -> tuple[Turn, ...]:
-    """Returns all turns, stage after stage.
+    """Returns all turns, stage by stage.
 
-    `groups`: in the order of the table. `senders`: the ranks of each stage that take turns. `together`: HF tensor ->
-    key. Tensors with the same key must be in one bucket.
+    `groups`: in table order. `senders`: for each stage, the ranks that take turns. `together`: maps HF tensors to keys;
+    tensors with the same key must go into one bucket.
     """
     assert limit_bytes > 0, f"bucket limit {limit_bytes}"
     turns: list[Turn] = []
@@ -167,7 +168,7 @@ def turns_of(
 
 
 def _shares(groups: Iterable[TensorGroup], least_bytes: int | None) -> Iterator[list[TensorGroup]]:
-    """Splits a stage at layer boundaries into shares of at least `least_bytes`; one share if that is None."""
+    """Splits a stage at layer boundaries into shares of at least `least_bytes`. None: a single share."""
     share: list[TensorGroup] = []
     for _, layer in groupby(groups, lambda group: group.entries[0].layer):
         share += layer
@@ -205,17 +206,17 @@ class Outgoing(Protocol):
     def device(self) -> torch.device: ...
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Returns every bucket of every rank, in order. The result is the same on all ranks."""
+        """Returns all turns of all ranks in order. The result is the same on every rank."""
 
     def fill_bytes(self, turn: Turn) -> int:
-        """Returns how many bytes the sender needs to fill a turn's bucket, in addition to the bucket, the parameters
-        and the space that every bucket leaves free."""
+        """Returns how much extra memory the sender needs to fill a turn's bucket, beyond the bucket, the parameters and
+        the memory that is always left free for each bucket."""
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) for the bucket of a turn on its sender, and nothing on other ranks.
+        """Yields (HF name, full tensor) for a turn's bucket on its sender, and nothing on other ranks.
 
         All ranks must iterate over all turns, because ranks with shards of a turn's tensors send them to the sender. A
         tensor stays valid as long as it is referenced. If a tensor cannot be built, the iterator raises a `SlimeError`
-        after the last tensor. After any other error the ranks are in different collectives, and the caller must not
-        continue.
+        after the last tensor. After any other error the ranks are out of step in their collectives, so the caller must
+        not continue.
         """

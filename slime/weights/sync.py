@@ -1,29 +1,29 @@
 """Syncs one weight version to all engines: pause -> drain -> begin -> send -> verify -> end -> resume.
 
-Consumes the trainer's tensors, once, turn by turn (`send_plan.Turn`). Produces engines that serve these tensors, or an
-error on every rank. Waits for each engine's response, with the time limit of its control port, and for the other ranks.
+Reads the trainer's tensors once, turn by turn (`send_plan.Turn`). Afterwards, either all engines serve these tensors or
+every rank raises an error. Each wait for an engine has the timeout of its control port.
 
 Every training rank calls `sync_weights` and iterates over all turns, even after a failure, because filling a bucket is
-a collective of the ranks that have shards of its tensors. Rank 0 conducts: it pauses the engines, verifies and resumes
-them. At the end all ranks agree on the outcome, so either all raise or none does. The exception is a rank that leaves a
-collective of the trainer early (out of memory, for example): it raises immediately, which ends the run. A bucket is
-sent to the engines while the next one is filled (`delivery`). If all ranks need each bucket (`Channel.everywhere`), one
-turn ends before the next begins.
+a collective of the ranks that have shards of its tensors. Rank 0 is the conductor: it pauses the engines, verifies
+their weights and resumes them. At the end all ranks agree on the outcome, so either all of them raise or none does. The
+exception is a rank that drops out of a trainer collective, for example because it ran out of memory. It raises
+immediately, which ends the run. A bucket is sent to the engines while the next one is filled (`delivery`), unless every
+rank needs each bucket (`Channel.everywhere`). In that case each turn ends before the next one starts.
 
 Invariants
-1. No engine serves between the first changed tensor and a verified digest of every tensor on every rank.
-2. After a failure the engines stay paused, except engines that were resumed with the verified version before the sync
-   failed on a different engine. The next weight sync can start from any of these states.
-3. The rank that sends a tensor computes the digest from the trainer's own tensor before it copies the tensor into the
-   bucket. In addition to its model, a rank needs the memory of two buckets, including memory for the tensors that it
-   gathers (`Outgoing.fill_bytes`). A parameter larger than a bucket, and buckets that go to all ranks, need more.
-4. No update flushes the engine's cache, because that would crash an engine with running requests. With `abort`, a flush
-   follows the pause and also proves that no request runs; a paused engine admits no request that could refill the
-   cache. With `retract` and `in_place` requests stay, so the cache cannot be flushed. Instead, the cache is divided by
-   weights (`slime.compat.sglang_version_prefixes`): the scheduler counts updates and matches only prefixes with the
-   current count. So no two sets of weights share a prefix, not even two sets sent as the same `version`, or one sent by
-   a failed sync and one by the next sync. `slime.settings.groups.engines` refuses caches that are not divided and
-   caches that a flush does not empty.
+1. From the first changed tensor until every tensor on every rank has been verified, no engine serves requests.
+2. After a failure, the engines stay paused, except those that had already resumed with the verified version when the
+   sync failed on another engine. The next weight sync can start from any of these states.
+3. The sender computes a tensor's digest from the trainer's own tensor, before copying it into the bucket. In addition
+   to its model, a rank needs memory for two buckets, which includes the tensors that it gathers
+   (`Outgoing.fill_bytes`). A parameter larger than a bucket, or buckets that go to all ranks, take more.
+4. Updates never flush the engine's cache themselves, because a flush crashes an engine with running requests. With
+   `abort`, a separate flush follows the pause and also proves that no request is running. A paused engine admits no new
+   requests, so the cache stays empty. With `retract` and `in_place`, requests stay and the cache cannot be flushed.
+   Instead, the cache is partitioned by weights (`slime.compat.sglang_version_prefixes`): the scheduler counts updates
+   and matches only prefixes with the current count. So two sets of weights never share a prefix, even if they have the
+   same `version` or if one of them comes from a failed sync. `slime.settings.groups.engines` rejects caches that are
+   not partitioned or that a flush does not empty.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from slime.weights.transports import Channel
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences between the tensors that one engine rank reports and the expected ones, as sorted resident names."""
+    """How the tensors reported by one engine rank differ from the expected ones. All names are resident names,
+    sorted."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]
     differing: tuple[str, ...]
-    """Tensors reported with a different digest."""
+    """Tensors with a different digest."""
     num_equal: int
 
     def __bool__(self) -> bool:
@@ -80,14 +81,14 @@ def require_equal(
     transport: str,
     carried: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises one `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
+    """Raises a `WeightSyncError` that lists all missing, extra and differing tensors by engine and rank.
 
-    Engines do not report buffers that are never loaded, such as rotary tables. They load tensors that the trainer does
-    not send from the checkpoint.
+    Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
+    come from the checkpoint.
 
-    `expected`: layout -> rank -> resident name -> digest; `reports`: engine url -> (its layout, reports of its ranks; a
-    rank may report several times); `carried`: resident name -> digest of tensors that the trainer reads but does not
-    send (a vision tower). These are compared only in engines of one rank.
+    `expected`: layout -> rank -> resident name -> digest. `reports`: engine URL -> (layout, reports of its ranks); a
+    rank may report several times. `carried`: resident name -> digest of tensors that the trainer reads but does not
+    send, such as a vision tower. These are compared only on single-rank engines.
     """
     complaints: list[str] = []
     departing: set[str] = set()
@@ -113,7 +114,7 @@ def require_equal(
 
 
 def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | None:
-    """Returns why `ranks` are not the reports of all ranks of an engine with this layout; None if they are."""
+    """Describes the problem if `ranks` does not cover all ranks of an engine with this layout; None if it does."""
     named = ("tp_size", "pp_size", "dp_size")
     for report in ranks:
         if any(getattr(report.layout, name) != getattr(layout, name) for name in named):
@@ -124,7 +125,7 @@ def _misreported(layout: EngineLayout, ranks: Sequence[RankChecksums]) -> str | 
 
 
 def describe(table: FamilyTable, difference: Difference) -> str:
-    """Describes a difference in one line: resident names, each with the HF tensors that it contains."""
+    """Formats a difference as one line of resident names, with the HF tensors that each contains."""
     hf = {name: tuple(n for e in held for n in e.hf) for name, held in table.resident.items()}
 
     def some(names: tuple[str, ...]) -> str:
@@ -149,19 +150,19 @@ def sync_weights(
     buffers: Buffers | None = None,
     carried: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
-    """Sends `version` to all engines and returns the cost of doing so. Collective among training ranks.
+    """Sends `version` to all engines and returns timings and sizes. Collective over all training ranks.
 
-    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: size of a bucket. `pause_mode`: how the pause treats
-    running requests: `abort`, `retract` or `in_place`. `buffers`: this rank's buckets from an earlier weight sync.
+    `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: bucket size. `pause_mode`: what happens to running
+    requests (`abort`, `retract` or `in_place`). `buffers`: this rank's buffers from an earlier weight sync, for reuse.
     `carried`: see `require_equal`.
 
-    Returns seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`, `update_weights_send_time`
-    (time in which a bucket was in flight), `update_weights_verify_time` (engines' digests and the comparison),
-    `update_weights_digest_time` (the trainer's digests on the slowest rank; overlaps the sending),
+    Returns, in seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`,
+    `update_weights_send_time` (while a bucket was in flight), `update_weights_verify_time` (digests on the engines, and
+    their comparison), `update_weights_digest_time` (digests on the slowest training rank; overlaps sending) and
     `update_weights_bytes`.
 
-    Raises on every rank: `WeightSyncError` if an engine holds different weights, `EngineError` or `DeadlineExceeded` if
-    an engine cannot be reached.
+    Raises on every rank: `WeightSyncError` if an engine's weights differ, `EngineError` or `DeadlineExceeded` if an
+    engine cannot be reached.
     """
     run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)
@@ -175,11 +176,11 @@ def sync_weights(
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """The report of a rank to the conductor after all turns."""
+    """What a rank reports to the conductor after the last turn."""
 
     failure: SlimeError | None
     digests: Digests = field(default_factory=dict)
-    """Expected digests of the tensors that this rank sent."""
+    """Expected digests of the tensors sent by this rank."""
     report: Any = None
     """The result of `Channel.report`."""
     sends: bool = False
@@ -188,7 +189,7 @@ class _RankReport:
 
 
 class _WeightSync:
-    """One rank's part of one weight sync."""
+    """The state of one weight sync on one rank."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class _WeightSync:
         return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
 
     def send_all(self, buffers: Buffers, buffer_bytes: int) -> None:
-        """Iterates over all turns. On return, this rank's buckets have arrived or the sync has failed."""
+        """Runs all turns. On return, this rank's buckets have been delivered or the sync has failed."""
         turns = tuple(self._outgoing.turns(buffer_bytes))
         self._num_bytes = sum(turn.num_bytes for turn in turns)
         if self._peers.conducts:
@@ -266,15 +267,16 @@ class _WeightSync:
             raise AssertionError("only the sender of a turn gets its tensors")
 
     def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
-        """Returns a bucket filled with the tensors of a turn; None after any failure."""
+        """Returns a bucket filled with a turn's tensors, or None after any failure."""
         made: list[Bucket] = []
         self._guarded(lambda: made.append(buffers.next(turn.specs)))
         return made[0] if self._fill(turn, made[0] if made else None) else None
 
     def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
-        """Computes digests of a turn's tensors and copies the tensors into the bucket. Returns False after any failure.
+        """Computes the digests of a turn's tensors and copies the tensors into the bucket. Returns False after any
+        failure.
 
-        Even after a failure it iterates over all tensors, because other ranks wait in the same collectives.
+        It iterates over all tensors even after a failure, because other ranks wait in the same collectives.
         """
         self._sent.append(turn)
         views = dict(bucket.tensors) if bucket is not None else {}
@@ -292,7 +294,7 @@ class _WeightSync:
         place.copy_(tensor)
 
     def _deliver(self, bucket: Bucket) -> None:
-        """Sends a bucket. Runs in the thread of `Delivery`."""
+        """Sends a bucket. Runs in `Delivery`'s thread."""
         if not self._begun and not self._peers.conducts:
             self._begun = True
             self._channel.begin(self._receivers, version=self._version)
@@ -300,7 +302,7 @@ class _WeightSync:
         self._channel.deliver(prepared, self._receivers, version=self._version)
 
     def _pause(self) -> None:
-        """Pauses every engine. With `abort`, also makes sure that no request is left."""
+        """Pauses every engine. With `abort`, also ensures that no request is left."""
         with self._timed("pause"):
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
             if self._pause_mode == "abort":
@@ -310,7 +312,7 @@ class _WeightSync:
             self._begun = True
 
     def agree(self) -> SlimeError | dict[str, float]:
-        """Returns the outcome, the same on all ranks: the failure or the cost."""
+        """Collective. Returns the failure or the timings, the same on all ranks."""
         parts = self._peers.gather(self._rank_report())
         outcome: SlimeError | dict[str, float] | None = None
         if parts is not None:
@@ -380,7 +382,7 @@ class _WeightSync:
         self._failure = self._failure or self._as_failure(error)
 
     def _as_failure(self, error: BaseException | None) -> SlimeError | None:
-        """Converts an error to one that can be sent to the other ranks."""
+        """Converts any error to one that can be sent to other ranks."""
         if error is None or isinstance(error, SlimeError):
             return error
         kind = type(error).__name__
@@ -390,7 +392,7 @@ class _WeightSync:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Adds the duration of the block to the cost of `name`."""
+        """Adds the block's duration to the time of `name`."""
         began = time.monotonic()
         try:
             yield
@@ -399,7 +401,6 @@ class _WeightSync:
 
 
 def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:
-    """Returns the likely cause: preferably a failure that names engines, and an expired wait only if there is no other
-    failure."""
+    """Returns the most likely root cause. Failures that name engines come first, timeouts last."""
     found = [failure for failure in failures if failure is not None]
     return min(found, key=lambda f: (not f.engines, isinstance(f, DeadlineExceeded)), default=None)

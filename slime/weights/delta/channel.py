@@ -1,16 +1,16 @@
-"""The disk transport with agents: writes versions, most of them deltas, to the shared folder and calls each agent.
+"""The disk transport with agents: writes versions (mostly deltas) to the shared folder and calls each engine's agent.
 
-Consumes: buckets. Produces: a version, which appears when its temporary folder is renamed, and engines that have loaded
-it. Waits for: the agents of the engines, with the limit of the weight sync.
+A version becomes visible when its temporary folder is renamed. The conductor then waits until the agent of each engine
+has loaded it, with the timeout of the weight sync.
 
-Any number of ranks may send. Each writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
-conductor makes a version from all reports (`finish`). All ranks agree on whether a version is full, because they see
-the same engines and the same outcomes.
+Any number of ranks can send. Each of them writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
+conductor combines all reports into a version (`finish`). All ranks make the same decision on whether a version is full,
+because they see the same engines and the same outcomes.
 
 Invariants
-1. Full versions contain the trainer's own tensors. The first version after a start, after an engine joined, or after a
-   failure is full.
-2. A folder whose name has no leading dot is complete and on disk.
+1. A full version contains the trainer's tensors themselves. The first version after a start, after an engine joins, or
+   after a failure is full.
+2. A folder without a leading dot in its name is complete and flushed to disk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeltaChannel(Channel):
     def __init__(
         self, folder: Path, context: TransportContext, *, every: int, encoding: str, checksum: str, keep: bool
     ) -> None:
-        """`every`: maximum number of syncs from one full version to the next. `keep`: whether old versions are kept."""
+        """`every`: a full version is sent at least every `every` syncs. `keep`: whether to keep old versions."""
         self._folder, self._context, self._every, self._keep = folder, context, every, keep
         self._encoding, self._checksum = encoding, checksum
         self._memory: Memory | None = {} if every > 1 else None
@@ -61,7 +61,7 @@ class DeltaChannel(Channel):
         self._since_full: int | None = None
         self._newest_full: int | None = None
         self._confirmed: tuple[Receiver, ...] | None = None
-        """The engines that have the previous version; None after a failure."""
+        """The engines that loaded the previous version; None after a failure."""
         self._failed_as_delta = False
         self._receivers: tuple[Receiver, ...] = ()
         self._full, self._version = True, 0
@@ -125,7 +125,7 @@ class DeltaChannel(Channel):
         on_all(receivers, load, f"load {final}")
 
     def settle(self) -> None:
-        if self._writer is None:  # this rank has sent nothing
+        if self._writer is None:  # this rank sent nothing
             return
         self._writer = None
         self._confirmed, self._base = self._receivers, self._made or self._base
@@ -162,14 +162,14 @@ class DeltaChannel(Channel):
         return self._folder / written_as(self._version)
 
     def _make_whole(self, manifest: Manifest) -> Path:
-        """Adds the other files that a reader needs, then gives the folder the version's name."""
+        """Adds the remaining files that readers need, then renames the folder to the version's final name."""
         folder = self._writing
         wanted = {entry.file for entry in manifest.entries}
         for file in folder.iterdir():
             if file.name not in wanted:
                 file.unlink()
         if manifest.base is None:
-            # Copies instead of links, because a reader of the folder may not have access to the checkpoint.
+            # Copies instead of symlinks, because readers of the folder may not have access to the checkpoint.
             add_assets(folder, self._context.hf_checkpoint, shutil.copyfile)
             weight_map = {entry.name: entry.file for entry in manifest.entries}
             write_index(folder, weight_map, sum(entry.num_bytes for entry in manifest.entries))

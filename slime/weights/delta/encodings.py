@@ -1,25 +1,25 @@
-"""Encodings of patches. A patch turns the old bytes of a tensor into exactly the new ones.
+"""Patch encodings. A patch turns the old bytes of a tensor into exactly the new bytes.
 
-    xor         new ^ old for each changed element: few distinct, small numbers. Applying the patch twice undoes the
-                change, so it must be applied only to its base; the chain of digests ensures that.
-    overwrite   the new value of each changed element: larger, but the patch can be applied repeatedly
+    xor         new ^ old for each changed element: a few distinct, small numbers. Applying a patch twice undoes it, so
+                it must be applied only to its base. The chain of digests ensures this.
+    overwrite   the new value of each changed element: larger, but idempotent
 
-A patch is a sequence of chunks of `CHUNK` elements. A chunk consists of a head, the streams of positions and the
-streams of symbols. A manifest names its encoding by a key of `ENCODINGS`. The name is never used as an import path,
-because other users may be able to write to the folder.
+A patch is a sequence of chunks of `CHUNK` elements. Each chunk consists of a header, position streams and symbol
+streams. A manifest identifies the encoding by a key of `ENCODINGS`. The key is never used as an import path, because
+other users may be able to write to the folder.
 
-Streams. Bytes with the same meaning are stored together, so that one entropy code fits them. Each stream is one zstd
-frame. The parameters favour its entropy coder: sequences of symbols hardly ever repeat, and encoding short matches
-takes more space than they save. So zstd searches only for long matches.
+Streams. Bytes with the same meaning are stored in one stream, so that one entropy code fits them. Each stream is one
+zstd frame. The zstd parameters favour entropy coding: sequences of symbols hardly ever repeat, and encoding short
+matches takes more space than it saves, so zstd searches only for long matches.
 
 Positions. A skip is the number of unchanged elements before a changed one. If all elements change with the same
-probability, skips have a geometric distribution. A skip is split into its low bits and the rest. The rest is written as
-bytes, where 255 means "255 more". An entropy code for single bytes is then within a few per cent of the entropy of this
-distribution at any density, and better if changes are clustered in rows, as in an embedding. At densities of at least
-`BITMAP_FROM`, a bitmap is equally small, and faster.
+probability, skips are geometrically distributed. A skip is split into low bits and the rest. The rest is written as
+bytes, where 255 means "add 255 and continue". A bytewise entropy code is then within a few per cent of this
+distribution's entropy at any density, and does better if changes cluster in rows, as in an embedding. At densities of
+at least `BITMAP_FROM`, a bitmap is just as small, and faster.
 
 Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so almost all changes are one of a handful of 16-bit
-symbols. Written as ranks in a table, each symbol takes one byte, which has its own code. Written as two byte planes,
+symbols. As an index into a table of frequent symbols, each symbol takes one byte. With two byte planes instead, the
 rare carries into the upper byte would double the size.
 """
 
@@ -43,20 +43,20 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def join(streams: Sequence[Bytes]) -> bytes:
-    """Compresses each stream into a frame and joins the frames, each after its length. A stream must be below 4 GiB."""
+    """Compresses each stream into a frame and concatenates the length-prefixed frames. A stream must be below 4 GiB."""
     compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     frames = [compressor.compress(np.ascontiguousarray(stream).data) for stream in streams]
     return b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
 
 
 class Streams:
-    """Reads the streams that `join` wrote, one after the other. Raises `WeightSyncError` if the data is damaged."""
+    """Reads the streams written by `join` in order. Raises `WeightSyncError` if the data is damaged."""
 
     def __init__(self, data: memoryview, at: int = 0) -> None:
         self._data, self.at = data, at
 
     def next(self, limit: int) -> Bytes:
-        """Returns the next stream. Raises before decompressing if the stream has more than `limit` bytes."""
+        """Returns the next stream. If its size exceeds `limit` bytes, raises before decompressing it."""
         frame = self.take(self.take_length())
         try:
             size = zstandard.frame_content_size(frame)
@@ -72,7 +72,7 @@ class Streams:
         return int(length)
 
     def take(self, size: int) -> memoryview:
-        """Returns the next `size` bytes unchanged."""
+        """Returns the next `size` raw bytes."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
             raise WeightSyncError(f"the patch ends at byte {len(self._data)}, so it is truncated")
@@ -81,7 +81,7 @@ class Streams:
 
 
 def split_planes(values: NDArray[np.unsignedinteger]) -> list[Bytes]:
-    """Splits values into byte planes: the lowest bytes of all values, then the next bytes, and so on."""
+    """Splits values into byte planes: the least significant bytes of all values, then the next bytes, and so on."""
     rows = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(-1, values.dtype.itemsize)
     return [np.ascontiguousarray(rows[:, byte]) for byte in range(values.dtype.itemsize)]
 
@@ -95,20 +95,20 @@ def join_planes(planes: Sequence[Bytes], dtype: np.dtype[np.unsignedinteger]) ->
 # --- positions: which elements changed
 
 MORE = 255
-"""In the rest of a skip, this byte means that the next byte is added to 255."""
+"""In the rest of a skip, this byte adds 255 and says that another byte follows."""
 LOW_BITS = (0, 4, 8, 12)
-"""Possible numbers of low bits of a skip that are written separately."""
+"""Choices for the number of low bits of a skip that are written separately."""
 BITMAP = 255
-"""The form for positions that are written as a bitmap instead of skips."""
+"""The format code for positions that are written as a bitmap instead of skips."""
 BITMAP_FROM = 0.15
-"""A bitmap is used if at least this fraction of the elements changed."""
+"""Positions are written as a bitmap if at least this fraction of the elements changed."""
 LOOKED_AT = 1 << 16
-"""Number of skips or symbols that are sampled to choose a form."""
+"""Number of skips or symbols that are sampled to choose a format."""
 Positions = NDArray[np.uint32]
 
 
 def write_positions(changed: NDArray[np.bool_]) -> tuple[int, list[Bytes]]:
-    """Encodes a mask as (form, streams)."""
+    """Encodes a mask. Returns (format code, streams)."""
     if np.count_nonzero(changed) >= BITMAP_FROM * len(changed):
         return BITMAP, [np.packbits(changed)]
     skips = np.diff(np.flatnonzero(changed), prepend=-1) - 1
@@ -127,7 +127,7 @@ def read_positions(form: int, streams: Streams, count: int, size: int) -> Positi
         rest = streams.next(count + size // MORE + 1)
         at = np.cumsum(_skip_values(low, rest, form, count) + 1) - 1
     else:
-        raise WeightSyncError(f"positions have the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"unknown position format {form}; the patch is damaged")
     if len(at) != count or (count and at[-1] >= size):
         raise WeightSyncError(
             f"the patch has {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed"
@@ -156,19 +156,19 @@ def _nibbles(values: Bytes) -> Bytes:
 
 def _from_nibbles(packed: Bytes, count: int) -> Bytes:
     if len(packed) != -(-count // 2):
-        raise WeightSyncError(f"there are {len(packed)} bytes for {count} 4-bit values; the patch is damaged")
+        raise WeightSyncError(f"expected {count} 4-bit values, got {len(packed)} bytes; the patch is damaged")
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)[:count]
 
 
 def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> NDArray[np.int64]:
     ends = np.flatnonzero(rest != MORE)
     if len(ends) != count or len(rest) != (ends[-1] + 1 if count else 0):
-        raise WeightSyncError(f"there are {len(ends)} skips for {count} changed elements; the patch is damaged")
+        raise WeightSyncError(f"expected {count} skips, got {len(ends)}; the patch is damaged")
     skips: NDArray[np.int64] = ((np.diff(ends, prepend=-1) - 1) * MORE + rest[ends]) << low_bits
     if low_bits == 4:
         return skips + _from_nibbles(low[0], count)
     if low_bits and len(low[0]) != count:
-        raise WeightSyncError(f"there are {len(low[0])} low bytes for {count} changed elements; the patch is damaged")
+        raise WeightSyncError(f"expected {count} low bytes, got {len(low[0])}; the patch is damaged")
     if low_bits == 12:
         return skips + low[0] + (_from_nibbles(low[1], count).astype(np.int64) << 8)
     return skips + low[0] if low_bits else skips
@@ -178,12 +178,12 @@ def _skip_values(low: list[Bytes], rest: Bytes, low_bits: int, count: int) -> ND
 
 PLANES, RANKS = 0, 1
 RARE = 255
-"""Stands for a symbol that is not in the table; these symbols are written separately."""
+"""Marks a symbol that is not in the table. Such symbols are written separately."""
 Symbols = NDArray[np.unsignedinteger]
 
 
 def write_symbols(symbols: Symbols) -> tuple[int, list[Bytes]]:
-    """Encodes symbols as (form, streams)."""
+    """Encodes symbols. Returns (format code, streams)."""
     some = symbols[:LOOKED_AT]
     if symbols.dtype == np.uint16 and len(join(_ranked(some))) < len(join(split_planes(some))):
         return RANKS, _ranked(symbols)
@@ -194,13 +194,13 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
     if form == PLANES:
         return _joined([streams.next(count) for _ in range(dtype.itemsize)], count, dtype)
     if form != RANKS or dtype != np.uint16:
-        raise WeightSyncError(f"symbols of {dtype} have the unknown form {form}; the patch is damaged")
+        raise WeightSyncError(f"unknown format {form} for symbols of {dtype}; the patch is damaged")
     table = streams.next(2 * RARE)
     ranks = streams.next(count)
     rare = ranks == RARE
     apart = [streams.next(count) for _ in range(2)]
     if len(ranks) != count or len(table) % 2 or (ranks[~rare] >= len(table) // 2).any():
-        raise WeightSyncError(f"the patch has {len(ranks)} ranks for {count} symbols, so it is damaged")
+        raise WeightSyncError(f"expected {count} valid symbol ranks, got {len(ranks)}; the patch is damaged")
     known = np.zeros(RARE + 1, np.uint16)
     known[: len(table) // 2] = table.view("<u2")
     symbols = known[ranks]
@@ -209,7 +209,8 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
 
 
 def _ranked(symbols: Symbols) -> list[Bytes]:
-    """Returns the table of the most frequent symbols, the ranks in it, and the planes of all other symbols."""
+    """Returns the table of the most frequent symbols, each symbol's rank in it, and the byte planes of all other
+    symbols."""
     counts = np.bincount(symbols, minlength=1 << 16)
     common = np.argsort(counts, kind="stable")[::-1][:RARE]
     common = common[counts[common] > 1].astype(np.uint16)
@@ -221,7 +222,7 @@ def _ranked(symbols: Symbols) -> list[Bytes]:
 
 def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]) -> Symbols:
     if any(len(plane) != count for plane in planes):
-        raise WeightSyncError(f"byte planes have {[len(p) for p in planes]} bytes for {count} symbols: a damaged patch")
+        raise WeightSyncError(f"expected byte planes of {count} bytes, got {[len(p) for p in planes]}: damaged patch")
     return join_planes(planes, dtype)
 
 
@@ -229,11 +230,11 @@ def _joined(planes: list[Bytes], count: int, dtype: np.dtype[np.unsignedinteger]
 
 Elements = NDArray[np.unsignedinteger]
 CHUNK = 1 << 24
-"""Number of elements that are encoded together, which bounds the memory needed in addition to the tensor."""
+"""Number of elements that are encoded together. Bounds the memory needed in addition to the tensor."""
 _HEAD = struct.Struct("<IBB")
-"""The head of a chunk: number of changed elements, form of positions, form of symbols."""
+"""The header of a chunk: number of changed elements, format of the positions, format of the symbols."""
 RAW = "raw"
-"""The encoding of a patch that is the full tensor. Used in full versions, and where a delta would not be smaller."""
+"""A patch that is the full tensor. Used in full versions, and wherever a delta would not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,18 +249,18 @@ ENCODINGS: Mapping[str, Encoding] = {
     "xor": Encoding(symbols=np.bitwise_xor, values=np.bitwise_xor),
     "overwrite": Encoding(symbols=lambda old, new: new, values=lambda old, written: written),
 }
-"""Name of an encoding in `--update-weight-delta-encoding` and in manifests -> the encoding."""
+"""Encodings by name, as in `--update-weight-delta-encoding` and in manifests."""
 
 
 def elements(data: Bytes, width: int) -> Elements:
-    """Returns a view of the bytes as unsigned integers of `width` bytes."""
+    """Returns the bytes as a view of unsigned integers, `width` bytes each."""
     return data.view(np.dtype(f"<u{width}"))
 
 
 def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
     """Returns the patch that turns `old` into `new` (empty if they are equal), and the number of changed elements.
 
-    `old`, `new`: flat bytes of equal length. `width`: number of bytes per element.
+    `old`, `new`: flat bytes of equal length. `width`: bytes per element.
     """
     assert len(old) == len(new), f"{len(old)} bytes became {len(new)}"
     was, now = elements(old, width), elements(new, width)
@@ -269,7 +270,8 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 
 
 def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None:
-    """Applies a patch in place. Raises `WeightSyncError` if the patch is damaged; `data` may then be partly changed."""
+    """Applies a patch in place. If the patch is damaged, raises `WeightSyncError` and may leave `data` partly
+    changed."""
     if name not in ENCODINGS:
         raise WeightSyncError(f"a patch has the unknown encoding {name}; the encodings are {', '.join(ENCODINGS)}")
     if not patch:

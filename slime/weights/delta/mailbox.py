@@ -1,17 +1,17 @@
-"""Calls through a shared folder, from a trainer to the agent of an engine. The two have no other channel.
+"""Calls from a trainer to an engine's agent through a shared folder, their only channel.
 
-    agents/<engine>/agent.json      facts about the agent, and its current task
-    agents/<engine>/call.json       the newest call: id, method, arguments, sender, and when the caller stops waiting
-    agents/<engine>/answer.json     the answer: the id of its call, and a result or an error
+    agents/<engine>/agent.json      information about the agent, and its current task
+    agents/<engine>/call.json       the latest call: id, method, arguments, sender and deadline
+    agents/<engine>/answer.json     the answer: id of the call, and a result or an error
 
-Consumes: calls, one at a time for each engine. Produces: answers. Waits for: a file, by polling with a time limit.
+There is at most one call per engine at a time. Both sides poll for files, and the caller has a timeout.
 
 Invariants
-1. A call replaces the previous one. An agent runs the newest call unless it has already answered that call. An agent
-   that was killed during a call runs it again, so every method must be repeatable.
-2. An answer contains the random id of its call.
-3. A caller that stops waiting removes its call. A call contains the time at which it expires. So if the caller was
-   killed, an agent that starts much later ignores the call.
+1. A call replaces the previous one. An agent runs the latest call unless it has already answered it. If an agent is
+   killed during a call, its successor runs the call again, so every method must be idempotent.
+2. An answer contains the call's random id.
+3. A caller that stops waiting deletes its call. A call also contains a deadline, so an agent that starts much later
+   ignores a call whose caller was killed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from slime.weights.delta.folder import read_json
 AGENTS = "agents"
 POLL_S = 0.01
 SILENT_S = 30.0
-"""How long a call waits for an agent that is missing."""
+"""How long a call waits for a missing agent."""
 
 
 def name_of(address: str) -> str:
-    """Returns an engine's name in the folder. `address`: host:port, with or without http://."""
+    """Returns an engine's folder name. `address`: host:port, with or without http://."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", address.split("://")[-1].rstrip("/"))
 
 
@@ -48,9 +48,9 @@ def mailbox(folder: Path, address: str) -> Path:
 def call(
     box: Path, method: str, arguments: Mapping[str, Any], *, limit_s: float, is_lost: Callable[[], bool] = lambda: False
 ) -> Any:
-    """Calls the agent of a mailbox and returns the result.
+    """Calls a mailbox's agent and returns the result.
 
-    Raises `EngineError` if the call fails, if the agent is missing or if `is_lost`, and `DeadlineExceeded` after
+    Raises `EngineError` if the call fails, the agent is missing or `is_lost()` is true, and `DeadlineExceeded` after
     `limit_s`.
     """
     box.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class AgentMailbox:
     """The agent's side of a mailbox."""
 
     def __init__(self, box: Path, about: Mapping[str, Any]) -> None:
-        """`about`: facts about this agent for the trainer."""
+        """`about`: information about this agent for the trainer."""
         self._box, self._about = box, dict(about)
         box.mkdir(parents=True, exist_ok=True)
         self.note("waiting")
@@ -102,9 +102,7 @@ class AgentMailbox:
         write_json(self._box / "agent.json", {**self._about, "doing": doing}, durable=False)
 
     def pending(self) -> tuple[str, str, dict[str, Any], str] | None:
-        """Returns (id, method, arguments, sender) of the call; None if there is none, or if it was answered or has
-        expired.
-        """
+        """Returns (id, method, arguments, sender) of the call, or None if it is missing, answered or expired."""
         found = read_json(self._box / "call.json")
         if found is None:
             return None
@@ -117,7 +115,7 @@ class AgentMailbox:
         return None if answered.get("id") == own else (own, method, arguments, str(found.get("sender", "")))
 
     def answer(self, own: str, **said: Any) -> None:
-        """Answers the call with the id `own`, with `result=...` or `error=...`."""
+        """Answers call `own` with `result=...` or `error=...`."""
         write_json(self._box / "answer.json", {"id": own, **said}, durable=False)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Weight transports, one file each with name, settings, rules and code. `base` defines the contract.
+"""Weight transports, one file each with the name, settings, checks and code. `base` defines the interface.
 
-`--update-weight-transport` takes one of the names, or the import path of your own `Transport`.
+`--update-weight-transport` accepts one of these names or the import path of your own `Transport`.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
-"""The contract and the registry of weight transports.
+"""The interface and the registry of weight transports.
 
-The user chooses a `Transport`. Its fields are its settings, and `check` says whether it works in this run. It opens a
-`Channel` on every training rank. A weight sync is a sequence of turns. In each turn, one rank sends one bucket
-(`weights.send_plan`). Rank 0 conducts. The calls of a channel, in order:
+The user selects a `Transport`. Its fields are its settings, `check` says whether it works in this run, and `open`
+returns a `Channel` on every training rank. A weight sync is a sequence of turns, in each of which one rank sends one
+bucket (`weights.send_plan`). Rank 0 is the conductor. A channel's methods are called in this order:
 
     allocate            a sender       when its buckets need more memory
-    begin               a sender       once per weight sync, in its first turn; the conductor first of all
-    prepare, deliver    a sender       for each of its buckets, in its turn
+    begin               a sender       once per weight sync, in its first turn; on the conductor before all others
+    prepare, deliver    a sender       for each of its buckets, in turn
     report              a sender       after its last turn
-    finish              the conductor  with all reports, after all turns
-    settle or abandon   every rank     when all engines have all tensors, or after a failure anywhere
+    finish              the conductor  after all turns, with all reports
+    settle or abandon   every rank     once all engines have all tensors, or after a failure on any rank
     close               every rank     once, at the end of the run
 
-If engines read the memory of the training rank on their GPU (`everywhere`), each bucket is copied to all ranks. All
-ranks call `prepare`, and only the conductor delivers. `prepare` may then be a collective. In that case it must return
-its error instead of raising it, so that the ranks stay in the same collectives. All other methods may raise. When
-`finish` returns, every engine has every tensor. The weight sync then compares digests, for every transport.
+If each engine reads from the training rank on its own GPU (`everywhere`), every bucket is copied to all ranks. All
+ranks then call `prepare`, and only the conductor calls `deliver`. Here `prepare` can be a collective, in which case it
+must return its error instead of raising it, so that the ranks stay in step. All other methods may raise. When `finish`
+returns, every engine has every tensor. The weight sync then compares digests, whatever the transport.
 
-The calls of `begin`, `prepare` and `deliver` on a rank never overlap, but may come from different threads.
+On a rank, calls of `begin`, `prepare` and `deliver` never overlap but can come from different threads.
 
-A new transport is a new module in this package. The command line imports it for its settings, so it may import torch
-only inside functions.
+To add a transport, add a module to this package. The command line imports it to read its settings, so import torch only
+inside functions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Serialize(Protocol):
-    """Makes payloads for engines that can map the memory of tensors."""
+    """Creates payloads for engines that can map the memory of tensors."""
 
     def __call__(
         self,
@@ -54,41 +54,43 @@ class Serialize(Protocol):
         runs: Sequence[tuple[str, int]] | None = None,
         only: Container[str] | None = None,
     ) -> tuple[list[str], object]:
-        """Returns a payload per receiver, and the owner of the memory, which must live until all have read it.
+        """Returns one payload per receiver, and an object that owns the memory. Keep it until all receivers have read
+        it.
 
         Tensors that are adjacent in memory from `TransportContext.shareable` are not copied. `runs`: the result of
-        `weights.expert_runs.named_runs`. `only`: names of the tensors to load; the memory contains all tensors.
+        `weights.expert_runs.named_runs`. `only`: names of the tensors to load, although the memory contains all of
+        them.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
-    """The training rank from which a channel sends, and the resources that the channel uses."""
+    """The training rank that a channel belongs to, and the resources that the channel uses."""
 
     peers: Peers
     device: str
     """The device of the trainer's tensors: "cpu" or "cuda"."""
     gpu_id: str | None
-    """This rank's GPU, named as in `Receiver.gpu_ids`; None on a CPU."""
+    """This rank's GPU, in the format of `Receiver.gpu_ids`; None on a CPU."""
     training_gpus: frozenset[str] = frozenset()
-    """GPUs of all training ranks, named like `gpu_id`; empty on a CPU."""
+    """The GPUs of all training ranks; empty on a CPU."""
     address: str
-    """Address of this host for engines."""
+    """This host's address, as seen by the engines."""
     timeout_s: float
-    """Time limit for each wait for engines."""
+    """Timeout of each wait for engines."""
     table: FamilyTable
     hf_checkpoint: Path
-    """The folder with config.json and tokenizer of the model."""
+    """The folder with the model's config.json and tokenizer."""
     serialize: Serialize
     shareable: Callable[[int, torch.device], Tensor]
     """Allocates memory that engines on this host can map, [bytes] uint8."""
     post_write: Callable[[Path, Sequence[str]], object] | None = None
-    """The user's `--custom-update-weight-post-write-path`, called with (folder, addresses of the engines) when a
-    version on disk is complete, before engines load it."""
+    """The user's `--custom-update-weight-post-write-path`. Called with (folder, engine addresses) once a version is
+    complete on disk and before engines load it."""
 
 
 class Channel(ABC):
-    """A transport on one training rank. `receivers` are the same in all calls of one weight sync."""
+    """A transport on one training rank. `receivers` is the same in all calls during one weight sync."""
 
     everywhere = False
     """Whether every training rank needs each bucket."""
@@ -100,60 +102,60 @@ class Channel(ABC):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
-        """Sender: connects to new engines. All engines are paused, and drained if the pause mode is `abort`."""
+        """Sender: connects to new engines. All engines are paused, and also drained if the pause mode is `abort`."""
 
     @abstractmethod
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
-        """Sender, or every rank (`everywhere`): prepares the bucket for `deliver`."""
+        """Sender, or every rank if `everywhere`: prepares the bucket for `deliver`."""
 
     @abstractmethod
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
-        """Sender, or the conductor (`everywhere`): sends the prepared bucket to all engines. Returns once the engines
-        have the bucket, because its memory is reused afterwards."""
+        """Sender, or the conductor if `everywhere`: sends the prepared bucket to all engines. Must not return before
+        all engines have the bucket, because its memory is then reused."""
 
     def report(self) -> Any:
-        """Sender: returns picklable facts about its buckets for `finish`."""
+        """Sender: returns picklable information about its buckets for `finish`."""
         return None
 
     def finish(self, receivers: Sequence[Receiver], *, version: int, reports: Sequence[Any]) -> None:  # noqa: B027
-        """Conductor: completes the transfer after the last turn. `reports`: reports of all senders, in rank order."""
+        """Conductor: completes the transfer after the last turn. `reports`: all senders' reports, in rank order."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Every rank: drops the state of a failed weight sync, so that the next one can start."""
+        """Every rank: discards the state of a failed weight sync so that the next one can start."""
 
     def settle(self) -> None:  # noqa: B027
-        """Every rank: frees resources kept for engines, after all engines have all tensors."""
+        """Every rank: releases resources held for engines, once all engines have all tensors."""
 
     def close(self) -> None:  # noqa: B027
-        """Every rank: frees everything at the end of the run."""
+        """Every rank: releases everything at the end of the run."""
 
     @property
     def heals(self) -> bool:
-        """Conductor: whether a failed sync may succeed if it is repeated with full weights instead of deltas."""
+        """Conductor: whether a failed sync is worth retrying with full weights instead of deltas."""
         return False
 
     def costs(self) -> Mapping[str, float]:
-        """Conductor: returns this transport's own metrics of the last weight sync, `update_weights_*`."""
+        """Conductor: returns transport-specific metrics (`update_weights_*`) of the last weight sync."""
         return {}
 
 
 class Transport(ABC):
-    """A way to send weights, with its settings."""
+    """A method of sending weights, with its settings."""
 
     name: ClassVar[str]
-    """The value of `--update-weight-transport`; `TRANSPORTS.register` sets it."""
+    """The value of `--update-weight-transport`, set by `TRANSPORTS.register`."""
     groups_engines: ClassVar[bool] = False
-    """Whether engines share a process group with their sender. A restarted engine then waits for the next weight sync,
-    because sending to this engine alone would need its own group first, and later a new group for all engines."""
+    """Whether engines are in a process group with their sender. If so, a restarted engine gets its weights from the
+    next weight sync. Sending to it earlier would take a separate group, and later a new group for all engines."""
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message if the transport cannot work on this device or placement, else None. Called at the
-        start of a run."""
+        """Returns an error message if the transport does not support this device or placement, else None. Called when a
+        run starts."""
         return None
 
     @abstractmethod
     def open(self, context: TransportContext) -> Channel:
-        """Returns the channel of one training rank. Every rank calls this once; not a collective."""
+        """Returns the channel for one training rank. Every rank calls it once. Not a collective."""
 
 
 TRANSPORTS: Registry[Transport] = Registry(

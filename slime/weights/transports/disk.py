@@ -1,11 +1,11 @@
-"""The disk transport, for a shared filesystem: a complete HF checkpoint per version, `<disk_dir>/weight_v000012`.
+"""The disk transport: writes each version as a complete HF checkpoint to a shared folder (`<disk_dir>/weight_v000012`).
 
-Buckets become safetensors files in a temporary folder, each written by the rank that sends it. The conductor writes the
-index and renames the folder, so a reader never sees half a version. The folder is removed once all engines have loaded
-it, unless `--update-weight-disk-keep-files` is set.
+Each bucket becomes a safetensors file in a temporary folder, written by the rank that sends the bucket. The conductor
+writes the index and renames the folder, so readers never see a partial version. The folder is deleted once all engines
+have loaded it, unless `--update-weight-disk-keep-files` is set.
 
-With `--update-weight-local-checkpoint-dir` engines load from a folder on their own host, in which an agent keeps the
-newest version. A version can then be a delta to the previous one (`slime.weights.delta`).
+With `--update-weight-local-checkpoint-dir`, engines load from a folder on their own host, where an agent maintains the
+newest version. A version can then be a delta against the previous one (`slime.weights.delta`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def _below_run_dir(settings: Any) -> str:
 @TRANSPORTS.register("disk")
 @dataclass(frozen=True, kw_only=True)
 class DiskTransport(Transport):
-    """A shared folder, on any placement."""
+    """A shared folder. Supports any placement."""
 
     update_weight_disk_dir: str | None = derived(_below_run_dir, "below run_dir")
-    """Folder for the disk transport. Default: <run_dir>/weights."""
+    """Folder of the disk transport. Default: <run_dir>/weights."""
     update_weight_disk_keep_files: bool = False
     """Keep the folder of each weight version after the engines have loaded it."""
     update_weight_mode: str = "full"
     update_weight_local_checkpoint_dir: str | None = None
-    """Local folder on each engine's host for the checkpoint that the engine loads. An agent on that host copies the
-    versions there, and no engine reads the shared folder."""
+    """Folder on each engine's host for the checkpoint that the engine loads. An agent on that host copies each version
+    there, so engines never read the shared folder."""
     update_weight_delta_encoding: str = opt("xor", choices=("xor", "overwrite"), needs=_DELTA)
     """xor: old XOR new of each changed element, which compresses well; overwrite: the new elements."""
     update_weight_delta_checksum: str = opt("xxh3-128", choices=("xxh3-128", "blake3", "adler32"), needs=_DELTA)
-    """Checksum of each patch and of each patched tensor. blake3 needs the blake3 package."""
+    """Checksum of each patch and each patched tensor. blake3 requires the blake3 package."""
     update_weight_full_interval: int = opt(20, needs=_DELTA, within=COUNT)
     """Send a full version at least every N weight syncs; older versions are then removed."""
 
@@ -59,8 +59,8 @@ class DiskTransport(Transport):
             return None
         if self.update_weight_local_checkpoint_dir is None and not args.debug_train_only:
             return (
-                "--update-weight-mode delta needs --update-weight-local-checkpoint-dir: deltas are applied to a "
-                "checkpoint on each engine's host; name a folder for it, on a fast local disk"
+                "--update-weight-mode delta requires --update-weight-local-checkpoint-dir, because deltas are applied "
+                "to a checkpoint on each engine's host; set it to a folder on a fast local disk"
             )
         return missing(self.update_weight_delta_checksum)
 
@@ -88,11 +88,11 @@ class DiskTransport(Transport):
 
 
 Files = dict[str, list[tuple[str, int]]]
-"""File -> (HF name, number of bytes) for each of its tensors."""
+"""Maps each file to the (HF name, number of bytes) of its tensors."""
 
 
 class DiskChannel(Channel):
-    """Writes a checkpoint and makes engines load it."""
+    """Writes a checkpoint and has the engines load it."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class DiskChannel(Channel):
         rank: int,
         post_write: Callable[[Path, Sequence[str]], object] | None = None,
     ) -> None:
-        """`assets_from`: the HF checkpoint with config and tokenizer of the model."""
+        """`assets_from`: the HF checkpoint with the model's config and tokenizer."""
         self._disk_dir, self._assets_from, self._keep, self._rank = disk_dir, assets_from, keep, rank
         self._post_write = post_write
         self._writing: Path | None = None

@@ -1,18 +1,16 @@
-"""The distributed transport, for engines on other hosts or GPUs: a broadcast per bucket.
+"""The distributed transport, for engines on other hosts or GPUs. Sends each bucket with one broadcast.
 
-Each sending training rank has a process group in which it is rank 0 and the other members are all engine ranks. It
-opens the rendezvous store on a free port of its address and invites the engines. It creates the group in the same way
-as engines do (`sglang.srt.utils.common.init_custom_process_group`), so both sides meet in one store under the same
-prefix.
+Each sender creates a process group in which it is rank 0 and all engine ranks are the other members. It opens a
+rendezvous store on a free port and asks the engines to join. It creates the group exactly as the engines do
+(`sglang.srt.utils.common.init_custom_process_group`), so both sides use the same store prefix.
 
-A group cannot gain or lose a member, and every member takes part in each broadcast. So a restarted engine gets its
-weights from the next weight sync (`Transport.groups_engines`), which makes a new group for all engines. Sending to this
-engine immediately would need an extra group, or a broadcast for which all engines stop sampling, or sending all weights
-twice.
+Group membership is fixed, and every member takes part in each broadcast. So a restarted engine has to wait for the next
+weight sync (`Transport.groups_engines`), which creates a new group of all engines. Updating it sooner would take an
+extra group, a broadcast that interrupts sampling on all engines, or sending all weights twice.
 
-Consumes: buckets, in the order of the weight sync. Produces: the same tensors on every engine rank. Waits for: engines
-to join, to receive and to respond, each with the limit of the weight sync; calls to engines run in their own threads.
-Woken by: nothing; every `POLL_S` it checks whether the broadcast has ended or an engine has refused.
+The sender waits for engines to join, to receive and to respond, each with the timeout of the weight sync. Calls to
+engines run in their own threads. During a broadcast, the sender checks every `POLL_S` whether the broadcast has
+finished or an engine has returned an error.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.001
-"""Time between two checks whether broadcasts or engines are done."""
+"""Interval between checks whether broadcasts or engine calls are done."""
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name for a single broadcast of all tensors of a bucket, concatenated."""
+"""SGLang's name for sending all tensors of a bucket, concatenated, in a single broadcast."""
 COME_POLL_S = 0.01
-"""Time between two checks whether engines have joined a group."""
+"""Interval between checks whether engines have joined a group."""
 
 
 @TRANSPORTS.register("distributed", "nccl")
@@ -58,8 +56,8 @@ class DistributedTransport(Transport):
         if args.device != "cuda" or not policy_shares_gpus(args):
             return None
         return (
-            "--update-weight-transport distributed does not work with --colocate on cuda: NCCL cannot have two ranks "
-            "on one GPU; use tensor or disk"
+            "--update-weight-transport distributed does not work with --colocate on cuda, because NCCL does not "
+            "support two ranks on one GPU; use tensor or disk"
         )
 
     def open(self, context: TransportContext) -> DistributedChannel:
@@ -81,12 +79,12 @@ class DistributedChannel(Channel):
             return
         if all(member in receivers for member in self._members):
             self.close()
-        else:  # an engine is lost and would not respond to the request to leave
+        else:  # a lost engine would not respond to a request to leave the group
             self.abandon()
         self._connect(tuple(receivers))
 
     def _connect(self, receivers: tuple[Receiver, ...]) -> None:
-        """Makes a new group. Rank 0 is the sender; the engines' ranks follow in order."""
+        """Creates a new group. Rank 0 is the sender, followed by the engines' ranks in order."""
         from slime.weights.rendezvous import keep_gloo_on, listen_on, open_store
 
         began, limit = time.monotonic(), timedelta(seconds=self._timeout_s)
@@ -94,7 +92,7 @@ class DistributedChannel(Channel):
         sizes = [receiver.control.layout.num_ranks for receiver in receivers]
         offsets = {r.control.url: 1 + sum(sizes[:i]) for i, r in enumerate(receivers)}
         world_size = 1 + sum(sizes)
-        group_name = f"slime-weights-{secrets.token_hex(4)}"  # engines keep the old name until its group is destroyed
+        group_name = f"slime-weights-{secrets.token_hex(4)}"  # unique: engines keep a name until its group is gone
         keep_gloo_on(self._master_address)
         listener = listen_on(self._master_address)
         master_port = listener.getsockname()[1]
@@ -113,7 +111,7 @@ class DistributedChannel(Channel):
         with ThreadPoolExecutor(1, thread_name_prefix="weights-invite") as pool:
             invited = pool.submit(on_all, receivers, invite, "join the weight update group")
             if not _have_come(self._store, group_name, world_size - 1, invited, self._timeout_s):
-                self._store = None  # makes the engines that wait at the store fail
+                self._store = None  # makes engines that wait at the store fail
                 invited.result()
             try:
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
@@ -156,7 +154,8 @@ class DistributedChannel(Channel):
             called.result()
 
     def _wait(self, work: Any, called: Future[Any]) -> None:
-        """Waits for a broadcast. Returns early if an engine has refused, because that engine will never take part."""
+        """Waits for a broadcast. Returns early if an engine returned an error, because it will never join the
+        broadcast."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             if called.done() and called.exception() is not None:
@@ -173,7 +172,7 @@ class DistributedChannel(Channel):
     def abandon(self) -> None:
         """Leaves the group, which may have unfinished broadcasts. The next weight sync makes a new group.
 
-        Leaving waits until these broadcasts expire or their receivers die, so it runs in a thread.
+        Leaving blocks until these broadcasts time out or their receivers die, so it runs in a thread.
         """
         leaving = self._detach()
         threading.Thread(target=leaving, name="weights-leave", daemon=True).start()
@@ -188,7 +187,7 @@ class DistributedChannel(Channel):
         self._detach()()
 
     def _detach(self) -> Callable[[], None]:
-        """Forgets the group. Returns a function that leaves the group and holds the last references to it."""
+        """Forgets the group. Returns a function that holds the last references to the group and leaves it."""
         import torch.distributed as dist
 
         held = [self._group, self._store]
@@ -202,16 +201,16 @@ class DistributedChannel(Channel):
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
                 dist.destroy_process_group(held[0])
                 held.clear()
-                left.exception()  # ignores the error of a lost engine
+                left.exception()  # ignores errors from lost engines
 
         return leave
 
 
 def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any], limit_s: float) -> bool:
-    """Waits until all engine ranks have reached the store. Returns False as soon as an engine has refused or was lost.
+    """Waits until all engine ranks have reached the store. Returns False as soon as an engine fails or is lost.
 
-    Without this check, rank 0 would wait in the store for a rank that never comes. Over gloo each rank writes one key
-    before it waits for the other ranks. Over NCCL no rank waits, and the engines' responses show that all have joined.
+    Without this check, rank 0 would wait in the store for a rank that never arrives. With gloo, each rank writes a key
+    before it waits for the others. With NCCL, no rank waits, and the engines' responses show that all have joined.
     """
     keys, deadline = getattr(store, "list_keys", None), time.monotonic() + limit_s
     while keys is not None and not invited.done() and time.monotonic() < deadline:
@@ -222,7 +221,7 @@ def _have_come(store: Any, group_name: str, num_ranks: int, invited: Future[Any]
 
 
 def join_group(backend: str, store: Any, world_size: int, group_name: str, limit: timedelta) -> Any:
-    """Makes a group on rank 0 over an existing store, beside the default group, as `init_custom_process_group` does."""
+    """Creates an additional group on rank 0 over an existing store, as `init_custom_process_group` does."""
     from torch.distributed import distributed_c10d as c10d
 
     prefixed = c10d.PrefixStore(group_name, store)

@@ -1,8 +1,8 @@
-"""The mixed transport, for runs in which some engines share GPUs with training and other engines do not.
+"""The mixed transport, for runs in which only some of the engines share GPUs with training.
 
-Engines that share all their GPUs with training map the trainer's memory (`tensor`). All others, even if they share some
-GPUs, take part in broadcasts (`distributed`). Each bucket is sent first to one kind of engine, then to the other. Every
-bucket is copied to all training ranks, because `tensor` needs that. Only the conductor broadcasts.
+Engines that share all of their GPUs with training map the trainer's memory (`tensor`). All other engines, even those
+that share some GPUs, receive broadcasts (`distributed`). Each bucket is sent to the two kinds of engines one after the
+other. Every bucket is copied to all training ranks, because `tensor` requires it, but only the conductor broadcasts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 @TRANSPORTS.register("mixed")
 @dataclass(frozen=True, kw_only=True)
 class MixedTransport(Transport):
-    """Shared memory and broadcasts: the default on cuda with --colocate and more rollout GPUs than training has."""
+    """Shared memory plus broadcasts. The default on cuda if --colocate is set and rollout has more GPUs than
+    training."""
 
     groups_engines = True
 
@@ -34,8 +35,8 @@ class MixedTransport(Transport):
         if alone or (args.device == "cuda" and policy_shares_gpus(args) and policy_has_own_gpus(args)):
             return None
         return (
-            "--update-weight-transport mixed is for policy engines both on training GPUs and on other GPUs "
-            "(cuda, --colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
+            "--update-weight-transport mixed requires policy engines both on training GPUs and on other GPUs (cuda, "
+            "--colocate, and more --rollout-num-gpus than training has); use tensor, distributed or disk"
         )
 
     def open(self, context: TransportContext) -> MixedChannel:
@@ -43,12 +44,12 @@ class MixedTransport(Transport):
 
 
 class MixedChannel(Channel):
-    """Two channels, each for some of the engines. A channel without engines is not called."""
+    """Two channels, each of which serves some of the engines. A channel without engines is never called."""
 
     everywhere = True
 
     def __init__(self, shared: Channel, apart: Channel, training_gpus: frozenset[str]) -> None:
-        """`shared` reaches engines that are only on `training_gpus`, `apart` all other engines."""
+        """`shared` serves engines that run only on `training_gpus`; `apart` serves all others."""
         self._shared, self._apart, self._training_gpus = shared, apart, training_gpus
 
     def _ways(self, receivers: Sequence[Receiver]) -> list[tuple[Channel, list[Receiver]]]:

@@ -1,13 +1,13 @@
-"""The tensor transport, for one host: engines map the trainer's memory (shared memory on a CPU, CUDA IPC on a GPU).
+"""The tensor transport, for one host. Engines map the trainer's memory: shared memory on a CPU, CUDA IPC on a GPU.
 
-Each engine rank gets its own payload, because receivers count references to the memory. The payload names the tensors
-that this rank needs for its shards. On GPUs the payload of an engine rank comes from the training rank on the same GPU:
-every bucket is copied to all training ranks, each rank makes handles of its memory (a few hundred bytes), and the
-conductor gathers the handles. On a CPU the sender of a bucket serves all engine ranks.
+Each engine rank gets its own payload, because receivers keep reference counts. A payload lists the tensors that the
+rank needs for its shards. On GPUs, an engine rank's payload comes from the training rank on the same GPU: each bucket
+is copied to all training ranks, every rank creates handles to its copy (a few hundred bytes), and the conductor gathers
+the handles. On a CPU, the sender of a bucket creates the payloads for all engine ranks.
 
-Invariant: the next bucket does not reuse a bucket's memory; only the bucket after that does. By then every engine has
-confirmed the bucket, and the conductor has passed the next collective. On a GPU an engine confirms once its copies are
-queued. The copies finish long before the reuse; otherwise the digests would differ.
+Invariant: a bucket's memory is reused by the second bucket after it, not by the next one. By then every engine has
+acknowledged the bucket, and the conductor has passed the next collective. On a GPU, an engine acknowledges as soon as
+its copies are queued. They finish long before the memory is reused; otherwise the digests would differ.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from slime.weights.send_plan import Bucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""SGLang's name for one buffer per bucket instead of one per tensor, which needs fewer handles and one mapping."""
+"""SGLang's name for one buffer per bucket instead of one per tensor. It needs fewer handles and only one mapping."""
 
 
 @TRANSPORTS.register("tensor")
 @dataclass(frozen=True, kw_only=True)
 class TensorTransport(Transport):
-    """Shared memory: the default on a CPU and with --colocate."""
+    """Shared memory. The default on a CPU and with --colocate."""
 
     def check(self, args: Args) -> str | None:
         alone = args.debug_train_only or args.debug_rollout_only
@@ -52,8 +52,8 @@ class TensorTransport(Transport):
                 f"these engines cannot map the trainer's memory; use {others} or disk"
             )
         return (
-            "--update-weight-transport tensor needs --colocate on cuda: CUDA memory is shared within one GPU, and no "
-            "engine is on a training GPU; use distributed or disk"
+            "--update-weight-transport tensor requires --colocate on cuda: CUDA memory can be shared only within one "
+            "GPU, and no engine is on a training GPU; use distributed or disk"
         )
 
     def open(self, context: TransportContext) -> TensorChannel:
@@ -87,15 +87,16 @@ class TensorChannel(Channel):
         try:
             runs = self._runs(bucket, receivers)
             mine, owner = self._payloads(bucket, receivers, runs)
-        except Exception as error:  # must not prevent the gather; the conductor raises it
+        except Exception as error:  # raised by the conductor, so that all ranks still join the gather
             mine = error
         gathered = self._peers.gather((self._gpu_id, mine)) if self._gpu_id is not None else [(None, mine)]
         return LOADER if runs else LOAD_FORMAT, gathered, owner
 
     def _runs(self, bucket: Bucket, receivers: Sequence[Receiver]) -> list[tuple[str, int]] | None:
-        """Returns the bucket as runs of experts; None without experts, or if an engine has several ranks or a draft.
+        """Groups the bucket into runs of experts. Returns None if it has no experts or an engine has several ranks or a
+        draft.
 
-        In an engine with a draft, both models get all tensors, but a run names a tensor of only one model.
+        In an engine with a draft, both models load every tensor, but a run names a tensor of only one of them.
         """
         if not any(name in self._places for name, _ in bucket.tensors):
             return None
@@ -107,7 +108,7 @@ class TensorChannel(Channel):
     def _payloads(
         self, bucket: Bucket, receivers: Sequence[Receiver], runs: Sequence[tuple[str, int]] | None
     ) -> tuple[dict[tuple[str, int], str], object]:
-        """Returns (engine, index of its rank) -> payload for the engine ranks that this training rank serves, and the
+        """Returns the payloads of the engine ranks that this training rank serves, by (engine URL, rank index), and the
         owner of the memory."""
         served: dict[frozenset[str] | None, list[tuple[str, int]]] = {}
         for receiver in receivers:
@@ -125,8 +126,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Returns rank -> names of the tensors that the rank needs for its shards, None for all. Equal sets are the
-        same object, which makes comparisons fast."""
+        """Maps each rank to the names of the tensors that it needs for its shards; None means all. Equal sets are one
+        object, which makes comparisons fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)
@@ -146,8 +147,8 @@ class TensorChannel(Channel):
             if absent:
                 raise WeightSyncError(
                     f"engine {receiver.control.url} is on GPUs {list(receiver.gpu_ids)}, but no training rank is on "
-                    f"{[receiver.gpu_ids[n] for n in absent]}; CUDA memory is shared within one GPU, so colocate them "
-                    "or use --update-weight-transport distributed"
+                    f"{[receiver.gpu_ids[n] for n in absent]}; CUDA memory can be shared only within one GPU, so "
+                    "colocate them or use --update-weight-transport distributed"
                 )
 
         def update(control: EngineControl) -> None:
