@@ -1,13 +1,13 @@
-"""The shared folder of weight versions: manifests, checksums, places of tensors in files, and the order of versions.
+"""The shared folder of weight versions: manifests, checksums, tensor offsets in files, and the chaining of versions.
 
-The digest of a version covers its whole manifest, and with it the checksums of every patch and every tensor. A delta
-names its base by digest, not only by number, so deltas cannot be chained wrongly.
+A version's digest covers its entire manifest, including the checksums of all patches and tensors. A delta identifies
+its base by digest as well as by number, so deltas cannot be chained incorrectly.
 
-Rules for the order of versions
-1. A version is full if it is the first after a start, after an engine joined, or after a failure. In addition, at least
-   every `every`-th version is full.
-2. To find missing versions, follow the bases from the target to the version in the local checkpoint or to a full one.
-3. A version may be removed once every engine has confirmed a newer full version.
+Rules for chains of versions
+1. A version is full if it is the first one after a start, after an engine joins, or after a failure. In addition, at
+   least every `every`-th version is full.
+2. To find the missing versions, follow bases from the target back to the local checkpoint's version or a full version.
+3. A version can be deleted once every engine has loaded a newer full version.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _PLAIN = set("/\\\0")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a version: the location of its patch, and the checksum of the patched tensor."""
+    """One tensor of a version: where its patch is stored, and the checksum of the patched tensor."""
 
     name: str
     """The tensor's Hugging Face name."""
     dtype: str
-    """As named in safetensors: "BF16", "F32", ..."""
+    """safetensors name: "BF16", "F32", ..."""
     shape: tuple[int, ...]
     num_bytes: int
-    """Size of the tensor."""
+    """Size of the tensor in bytes."""
     encoding: str
-    """A name in `encodings.ENCODINGS`, or `encodings.RAW`."""
+    """A key of `encodings.ENCODINGS`, or `encodings.RAW`."""
     file: str
     offset: int
     """Byte offset of the patch in the file."""
@@ -54,23 +54,23 @@ class Entry:
     """Size of the patch in bytes."""
     patch_checksum: str
     tensor_checksum: str
-    """Checksum of the whole tensor in this version."""
+    """Checksum of the full tensor in this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The tensors of a version that one sender wrote. Sent to the conductor."""
+    """The tensors of a version that one sender wrote, reported to the conductor."""
 
     entries: tuple[Entry, ...]
     num_elements: int
-    """Number of elements in all tensors of this sender."""
+    """Total number of elements in this sender's tensors."""
     num_changed: int
-    """Number of elements that differ from the previous version; in a full version, all elements."""
+    """Number of elements that differ from the previous version. In a full version, all elements count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The version that a delta applies to."""
+    """The version to which a delta is applied."""
 
     version: int
     digest: str
@@ -78,17 +78,17 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of a version, in the JSON file `MANIFEST` beside its other files."""
+    """The description of a version, stored as JSON in the file `MANIFEST` of its folder."""
 
     version: int
     base: Base | None
     """None for a full version."""
     checksum: str
-    """Kind of the checksums: one of `CHECKSUMS`."""
+    """Checksum algorithm, one of `CHECKSUMS`."""
     whole: str
-    """`whole_checksum` of all tensors of the model in this version, including unchanged ones."""
+    """`whole_checksum` of all the model's tensors in this version, including unchanged ones."""
     entries: tuple[Entry, ...]
-    """All tensors of a full version, or the changed tensors of a delta, sorted by name."""
+    """All tensors (full version) or the changed tensors (delta), sorted by name."""
 
     @property
     def digest(self) -> str:
@@ -125,7 +125,7 @@ class Manifest:
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Merges the reports of all senders and sorts entries by name. Raises `WeightSyncError` for a duplicate."""
+    """Merges the reports of all senders and sorts entries by name. Raises `WeightSyncError` on duplicates."""
     found: dict[str, Entry] = {}
     for report in reports:
         for entry in report.entries:
@@ -140,13 +140,13 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def whole_checksum(tensors: Mapping[str, str]) -> str:
-    """Returns one digest for many tensors. `tensors`: name -> checksum."""
+    """Combines tensor checksums into one digest. `tensors`: name -> checksum."""
     text = "\n".join(f"{name} {tensors[name]}" for name in sorted(tensors))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def tensor_checksums(entries: Iterable[Entry]) -> dict[str, str]:
-    """Returns tensor name -> checksum."""
+    """Maps tensor names to checksums."""
     return {entry.name: entry.tensor_checksum for entry in entries}
 
 
@@ -166,11 +166,11 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     return entry
 
 
-# Files that are either complete or absent, and on disk before any other process can find them.
+# Helpers for files that are complete and flushed to disk before other processes can see them.
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Returns the JSON object in `file`, or None if the file is missing or has other content."""
+    """Returns the JSON object in `file`, or None if the file is missing or contains anything else."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -179,7 +179,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes all files of a folder, and the folder, to disk."""
+    """Flushes a folder and all files in it to disk."""
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink():
             sync_to_disk(file)
@@ -189,11 +189,11 @@ def sync_folder(folder: Path) -> None:
 Buffer = bytes | memoryview | NDArray[Any]
 Checksum = Literal["xxh3-128", "blake3", "adler32"]
 CHECKSUMS: tuple[str, ...] = get_args(Checksum)
-"""xxh3-128 is as fast as memory. blake3 is cryptographic and needs the blake3 package. adler32 has only 32 bits."""
+"""xxh3-128 runs at memory speed. blake3 is cryptographic and requires the blake3 package. adler32 has only 32 bits."""
 
 
 def checksum(name: str, data: Buffer) -> str:
-    """Returns the hex digest of `data`. Raises `ConfigError` for an unknown name or a missing package."""
+    """Returns the hex digest of `data`. Raises `ConfigError` if the algorithm is unknown or its package is missing."""
     content = data if isinstance(data, bytes | memoryview) else data.data
     if name == "xxh3-128":
         import xxhash
@@ -210,7 +210,7 @@ def checksum(name: str, data: Buffer) -> str:
 
 
 def missing(name: str) -> str | None:
-    """Returns why a checksum cannot be computed on this machine, or None if it can."""
+    """Returns an error message if this machine cannot compute a checksum, else None."""
     if name not in CHECKSUMS:
         return f"unknown checksum {name}; use one of {', '.join(CHECKSUMS)}"
     if name == "blake3" and importlib.util.find_spec("blake3") is None:
@@ -219,14 +219,14 @@ def missing(name: str) -> str | None:
 
 
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""The beginning of a safetensors dtype's name, after its leading letters -> bytes per element."""
+"""Bytes per element, by the prefix of a safetensors dtype's name without its leading letters."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a tensor in a safetensors file."""
+    """A tensor's location in a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -236,7 +236,8 @@ class Place:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Returns name -> place for all tensors in a file. Raises `WeightSyncError` if it is not a safetensors file."""
+    """Maps the name of each tensor in a file to its location. Raises `WeightSyncError` if the file is not
+    safetensors."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEAD.unpack(opened.read(_HEAD.size))
@@ -265,7 +266,7 @@ def width_of(dtype: str) -> int:
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-"""Suffixes of files that hold the old weights in the source checkpoint. These files are not copied."""
+"""Suffixes of the weight files of a source checkpoint, which are not copied."""
 _FOLDER = re.compile(r"weight_v(\d{6,})")
 
 
@@ -274,18 +275,19 @@ def folder_of(version: int) -> str:
 
 
 def version_of(folder: str) -> int | None:
-    """Returns the version in a folder's name, or None if it is not the name of a version."""
+    """Parses a version from a folder's name. Returns None for any other name."""
     found = _FOLDER.fullmatch(folder)
     return int(found[1]) if found else None
 
 
 def written_as(version: int) -> str:
-    """Returns the name of a version's folder while it is being written."""
+    """Returns a version's temporary folder name, used while it is being written."""
     return f".{folder_of(version)}.tmp"
 
 
 def add_assets(folder: Path, checkpoint: Path, put: Callable[[Path, Path], object]) -> None:
-    """Calls `put(file, place)` for config and tokenizer files. Raises `WeightSyncError` if there is no config.json."""
+    """Calls `put(source, target)` for config and tokenizer files. Raises `WeightSyncError` if config.json is
+    missing."""
     for asset in checkpoint.iterdir():
         if asset.is_file() and not asset.name.endswith(WEIGHT_SUFFIXES):
             put(asset, folder / asset.name)
@@ -301,17 +303,17 @@ def write_index(folder: Path, weight_map: Mapping[str, str], num_bytes: int) -> 
 def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: bool) -> bool:
     """Returns whether the next version must be full.
 
-    `since_full`: number of deltas since the last full version, None before the first one; `confirmed`: whether the
-    previous sync succeeded; `all_known`: whether all engines of this sync took part in the previous one.
+    `since_full`: number of deltas since the last full version; None before the first one. `confirmed`: whether the
+    previous sync succeeded. `all_known`: whether all engines in this sync took part in the previous one.
     """
     return since_full is None or since_full + 1 >= every or not confirmed or not all_known
 
 
 def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) -> list[Manifest]:
-    """Returns the versions that bring a checkpoint to `target`, oldest first; none if the checkpoint is at `target`.
+    """Returns the versions that take a checkpoint to `target`, oldest first. Empty if it is already there.
 
-    `held`: digest of the checkpoint's version, None if it has none. The first returned version is full or applies to
-    `held`. Raises `WeightSyncError` if a version is missing (in `read`) or is not the expected one.
+    `held`: digest of the checkpoint's current version; None without one. The first returned version is full or applies
+    to `held`. Raises `WeightSyncError` if a version is missing (in `read`) or has the wrong digest.
     """
     steps: list[Manifest] = []
     wanted: Base | None = target
@@ -323,13 +325,13 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
                 f"{wanted.version} ({wanted.digest[:12]}); the chain is broken, send a full version"
             )
         if manifest.base is not None and manifest.base.version >= manifest.version:
-            raise WeightSyncError(f"the base of version {manifest.version} is not older: {manifest.base.version}")
+            raise WeightSyncError(f"version {manifest.version} has a base that is not older: {manifest.base.version}")
         steps.append(manifest)
         wanted = manifest.base
     return steps[::-1]
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """Returns the folders of versions older than `newest_full`, which every engine must have confirmed."""
+    """Returns the folders of versions older than `newest_full`, which every engine must have loaded."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

@@ -1,20 +1,20 @@
-"""The local checkpoint that engines of one host load. It contains one complete version; deltas change it in place.
+"""The local checkpoint that the engines of a host load. It holds one complete version and is patched in place.
 
-    state.json      the version of the files, and the checksum of every tensor; absent while they change
+    state.json      the current version and the checksum of each tensor; absent while files change
     model/          a Hugging Face folder
-    lock            held exclusively to change files, shared to load them; agents of one host may share a folder
+    lock            held exclusively to change files, shared to load them; a host's agents can share a folder
 
-Consumes: versions of the shared folder. Produces: `model/`. Waits for: the lock, which the kernel frees when the
-process that holds it exits.
+`LocalCheckpoint` copies or applies versions from the shared folder to `model/` while it holds the lock. The kernel
+releases the lock when the process exits.
 
 Invariants
-1. `state.json` is removed from the disk before the first byte changes, and written after the last changed byte is on
-   disk. So half-changed files of a killed process never count as a version.
-2. A patch is applied only if its checksum is correct. If the patched tensor then has the wrong checksum, the checkpoint
-   has no state.
-3. If deltas cannot be applied, the checkpoint is copied once from the newest full version, and later deltas are applied
-   to the copy. If the checkpoint already has the wanted version, all its checksums are verified, because nothing else
-   would detect damage.
+1. `state.json` is deleted (and the deletion flushed) before the first byte changes, and written after the last changed
+   byte is on disk. So files that a killed process left half-changed never count as a version.
+2. A patch is applied only if its checksum is correct. If the patched tensor's checksum is wrong, the checkpoint is left
+   without a state.
+3. If deltas cannot be applied, the newest full version is copied and the later deltas are applied to the copy. If the
+   checkpoint is already at the target version, all its checksums are verified, because nothing else would detect
+   damage.
 """
 
 from __future__ import annotations
@@ -58,50 +58,50 @@ from slime.weights.delta.folder import (
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-"""Maximum number of threads that decode and verify tensors."""
+"""Maximum number of threads for decoding and verifying tensors."""
 SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The version in the local checkpoint."""
+    """The version that the local checkpoint holds."""
 
     version: int
     digest: str
-    """The digest of the version's manifest."""
+    """Digest of the version's manifest."""
     tensors: Mapping[str, str]
     """Tensor name -> checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """The work done by one call of `LocalCheckpoint.bring_to`."""
+    """What one call of `LocalCheckpoint.bring_to` did."""
 
     full: int
     """Number of full versions copied."""
     deltas: int
     """Number of deltas applied."""
     num_bytes: int
-    """Size of the patches read."""
+    """Total size of the patches read."""
 
 
 class _Damaged(WeightSyncError):
-    """The local checkpoint does not match `state.json`, and must be copied again."""
+    """The local checkpoint does not match `state.json` and must be copied again."""
 
 
 class LocalCheckpoint:
-    """A checkpoint in `folder` that follows the versions that a trainer writes to `source`."""
+    """A checkpoint in `folder` that tracks the versions in the trainer's folder `source`."""
 
     def __init__(self, folder: Path, source: Path, note: Callable[[str], object] = lambda doing: None) -> None:
-        """`note`: called with a description of each task before it begins."""
+        """`note`: called with a description of each task before it starts."""
         self._folder, self._source, self._note = folder, source, note
         self.model = folder / "model"
-        """The folder that engines load."""
+        """The folder that engines load from."""
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def state(self) -> State | None:
-        """The current state; None if the checkpoint is incomplete."""
+        """The current state, or None if the checkpoint is incomplete."""
         found = read_json(self._folder / "state.json")
         if found is None:
             return None
@@ -111,7 +111,8 @@ class LocalCheckpoint:
             return None
 
     def bring_to(self, target: Base) -> WorkDone:
-        """Brings the checkpoint to `target`. After a `WeightSyncError` it has its previous version or no state."""
+        """Updates the checkpoint to `target`. After a `WeightSyncError`, it holds its previous version or has no
+        state."""
         with self._locked(fcntl.LOCK_EX), full_disk_named(self._folder):
             state = self.state
             if state is not None:
@@ -125,7 +126,7 @@ class LocalCheckpoint:
 
     @contextmanager
     def reading(self) -> Iterator[Path]:
-        """Yields the folder to load from. It does not change during the block."""
+        """Yields the folder to load from, which does not change inside the block."""
         with self._locked(fcntl.LOCK_SH):
             yield self.model
 
@@ -152,7 +153,7 @@ class LocalCheckpoint:
         return done
 
     def _copy(self, manifest: Manifest) -> dict[str, str]:
-        """Copies a full version: its tensor files, and other files such as config and tokenizer."""
+        """Copies a full version, including files such as config and tokenizer."""
         folder = self._source / folder_of(manifest.version)
         shutil.rmtree(self.model, ignore_errors=True)
         self.model.mkdir()
@@ -170,7 +171,7 @@ class LocalCheckpoint:
         return tensor_checksums(manifest.entries)
 
     def _apply(self, manifest: Manifest, tensors: Mapping[str, str]) -> dict[str, str]:
-        """Applies a delta to the files of `model`."""
+        """Applies a delta to the files in `model/`."""
         folder = self._source / folder_of(manifest.version)
         files = {file.name for file in self.model.glob(f"*{SUFFIX}")}
         where = {name: (file, place) for file in files for name, place in places(self.model / file).items()}
@@ -234,7 +235,7 @@ class LocalCheckpoint:
 
 
 class _Mapped:
-    """Memory-maps files as flat bytes. After a `with` block without an error, changes are on disk."""
+    """Memory-maps files as flat bytes. Flushes changes to disk when the `with` block exits without an error."""
 
     def __init__(self, folder: Path, names: set[str], *, write: bool) -> None:
         self._folder, self._names, self._write = folder, names, write
@@ -256,7 +257,7 @@ class _Mapped:
         for mapped in self._maps:
             if kind is None and self._write:
                 mapped.flush()
-            with contextlib.suppress(BufferError):  # a traceback still holds a view; the map closes with it
+            with contextlib.suppress(BufferError):  # a traceback still references a view; the map is closed with it
                 mapped.close()
         for opened in self._open:
             opened.close()
@@ -267,7 +268,7 @@ def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
         raise WeightSyncError(
-            f"{entry.name} of version {manifest.version} is damaged: its size of {len(data)} bytes is wrong"
+            f"{entry.name} of version {manifest.version} is damaged: it has {len(data)} bytes, which is the wrong size"
         )
     if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
         raise WeightSyncError(f"{entry.name} of version {manifest.version} is damaged: its checksum differs")

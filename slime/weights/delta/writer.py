@@ -1,7 +1,7 @@
-"""Writes one sender's files of a version, and keeps the sender's tensors in host memory as the base of the next delta.
+"""Writes one sender's files of a version and keeps the sender's tensors in host memory as the base of the next delta.
 
-A full version is a Hugging Face folder with a safetensors file per bucket. A delta is one file per sender with the
-patches of all changed tensors, concatenated. File names contain the sender's rank, so that senders can share a folder.
+A full version is a Hugging Face folder with one safetensors file per bucket. A delta has one file per sender, which
+contains the concatenated patches of all changed tensors. File names contain the sender's rank to keep them unique.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_THREADS = 8
-"""Maximum number of threads that encode tensors."""
+"""Maximum number of threads for encoding tensors."""
 
 
 @dataclass(slots=True)
 class Held:
-    """A tensor as this sender last sent it."""
+    """The last sent value of a tensor."""
 
     data: Bytes
     """The tensor's bytes, [num_bytes]."""
@@ -38,7 +38,7 @@ class Held:
 
 
 Memory = dict[str, Held]
-"""Name -> tensor, for all tensors of a sender."""
+"""All tensors of a sender, by name."""
 
 
 class VersionWriter:
@@ -47,8 +47,8 @@ class VersionWriter:
     def __init__(
         self, folder: Path, memory: Memory | None, *, rank: int, full: bool, encoding: str, checksum: str
     ) -> None:
-        """`folder`: the temporary folder of the version. It is created if needed; files from this sender's earlier
-        attempt are removed. `memory`: tensors of the previous version, which `add` updates; None without deltas.
+        """`folder`: the version's temporary folder. Creates it if needed and deletes files of this sender's earlier
+        attempts. `memory`: tensors of the previous version, which `add` updates; None without deltas.
         """
         assert full or memory is not None, "a delta needs the previous version"
         self._folder, self._memory, self._rank, self._full = folder, memory, rank, full
@@ -69,7 +69,7 @@ class VersionWriter:
                 self._add_changes(tensors)
 
     def report(self) -> Report:
-        """Returns the report of this sender after writing its files to disk."""
+        """Flushes this sender's files to disk and returns its report."""
         if self._file is not None:
             with full_disk_named(self._folder.parent):
                 self._file.flush()
@@ -125,7 +125,7 @@ class VersionWriter:
             )
 
     def _changed(self, name: str, tensor: Tensor) -> tuple[dict[str, Any], bytes, int]:
-        """Returns the fields of the entry, the patch (empty if nothing changed), and the number of changed elements."""
+        """Returns the entry's fields, the patch (empty if nothing changed) and the number of changed elements."""
         assert self._memory is not None, "a delta needs the previous version"
         held, data, encoding = self._memory[name], flat_bytes(tensor), self._encoding
         patch, num_changed = encodings.encode(encoding, held.data, data, width_of(held.dtype))
@@ -155,7 +155,7 @@ class VersionWriter:
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """Returns a view of the bytes of a contiguous tensor on the host, [num_bytes]."""
+    """Returns a contiguous host tensor's bytes as a view [num_bytes]."""
     import torch
 
     found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,7 +1,7 @@
-"""Fake quantisation of a trainer's shard: quantises and dequantises it, which results in the weights that engines use.
+"""Fake quantisation: quantises and dequantises a trainer's shard, which yields the weights that engines compute with.
 
-Law: fake-quantised weights do not depend on the partition. Each rank quantises its shard of a weight, so a shard must
-begin and end at block boundaries; `check` refuses other layouts.
+Invariant: fake-quantised weights do not depend on how weights are sharded. Each rank quantises its own shard, so shards
+must start and end at block boundaries. `check` rejects other layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.weights.quantised.formats import WHOLE, QuantisedFormat
 
 
 def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
-    """Raises `ConfigError` if a block of weights would be split between two of `num_shards` ranks."""
+    """Raises `ConfigError` if splitting over `num_shards` ranks would divide a block of weights."""
     row = entry.row
     if row.dim is None:
         return
@@ -29,16 +29,17 @@ def check(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
     if uneven:
         raise ConfigError(
             f"{num_shards} tensor-parallel ranks split the {uneven[0]} entries of {entry.hf[0]} in {quantised.title} "
-            f"inside a block of {block or 'all'}, so the rounding would depend on the layout; use fewer ranks, or set "
+            f"inside a block of {block or 'all'}, so rounding would depend on the layout; use fewer ranks or set "
             "--trainer-weights plain"
         )
 
 
 def fake_quantised(shard: Tensor, row: Row, num_shards: int, quantised: QuantisedFormat) -> Tensor:
-    """Returns the weights that engines multiply with instead of `shard`, in the dtype and layout of `shard`.
+    """Returns the weights that engines use in place of `shard`, in the same dtype and layout.
 
-    `shard`: one of `num_shards` shards of a row's parameter, or a stack of experts. The gradient passes unchanged (the
-    straight-through estimator, arXiv:1308.3432), because clipping moves no entry by more than half a step.
+    `shard`: one of `num_shards` shards of a row's parameter, or a stack of experts. The gradient passes through
+    unchanged (straight-through estimator, arXiv:1308.3432), even for clipped entries, because clipping moves them by at
+    most half a step.
     """
     faked: Tensor = _StraightThrough.apply(shard, lambda weight: by_segments(row, weight, num_shards, quantised.fake))
     return faked

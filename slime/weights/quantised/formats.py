@@ -1,11 +1,11 @@
-"""Quantised formats of checkpoints and engines, one class each. A class defines which weights are quantised, converts
-them to and from plain weights, and builds the weight table of an engine. `format_of` finds the format of a checkpoint.
+"""Quantised formats of checkpoints and engines, one class each. A class defines which weights are quantised, quantises
+and dequantises them, and builds an engine's weight table. `format_of` detects the format of a checkpoint.
 
 Invariants
-1. Codes and scales of a weight depend only on that weight. So every rank with the full tensor computes bitwise the same
-   result, in any layout of trainer or engine.
-2. The entries of a `block` share a scale. So a shard of a weight that begins and ends at block boundaries has the same
-   codes and scales as that shard of the quantised weight.
+1. The codes and scales of a weight depend only on that weight. So every rank that has the full tensor computes
+   bitwise-identical results, whatever the layout of trainer or engine.
+2. All entries of a `block` share one scale. So if a shard starts and ends at block boundaries, quantising the shard
+   gives the same codes and scales as quantising the full weight.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
 
 WHOLE = 0
-"""In a block size: all rows or all columns."""
+"""As a block size: all rows or all columns."""
 
 
 def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
-    """Raises `CheckpointError` if a scale, and so an entry of `weights` [..., out, in], is not finite."""
+    """Raises `CheckpointError` if a scale is not finite, which means that an entry of `weights` [..., out, in] is
+    not."""
     if not scales.isfinite().all():
         raise CheckpointError(
             f"a weight of shape {list(weights.shape[-2:])} has an infinite or NaN entry, which {kind} cannot "
@@ -44,54 +45,54 @@ class QuantisedFormat(ABC):
     """The quantisation of one checkpoint."""
 
     names: frozenset[str]
-    """HF names (`<module>.weight`) of the quantised weights. All other weights are plain."""
+    """HF names (`<module>.weight`) of the quantised weights. All others are plain."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """Name of the format for messages."""
+        """Name of the format in messages."""
 
     @property
     @abstractmethod
     def block(self) -> tuple[int, int]:
-        """Number of rows and columns that share a scale. `WHOLE` means all rows or columns."""
+        """Number of rows and columns that share a scale. `WHOLE` means all of them."""
 
     @abstractmethod
     def parts_of(self, hf_name: str) -> tuple[str, ...]:
-        """Returns the names of the tensors that replace the weight `hf_name` in the files."""
+        """Returns the names of the tensors that replace weight `hf_name` in checkpoint files."""
 
     @property
     @abstractmethod
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The type of each part, in the order of `parts_of`."""
+        """The dtype of each part, in the order of `parts_of`."""
 
     def about(self, hf_name: str) -> str | None:
-        """Returns the name of an extra tensor in the files that contains the weight's shape, or None."""
+        """Returns the name of the extra tensor that stores the weight's shape in checkpoint files, or None."""
         return None
 
     @abstractmethod
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Quantises weights [..., out, in] into parts, each [..., *shape of the part], on the same device.
+        """Quantises weights [..., out, in] into parts [..., *part shape] on the same device.
 
         Raises `CheckpointError` for a weight that is not finite.
         """
 
     @abstractmethod
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the weight [..., out, in] of these parts in float32, as the engine uses it before its own rounding.
+        """Reconstructs the weight [..., out, in] in float32, as the engine computes it before its own rounding.
 
         Raises `CheckpointError` if the shapes do not match.
         """
 
     @abstractmethod
     def rows(self, row: Row) -> tuple[Row, ...]:
-        """Returns the rows of an engine's table for a quantised row, one per part.
+        """Returns the rows of a quantised row's parts in an engine's table.
 
         Raises `ConfigError` if engines cannot hold the row quantised.
         """
 
     def row_of_part(self, row: Row, part: int, **changes: Any) -> Row:
-        """Returns `row` renamed to its part number `part`, with `changes` applied."""
+        """Returns a copy of `row` renamed for part number `part`, with `changes` applied."""
 
         def name(weight: str) -> str:
             return self.parts_of(weight)[part]
@@ -104,21 +105,21 @@ class QuantisedFormat(ABC):
         """Raises `ConfigError` if engines cannot hold the row quantised."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
-                f"{row.hf[0]} is in {self.title}, but engines cannot quantise embeddings, output layers and stacked "
-                "experts; quantise only linear layers"
+                f"{row.hf[0]} is in {self.title}, but engines do not support quantised embeddings, output layers or "
+                "stacked experts; quantise only linear layers"
             )
 
     def fake(self, weights: Tensor) -> Tensor:
-        """Rounds weights as engines do: to bfloat16, quantised, and back to bfloat16. Keeps their dtype."""
+        """Rounds weights as engines do (to bfloat16, quantised, and back to bfloat16), then restores their dtype."""
         return self.dequantise(self.quantise(weights.to(torch.bfloat16))).to(torch.bfloat16).to(weights.dtype)
 
     def is_quantised(self, hf_names: Sequence[str]) -> bool:
-        """Returns whether these weights, which an engine fuses into one tensor, are all quantised."""
+        """Returns whether all of these weights, which an engine fuses into one tensor, are quantised."""
         found = [name in self.names for name in hf_names]
         return bool(found) and all(found)
 
     def one_by_one(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Quantises several weights [n, out, in] together and yields (name, part) for each part of each weight."""
+        """Quantises n weights [n, out, in] together and yields (name, part) for each part of each weight."""
         parts = self.quantise(weights)
         for i, name in enumerate(names):
             for part_name, part in zip(self.parts_of(name), parts, strict=True):
@@ -126,26 +127,26 @@ class QuantisedFormat(ABC):
 
 
 SMALLEST = 1e-4
-"""Lower bound for a block's largest entry, which keeps scales above zero. The value is SGLang's."""
+"""Lower bound on a block's largest entry, which keeps scales above zero. Same value as in SGLang."""
 E4M3_MAX = 448.0
 """Largest finite value of float8_e4m3fn."""
 SCALE_SUFFIX = "_scale_inv"
-"""Suffix that turns the name of a weight into the name of its scales, in files and engines."""
+"""Suffix of the scales' names, after the name of the weight, in files and engines."""
 
 
 @dataclass(frozen=True)
 class BlockFp8(QuantisedFormat):
-    """FP8 with a scale per block, as in the public files of DeepSeek-V3 and Qwen3, with the engine's arithmetic.
+    """FP8 with one scale per block, as in the public DeepSeek-V3 and Qwen3 checkpoints. Uses the engine's arithmetic.
 
-    `<name>` holds codes in e4m3, `<name>_scale_inv` scales in float32. A scale is the block's largest entry / 448; a
-    code is an entry / scale, rounded to nearest. This is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2), bitwise
+    `<name>` holds e4m3 codes, `<name>_scale_inv` float32 scales. A scale is the block's largest magnitude / 448, and a
+    code is entry / scale, rounded to nearest. This is DeepSeek's recipe (arXiv:2412.19437, section 3.3.2), bitwise
     equal to SGLang's `bf16_to_block_fp8_128`. With `scale_fmt: ue8m0` in config.json (DeepSeek-V3.1), scales are
     rounded up to powers of two, as in SGLang's `per_block_cast_to_fp8`.
 
-    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that its files stay bitwise the same if
-    they are dequantised and quantised again. A weight sync does not need this: the trainer's weights were rounded to
-    bfloat16, which changes the largest entry of a block, and so its scale, by up to 2^-9. Codes of dequantised weights
-    still stay the same, because half a step of e4m3 is at least eight times larger.
+    `slime convert --to fp8` (`quantise` below) rounds scales to 20 bits, so that dequantising and requantising its
+    files is bitwise lossless. A weight sync gains nothing from this, because the trainer has rounded its weights to
+    bfloat16. That changes the largest entry of a block, and with it the scale, by up to 2^-9. Requantised codes are
+    unaffected, because half a step of e4m3 is at least eight times larger.
     """
 
     block_rows: int
@@ -192,7 +193,7 @@ class BlockFp8(QuantisedFormat):
         if row.dim is not None and len(row.segments) > 1 and any(size % block[row.dim] for size in row.segments):
             raise ConfigError(
                 f"engines stack {' and '.join(row.hf)} of {list(row.segments)} rows in {self.title}, so two of these "
-                "weights would share a scale; choose a checkpoint whose sizes are multiples of a block"
+                "weights would share a scale; use a checkpoint whose sizes are multiples of the block size"
             )
         dim = row.dim
         shapes = tuple((-(-out // block[0]), -(-size // block[1])) for out, size in row.shapes)
@@ -210,17 +211,17 @@ def power_of_two_above(scales: Tensor) -> Tensor:
 # --- block-scaled FP8 files of `slime convert --to fp8`, in the format of `BlockFp8`
 #
 # Invariants
-# 1. `quantise(dequantise(q, s))` is bitwise `(q, s)` for files that `quantise` wrote: scales have 20 significant bits
-#    and codes at most 4, so their product is exact in float32. Scales from other programs use all 24 bits and can
-#    change by 2^-19; the codes stay the same if each block contains the largest code of e4m3, as in public files.
-# 2. A block's error is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
+# 1. `quantise(dequantise(q, s))` equals `(q, s)` bitwise for files written by `quantise`: scales have 20 significant
+#    bits and codes at most 4, so their product is exact in float32. Scales from other tools use all 24 bits and can
+#    change by 2^-19. Their codes stay the same if each block contains the largest e4m3 code, as in public files.
+# 2. The error of an entry w is at most max(|w| / 16, scale / 1024): half a step of e4m3, normal or subnormal.
 
 BLOCK = (128, 128)
-"""Block size [rows, columns] of files that slime writes. Other files define their block size in config.json."""
+"""Block size [rows, columns] of files written by slime. Other files specify theirs in config.json."""
 _SMALLEST = 2.0**-90
-"""A block whose entries are all below this is written as zeros, because its scale would be subnormal in float32."""
+"""A block with no entry above this value is written as zeros, because its scale would be subnormal in float32."""
 _DROPPED_BITS = 0b1111
-"""The low bits of a float32 mantissa, which are zero in a scale."""
+"""Mask of the low float32 mantissa bits that are zero in every scale."""
 _LINEAR = re.compile(
     r"(?:^|.*\.)layers\.\d+\.(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|indexer\.(?:wq_b|wk))"
     r"|linear_attn\.(?:in_proj_(?:qkvz|qkv|z)|out_proj)"
@@ -231,9 +232,9 @@ _STACKED = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
 
 
 def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the block size [rows, columns] in the `quantization_config` of an FP8 checkpoint.
+    """Reads the block size [rows, columns] from the `quantization_config` of an FP8 checkpoint.
 
-    Raises `ConfigError` for any other kind of FP8.
+    Raises `ConfigError` if the checkpoint uses a different kind of FP8.
     """
     block = quantisation.get("weight_block_size")
     if not block or len(block) != 2 or min(block) < 1:
@@ -245,16 +246,17 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def quantises(hf_name: str) -> bool:
-    """Returns whether `--to fp8` quantises a tensor: a linear weight of attention, MLP or experts, as in the public
-    files.
+    """Returns whether `--to fp8` quantises a tensor. As in public checkpoints, it quantises only linear weights of
+    attention, MLPs and experts.
 
-    Embeddings, norms, routers, gates, convolutions and the output layer stay plain.
+    Embeddings, norms, routers, gates, convolutions and the output layer are not quantised.
     """
     return _LINEAR.fullmatch(hf_name) is not None
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Splits stacked experts, including [gate; up], into the tensors of FP8 files. Yields other tensors unchanged."""
+    """Splits stacked experts, including [gate; up], into separate tensors as in FP8 files. Yields other tensors
+    unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
@@ -268,8 +270,8 @@ def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
     """Returns codes [..., out, in] in float8_e4m3fn and scales [..., ceil(out / rows), ceil(in / columns)] in float32.
 
-    A scale is the block's largest entry / 448, rounded up to 20 bits, or 1 for a block of zeros. Processes one row of
-    blocks at a time. Raises `CheckpointError` for a weight that is not finite.
+    A scale is the block's largest magnitude / 448, rounded up to 20 bits, or 1 for a block of zeros. Processes one row
+    of blocks at a time. Raises `CheckpointError` if a weight is not finite.
     """
     codes, scales = [], []
     for rows in weight.float().split(block[0], -2):
@@ -306,7 +308,7 @@ def dequantise(codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def config_entry(kept: list[str]) -> dict[str, Any]:
-    """Returns the `quantization_config` for written files. `kept`: modules that are not quantised."""
+    """Returns the `quantization_config` of the written files. `kept`: modules that are not quantised."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -328,11 +330,11 @@ def _round_up(scale: Tensor) -> Tensor:
 
 
 CHANNEL_SCALE = "weight_scale"
-"""Name of the scales in the files, beside `weight`."""
+"""Name of the scales in checkpoint files, next to `weight`."""
 
 
 def require_channels(quantisation: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a `float-quantized` checkpoint that is not e4m3 with a scale for each output feature."""
+    """Raises `ConfigError` unless a `float-quantized` checkpoint is e4m3 with one scale per output feature."""
     found = [group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values()]
     want = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     if not found or any(weights.get(key) != value for weights in found for key, value in want.items()):
@@ -344,11 +346,11 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ChannelFp8(QuantisedFormat):
-    """FP8 with a scale per output feature, as compressed-tensors writes it (`float-quantized`; GLM-4.5-FP8).
+    """FP8 with one scale per output feature, as written by compressed-tensors (`float-quantized`; GLM-4.5-FP8).
 
-    `<module>.weight` holds codes in e4m3, `weight_scale` [out, 1] the scales. A scale is the row's largest entry / 448,
-    computed in the dtype of the weight as in compressed-tensors; a code is an entry / scale, rounded to nearest. Scales
-    are sent in float32, because engines keep them in float32.
+    `<module>.weight` holds the codes in e4m3, `weight_scale` [out, 1] the scales. A scale is the row's largest
+    magnitude / 448, computed in the weight's dtype as in compressed-tensors, and a code is entry / scale, rounded to
+    nearest. Scales are sent in float32, as stored by engines.
     """
 
     @property
@@ -390,7 +392,7 @@ class ChannelFp8(QuantisedFormat):
 
 
 PACKED, SCALE, SHAPE = "weight_packed", "weight_scale", "weight_shape"
-"""Names of the tensors in the files, which replace `weight`."""
+"""Names of the tensors that replace `weight` in checkpoint files."""
 PER_WORD = 8
 """Number of codes in an int32."""
 BITS = 4
@@ -398,7 +400,7 @@ LOWEST, HIGHEST = -8, 7
 
 
 def group_of(quantisation: Mapping[str, Any]) -> int:
-    """Returns the group size of a compressed-tensors checkpoint. Raises `ConfigError` unless it is symmetric INT4."""
+    """Reads the group size of a compressed-tensors checkpoint. Raises `ConfigError` unless it is symmetric INT4."""
     groups = list((quantisation.get("config_groups") or {}).values())
     found = [g.get("weights") or {} for g in groups]
     want = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group"}
@@ -415,16 +417,16 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class GroupedInt4(QuantisedFormat):
-    """INT4 in groups of input features, as compressed-tensors packs it (`pack-quantized`, symmetric).
+    """INT4 with one scale per group of input features, as packed by compressed-tensors (`pack-quantized`, symmetric).
 
-    `<module>.weight_packed` holds eight codes in each int32, the first one in the lowest bits, each as code + 8.
-    `weight_scale` has a scale per group: its largest entry / 7.5, computed in the dtype of the weight. For bitwise
-    equal scales, this must be the engine's dtype. `weight_shape` is in the files but is not sent, because engines
-    derive it from config.json.
+    `<module>.weight_packed` packs eight codes into each int32, lowest bits first, each stored as code + 8.
+    `weight_scale` has one scale per group: the largest magnitude / 7.5, computed in the weight's dtype, which must
+    match the engine's for bitwise-equal scales. `weight_shape` is in the files but not sent, because engines derive it
+    from config.json.
     """
 
     group: int
-    """Number of neighbouring input features that share a scale."""
+    """Number of consecutive input features that share a scale."""
 
     @property
     def title(self) -> str:
@@ -448,7 +450,9 @@ class GroupedInt4(QuantisedFormat):
     def quantise(self, weights: Tensor) -> tuple[Tensor, ...]:
         size = weights.shape[-1]
         if size % self.group:
-            raise CheckpointError(f"a weight has {size} input features, which groups of {self.group} do not divide")
+            raise CheckpointError(
+                f"a weight has {size} input features, which is not a multiple of the group size {self.group}"
+            )
         groups = weights.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / ((HIGHEST - LOWEST) / 2)
         scales = torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
@@ -456,7 +460,7 @@ class GroupedInt4(QuantisedFormat):
         codes = (groups / scales.unsqueeze(-1)).clamp(LOWEST, HIGHEST).round().to(torch.int32) - LOWEST
         words = codes.flatten(-2).unflatten(-1, (-1, PER_WORD))
         shifts = torch.arange(0, 32, BITS, dtype=torch.int32, device=weights.device)
-        packed = (words << shifts).sum(-1, dtype=torch.int32)  # bits of different codes do not overlap
+        packed = (words << shifts).sum(-1, dtype=torch.int32)  # the codes' bits do not overlap
         return packed, scales
 
     def dequantise(self, parts: Sequence[Tensor]) -> Tensor:
@@ -477,8 +481,8 @@ class GroupedInt4(QuantisedFormat):
         inputs = {shape[1] for shape in row.shapes} | (set(row.segments) if row.dim == 1 else set())
         if any(size % self.group for size in inputs):
             raise ConfigError(
-                f"groups of {self.group} do not divide the {sorted(inputs)} input features of {row.hf[0]}; choose a "
-                "checkpoint whose groups divide them"
+                f"the group size {self.group} does not divide the {sorted(inputs)} input features of {row.hf[0]}; use "
+                "a checkpoint whose group size does"
             )
         return tuple(
             self.row_of_part(
@@ -499,9 +503,9 @@ KNOWN = (
 
 
 def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedFormat | None:
-    """Returns the format of a checkpoint, given its config.json and tensor names; None if it is plain.
+    """Detects the format of a checkpoint from its config.json and tensor names. Returns None if it is not quantised.
 
-    A weight is quantised if it has scales. Raises `ConfigError` for a format that slime does not read.
+    A weight is quantised if it has scales. Raises `ConfigError` if the format is not supported.
     """
     found = quantisation_of(config)
     if found is None:
@@ -529,10 +533,11 @@ def format_of_folder(hf_checkpoint: str) -> QuantisedFormat | None:
 
 
 def engine_table(table: FamilyTable, quantised: QuantisedFormat | None) -> FamilyTable:
-    """Returns `table` with a row for each part of a quantised weight. Raises `ConfigError` if engines cannot hold them.
+    """Returns `table` with one row per part of each quantised weight. Raises `ConfigError` if engines do not support
+    it.
 
-    A weight sync takes everything from this table: names and shapes of tensors to send, shares and stages of ranks,
-    fusing, and digests (`weights.engine_layout`). Its Megatron names are not names of model parameters.
+    The weight sync reads everything from this table: names and shapes of the tensors to send, shards and stages of
+    ranks, fusing, and digests (`weights.engine_layout`). Its Megatron names do not exist as model parameters.
     """
     if quantised is None:
         return table
@@ -557,7 +562,7 @@ def _parts(row: Row, layer: int | None, quantised: QuantisedFormat) -> tuple[Row
 
 
 def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
-    """Raises `ConfigError` if an engine tensor would contain plain and quantised weights, or a partial block."""
+    """Raises `ConfigError` if an engine tensor would mix plain and quantised weights or contain a partial block."""
     for resident, held in table.resident.items():
         names = [name for entry in held for name in entry.hf]
         plain = [name for name in names if name not in quantised.names]
@@ -572,5 +577,5 @@ def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
         if uneven:
             raise ConfigError(
                 f"engines stack {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title} with "
-                f"other weights in {resident}, so two weights would share a scale; choose a different checkpoint"
+                f"other weights in {resident}, so two weights would share a scale; use a different checkpoint"
             )

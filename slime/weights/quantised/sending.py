@@ -1,7 +1,7 @@
-"""Quantises the trainer's weights while sending them, for engines that hold codes and scales instead of weights.
+"""Quantises the trainer's weights on the fly for engines that store codes and scales instead of weights.
 
-The sending rank quantises, because it has the full tensor. So codes and scales do not depend on the trainer's layout.
-As for all tensors, digests are computed before codes and scales are copied into a bucket (`weights.sync`).
+The sender quantises, because it has the full tensor, so codes and scales do not depend on the trainer's layout. As with
+all tensors, digests are computed before the codes and scales are copied into a bucket (`weights.sync`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from slime.weights.quantised.formats import QuantisedFormat, engine_table
 from slime.weights.send_plan import Outgoing, Spec, TensorGroup, Turn
 
 RUN_BYTES = 64 * 2**20
-"""Maximum size of the consecutive tensors of one shape that are quantised together."""
+"""Maximum total size of the consecutive tensors that are quantised together."""
 TIMES = 6.5
-"""Peak memory of quantising as a multiple of its input: the input, float32, scaled, rounded, and codes."""
+"""Peak memory of quantisation relative to its input: input, float32 copy, scaled, rounded, and codes."""
 
 
 def quantised_stream(
     named_tensors: Iterable[tuple[str, Tensor]], quantised: QuantisedFormat, run_bytes: int = RUN_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Replaces the weights in `quantised.names` by codes and scales and keeps the order of the stream.
+    """Replaces each weight in `quantised.names` with its codes and scales, preserving the order of the stream.
 
-    Quantising one expert takes a dozen small kernels, so consecutive tensors of one shape are quantised together, in
+    Quantising one expert takes a dozen small kernels, so consecutive tensors of equal shape are quantised together in
     runs of up to `run_bytes`. Each tensor is copied before the next one is requested.
     """
     names: list[str] = []
@@ -59,23 +59,24 @@ def quantised_stream(
 
 
 RUNS = 16
-"""Minimum number of runs per bucket, because a run needs `TIMES` its size in memory."""
+"""Minimum number of runs per bucket, because quantising a run takes `TIMES` its size in memory."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
-    """Converts `weights` (bfloat16) to the engines' format. Raises `ConfigError` if engines do not support it."""
+    """Wraps `weights` (bfloat16) to send them in the engines' format. Raises `ConfigError` if it is unsupported."""
     return weights if quantised is None else QuantisedOutgoing(weights, quantised)
 
 
 class QuantisedOutgoing:
-    """An `Outgoing` of codes and scales. Each bucket has the weights of one plain bucket, so it is about half full."""
+    """An `Outgoing` of codes and scales. Each bucket holds the weights of one plain bucket, so it is about half
+    full."""
 
     def __init__(self, weights: Outgoing, quantised: QuantisedFormat) -> None:
         self.table = engine_table(weights.table, quantised)
         self._weights, self._quantised = weights, quantised
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         self._plain: dict[int, Turn] = {}
-        """`id` of each turn -> the turn with the same weights in plain form."""
+        """Maps the `id` of each turn to the turn with the unquantised weights."""
 
     @property
     def device(self) -> torch.device:
@@ -107,12 +108,12 @@ class QuantisedOutgoing:
 
     @property
     def _run_bytes(self) -> int:
-        """The maximum size of a run. Quantising it needs less than half a bucket of memory, and two half-empty buckets
-        leave a whole bucket free."""
+        """The maximum size of a run. Quantising it takes less than half a bucket; two half-empty buckets leave a whole
+        one."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
     def fill_bytes(self, turn: Turn) -> int:
-        """Adds the memory for quantising to the memory for the plain weights."""
+        """Includes both the memory for the plain weights and the memory for quantising them."""
         plain = self._plain[id(turn)]
         weights = (math.prod(spec.shape) * spec.dtype.itemsize for spec in plain.specs if self._quantises(spec))
         return self._weights.fill_bytes(plain) + int(
@@ -123,7 +124,7 @@ class QuantisedOutgoing:
         return spec.name in self._quantised.names
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """Yields codes, scales and plain tensors on the sender of a turn. Collective, as for the plain weights."""
+        """Yields codes, scales and plain tensors on the sender of a turn. Collective, like the wrapped method."""
         broken: list[Exception] = []
 
         def watched() -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +138,7 @@ class QuantisedOutgoing:
         try:
             yield from quantised_stream(plain, self._quantised, self._run_bytes)
         except Exception as error:
-            for _ in plain:  # continues, because other ranks wait in its collectives
+            for _ in plain:  # finishes the stream, because other ranks wait in its collectives
                 pass
             if broken or isinstance(error, SlimeError):
                 raise

@@ -30,7 +30,7 @@ def test_the_public_name_of_the_hook_of_engines(tmp_path: Path) -> None:
     "flags, refused",
     [
         ([*DELTA, *LOCAL, "--update-weight-transport", "nccl"], "deltas are files"),
-        ([*DELTA], "needs --update-weight-local-checkpoint-dir"),
+        ([*DELTA], "requires --update-weight-local-checkpoint-dir"),
         (["--no-check-weight-update-equal"], "every weight sync is verified"),
         ([*DELTA, *LOCAL, "--update-weight-delta-encoding", "rle"], "rle"),
     ],

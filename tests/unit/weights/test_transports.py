@@ -106,7 +106,7 @@ def test_a_users_own_transport_by_path(tmp_path: Path) -> None:
         ("distributed", {"colocate": True, "device": "cpu"}, None),
         ("disk", {"update_weight_disk_dir": "weights"}, None),
         ("disk", {"update_weight_disk_dir": "weights", "colocate": True}, None),
-        ("disk", {"update_weight_mode": "delta"}, "needs --update-weight-local-checkpoint-dir"),
+        ("disk", {"update_weight_mode": "delta"}, "requires --update-weight-local-checkpoint-dir"),
         ("disk", {"update_weight_mode": "delta", "update_weight_local_checkpoint_dir": "/tmp/x"}, None),
         ("disk", {"update_weight_mode": "delta", "debug_train_only": True}, None),
     ],
