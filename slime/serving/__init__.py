@@ -1,4 +1,4 @@
 """SGLang servers, routers and the engines' control plane. Only this package and `slime.compat` import SGLang.
 
-Importing this package imports nothing heavy, because SGLang runs in the processes that `launch` starts.
+Importing this package is cheap, because SGLang runs only in the processes started by `launch`.
 """

@@ -1,4 +1,4 @@
-"""The weights agent of an engine, a process on the engine's host. `tend` restarts an agent that exited. Thread-safe."""
+"""Runs an engine's weights agent as a process on the engine's host. `tend` restarts it if it exits. Thread-safe."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class AgentSettings:
     local_dir: str
     """A folder on this host."""
     pre_read_hook: str | None
-    """Import path of a user's function."""
+    """Import path of a user-defined function."""
     limit_s: float
-    """Time limit for each answer of the engine."""
+    """Timeout of each request to the engine."""
 
 
 class AgentProcess:
-    """A running `slime weights-agent` for the server at `url`."""
+    """A running `slime weights-agent` process for the server at `url`."""
 
     def __init__(self, settings: AgentSettings, url: str, control_key: str | None, log_path: Path) -> None:
         self._settings, self._url, self._key, self._log_path = settings, url, control_key, log_path
@@ -38,13 +38,11 @@ class AgentProcess:
         return self._process.pid
 
     def tend(self) -> None:
-        """Restarts the agent if it has exited. The new agent resumes the unfinished call."""
+        """Restarts the agent if it has exited. The new agent runs any unfinished call again."""
         with self._lock:
             if self._over or self._process.alive:
                 return
-            logger.warning(
-                "the weights agent of %s has exited and is restarted; its log: %s", self._url, self._log_path
-            )
+            logger.warning("the weights agent of %s exited; restarting it (log: %s)", self._url, self._log_path)
             self._process.stop()
             self._process = self._start()
 

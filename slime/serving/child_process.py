@@ -1,23 +1,23 @@
-"""`ChildProcess`: one engine process and its descendants, from start to verified exit.
+"""`ChildProcess` manages an engine process and its descendants from start to verified exit.
 
-The owner's thread starts, polls and stops it; each wait has a limit. The only background thread (`_spawner`, one per
-owner process) starts children: Linux sends a child its parent-death signal when the *thread* that started it ends, and
-the calling thread may be short-lived.
+The owner starts, polls and stops it from its own thread, and every wait has a timeout. One background thread per owner
+process (`_spawner`) starts all children, because Linux sends a child its parent-death signal when the *thread* that
+started it exits, and the calling thread may be short-lived.
 
-`ProcessFamily` finds and kills processes, and `SharedMemoryFiles` removes the files in /dev/shm that they leave. Both
-use only the standard library, to keep the guardian (`slime.cluster.guardian`) small and fast to start.
+`ProcessFamily` finds and kills processes. `SharedMemoryFiles` deletes the files that they leave in /dev/shm. Both use
+only the standard library, so that the guardian (`slime.cluster.guardian`) stays small and starts fast.
 
 Invariants
-1. The child leads its own session, so a Ctrl-C in the owner's terminal does not reach it.
+1. The child is a session leader, so a Ctrl-C in the owner's terminal does not reach it.
 2. The child dies with its owner (`slime.serving.launch` requests the signal), and its children die with it.
-3. After `stop()` returns, the child and its descendants are dead and their files in shared memory are gone. If one
+3. When `stop()` returns, the child and its descendants are dead and their shared-memory files are deleted. If a process
    survives, `stop` raises an error that names it.
-4. Output goes to a file, never to a pipe that might not be read.
-5. A process gets a signal only if its start time is the recorded one, so a process that reuses the pid never does.
-6. The calling process and its ancestors are never members of a family.
-7. A file in /dev/shm is removed only if its name has a library's prefix (`_MADE_UP`), a member of the family had it
-   mapped or open (or its name contains a member's pid), it belongs to our user, and no living process uses it. A
-   checkpoint in /dev/shm stays: members may have mapped it, but its name has no such prefix.
+4. Output goes to a file, never to a pipe that nobody may read.
+5. A process is signalled only if its start time matches the recorded one, so signals never hit a reused pid.
+6. The calling process and its ancestors never become members of a family.
+7. A file in /dev/shm is deleted only if all of these hold: its name has a known library prefix (`_MADE_UP`), a member
+   of the family mapped or opened it (or its name contains a member's pid), it belongs to our user, and no running
+   process uses it. A checkpoint in /dev/shm stays even if members mapped it, because its name has no such prefix.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEEP_ENVIRON_ENV = "SPT_NOENV"
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Identifies one process of this boot; a pid alone may be reused."""
+    """Uniquely identifies a process since boot, which a pid does not, because pids are reused."""
 
     pid: int
     start_ticks: int
@@ -62,12 +62,12 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """A process, from /proc/<pid>/stat."""
+    """The state of a process, from /proc/<pid>/stat."""
 
     id: ProcessId
     name: str
     state: str
-    """`Z`: a zombie, dead but not yet reaped by its parent."""
+    """`Z` is a zombie: dead but not yet reaped by its parent."""
     parent: int
     group: int
     session: int
@@ -103,7 +103,7 @@ def has_mark(pid: int, mark: bytes) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return mark in file.read().split(b"\0")
     except OSError:
-        return False  # gone, or a process of a different user
+        return False  # gone, or owned by another user
 
 
 def ancestors(pid: int) -> set[int]:
@@ -117,15 +117,15 @@ def ancestors(pid: int) -> set[int]:
 
 
 class ProcessFamily:
-    """Processes that belong together: the seeds, all processes with the mark `NAME=value` in their environment, all
-    descendants of members, and all processes in a session or process group that a member leads.
+    """A set of related processes: the seeds, all processes with `NAME=value` in their environment, all descendants of
+    members, and all processes in a session or process group led by a member.
 
-    Members are remembered by (pid, start time), because these signs can vanish: `setproctitle` overwrites the memory
-    that /proc/<pid>/environ shows (`SPT_NOENV=1` prevents that), and ancestry is lost when a parent dies.
+    Members are tracked by (pid, start time), because the criteria can stop matching: `setproctitle` overwrites the
+    memory behind /proc/<pid>/environ (unless `SPT_NOENV=1` is set), and ancestry is lost when a parent dies.
     """
 
     def __init__(self, env_name: str, value: str, *, seeds: Iterable[int] = (), spare: Iterable[int] = ()) -> None:
-        """`seeds`: first members; `spare`: pids that never become members."""
+        """`seeds`: pids of the initial members; `spare`: pids that must never become members."""
         self._mark = f"{env_name}={value}".encode()
         self._spare = ancestors(os.getpid()) | set(spare)
         self._members: dict[int, ProcessStat] = {}
@@ -136,11 +136,11 @@ class ProcessFamily:
                 self._members[pid] = stat
 
     def refresh(self) -> list[ProcessStat]:
-        """Scans all processes (milliseconds) and returns the living members, without zombies."""
+        """Scans all processes (takes milliseconds) and returns the running members, without zombies."""
         processes = all_processes()
         known = {m.id for m in self._members.values()}
         members = {pid: s for pid, s in processes.items() if s.id in known}
-        # The kernel does not reuse a dead leader's pid while its group or session has processes, but may do so later.
+        # The kernel reuses a dead leader's pid only after its group and session are empty.
         in_use = {n for s in processes.values() for n in (s.group, s.session)}
         leaders = {pid for pid in self._leaders | self._members.keys() if pid in in_use and pid not in processes}
         members |= {pid: s for pid, s in processes.items() if pid not in self._spare and has_mark(pid, self._mark)}
@@ -157,7 +157,7 @@ class ProcessFamily:
         return [s for s in members.values() if s.state not in "ZX"]
 
     def signal(self, signum: int, members: Iterable[ProcessStat]) -> None:
-        """Sends `signum` to each member, unless a different process now has its pid."""
+        """Sends `signum` to each member, unless its pid now belongs to a different process."""
         for member in members:
             now = read_stat(member.id.pid)
             if now is not None and now.id == member.id:
@@ -171,10 +171,10 @@ class ProcessFamily:
         limit_s: float = 60.0,
         before_kill: Callable[[list[ProcessStat]], None] | None = None,
     ) -> list[ProcessStat]:
-        """Sends SIGTERM to all members, and after `grace_s` SIGKILL to the rest. Returns the members that are alive
-        `limit_s` later, normally none.
+        """Sends SIGTERM to all members and, after `grace_s`, SIGKILL to those still running. Returns the members that
+        survive another `limit_s`, normally none.
 
-        Calls `before_kill` with the living members before each signal. Also kills processes that are forked meanwhile.
+        Calls `before_kill` with the running members before each signal. Also kills processes forked in the meantime.
         """
         living = self.refresh()
         if before_kill:
@@ -197,13 +197,13 @@ SHM = "/dev/shm"
 _MAPPED = re.compile(rb" (\d+) +/dev/shm/[^\n]+$", re.MULTILINE)
 _MADE_UP = re.compile(r"^(torch_|psm_|sem\.mp-|sglang_loads_|sgl_shm_mq_|nccl-)")
 _NAMED_BY_PID = re.compile(r"^(?:torch_|sgl_shm_mq_)(\d+)_")
-"""Files of torch's file_system sharing (`torch_<pid>_<random>_<n>`) and SGLang's queues between TP ranks."""
+"""Matches files of torch's file_system sharing (`torch_<pid>_<random>_<n>`) and of SGLang's queues between TP ranks."""
 
 
 def shm_inodes_of(pid: int) -> set[int]:
-    """Returns the inodes in /dev/shm that `pid` has mapped or open; empty if it is gone or belongs to a different user.
+    """Returns the inodes in /dev/shm that `pid` has mapped or open. Empty if `pid` is gone or belongs to another user.
 
-    Paths are not enough: glibc creates a semaphore under a temporary name and links it, and /proc shows that name.
+    Paths are not enough: glibc creates a semaphore under a temporary name before linking it, and /proc shows that name.
     """
     inodes: set[int] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -217,7 +217,7 @@ def shm_inodes_of(pid: int) -> set[int]:
 
 
 def library_files() -> dict[str, int]:
-    """Returns name -> inode for our user's files in /dev/shm with a prefix in `_MADE_UP`."""
+    """Maps name to inode for our user's files in /dev/shm with a prefix in `_MADE_UP`."""
     files: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(SHM):
@@ -228,10 +228,10 @@ def library_files() -> dict[str, int]:
 
 
 class SharedMemoryFiles:
-    """The files of a process family in /dev/shm, for removal once the processes are gone.
+    """Tracks a process family's files in /dev/shm so that they can be deleted after the processes exit.
 
-    Killed processes leave files of torch's file_system sharing, Python's `SharedMemory` and NCCL. SGLang leaves its
-    load snapshot and semaphores even after SIGTERM.
+    Killed processes leave behind files of torch's file_system sharing, Python's `SharedMemory` and NCCL. SGLang leaves
+    its load snapshot and semaphores behind even after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -239,14 +239,14 @@ class SharedMemoryFiles:
         self._pids: set[int] = set()
 
     def observe(self, members: Iterable[ProcessStat]) -> None:
-        """Records the files of these living processes (milliseconds each). Call it before killing them."""
+        """Records the files of these running processes (takes milliseconds each). Call it before killing them."""
         pids = {member.id.pid for member in members}
         inodes = set().union(*(shm_inodes_of(pid) for pid in pids))
         self._pids |= pids
         self._files |= {(name, inode) for name, inode in library_files().items() if inode in inodes}
 
     def remove_orphans(self) -> list[str]:
-        """Removes the recorded files that no living process uses. Returns their names."""
+        """Deletes the recorded files that no running process uses. Returns their names."""
         candidates = {
             name: inode
             for name, inode in library_files().items()
@@ -267,14 +267,14 @@ class SharedMemoryFiles:
 FAMILY_ENV = "SLIME_CHILD_ID"
 """Environment variable that marks a child and its descendants."""
 OWNER_ENV = "SLIME_OWNER_PID"
-"""Environment variable with the owner's pid. With it a child notices that its owner died before the child started."""
+"""Environment variable with the owner's pid. Lets a child detect that its owner died before the child started."""
 LOG_TAIL_BYTES = 4000
 OWN_NAMES = "sglang::"
-"""Prefix of the process names of SGLang's schedulers and detokenizer. Other children (compilers) come and go."""
+"""Process-name prefix of SGLang's schedulers and detokenizer. Other children, such as compilers, come and go."""
 STOPPED = "tT"
-"""States of a stopped process in /proc/<pid>/stat."""
+"""States in /proc/<pid>/stat that mean that a process is stopped."""
 STOPPED_LIMIT_S = 4.0
-"""How long a process may be stopped. A debugger or profiler stops a process for less than a second."""
+"""How long a process may stay stopped. A debugger or profiler stops a process for less than a second."""
 LOOK_EVERY_S = 1.0
 _POLL_S = 0.1
 
@@ -296,7 +296,7 @@ def _spawn_loop() -> None:
 
 
 def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Runs `job` in a thread that lives until this process ends."""
+    """Runs `job` in a thread that lives as long as this process."""
     global _spawner, _spawner_pid
     with _spawner_lock:
         if _spawner is None or _spawner_pid != os.getpid():  # threads do not survive a fork
@@ -309,12 +309,12 @@ def _spawn(job: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes
 
 
 class ChildProcess:
-    """The subprocess `command`, with its log, scratch folder and process family."""
+    """Runs `command` as a subprocess with a log, a scratch folder and a process family."""
 
     def __init__(
         self, name: str, command: Sequence[str], *, log_path: Path, env: Mapping[str, str | None] | None = None
     ) -> None:
-        """`name`: for error messages; `env`: additions to this process's environment (None removes a variable)."""
+        """`name`: used in error messages; `env`: changes to the inherited environment (None removes a variable)."""
         self.name = name
         self.command = list(command)
         self.log_path = Path(log_path)
@@ -328,7 +328,7 @@ class ChildProcess:
         self._pids: list[int] = []
         """Pids of the family at the last check."""
         self._stopped_at: float | None = None
-        """When some process was stopped, on the monotonic clock; None if none is stopped."""
+        """Monotonic time since which a process has been stopped; None if none is."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -348,7 +348,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """Describes a failure: the first process, or one of SGLang's own, has exited or is stopped. None if all run."""
+        """Says which of the first process and SGLang's own processes exited or is stopped. None if all are running."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}
@@ -359,7 +359,7 @@ class ChildProcess:
         now = time.monotonic()
         self._stopped_at = (self._stopped_at or now) if stopped else None
         still = stopped if now - (self._stopped_at or now) > STOPPED_LIMIT_S else []
-        for what, pids in (("is stopped", still), ("has ended", lost)):
+        for what, pids in (("is stopped", still), ("has exited", lost)):
             if pids:
                 return f"{here(f'{self._named[pids[0]]} of {self.name}')} {what}; its log is {self.log_path}"
         return None
@@ -371,11 +371,11 @@ class ChildProcess:
         """Starts the process and returns immediately."""
         assert self._popen is None, f"{self.name} was started twice"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Engines put their socket files here.
+        # Engines create their socket files here.
         prefix = scratch_prefix()
         self._scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=socket_room(f"{prefix}XXXXXXXX/{OF_LIBRARIES}")))
         env = {k: v for k, v in {**os.environ, **self._environment()}.items() if v is not None}
-        # Only our user may read the log, because it may contain prompts and responses.
+        # The log can contain prompts and responses, so only our user may read it.
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._log_start = log.tell()
             log.write(f"$ {' '.join(self.command)}\n".encode())
@@ -408,7 +408,7 @@ class ChildProcess:
         )
 
     def log_tail(self, limit_bytes: int = LOG_TAIL_BYTES) -> str:
-        """Returns the end of the log since the last start."""
+        """Returns the last part of the log, excluding earlier starts."""
         try:
             return tail_of(self.log_path, limit_bytes, start=self._log_start).strip()
         except OSError as error:
@@ -418,8 +418,8 @@ class ChildProcess:
         """Polls `ready` until it is true.
 
         Raises `EngineError` with the end of the log if the process dies first. Raises `DeadlineExceeded` with the last
-        log line if the process neither computes nor writes to its log for `timeout_s`, or if it works for much longer
-        than that (`slime.core.liveness`).
+        log line if the process uses no CPU time and logs nothing for `timeout_s`, or is busy for much longer
+        (`slime.core.liveness`).
         """
         silence = Silence(lambda: processor_s(self._pids), file=self.log_path)
         next_look = 0.0
@@ -446,16 +446,16 @@ class ChildProcess:
             time.sleep(_POLL_S)
 
     def _look(self) -> None:
-        """Records children and their shared memory, which cannot be identified once the children are killed."""
+        """Records children and their shared memory, which can no longer be identified once the children are killed."""
         if self._family is not None:
             members = self._family.refresh()
             self._pids = [member.id.pid for member in members]
             self._shared.observe(members)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Sends SIGTERM, and after `timeout_s` SIGKILL. Returns when no process of the family is left. Idempotent.
+        """Sends SIGTERM, then SIGKILL after `timeout_s`. Returns once the whole family has exited. Idempotent.
 
-        If processes survive SIGKILL, raises an `EngineError` that names them.
+        Raises an `EngineError` that names the processes if any survive SIGKILL.
         """
         if self._popen is None or self._family is None:
             return
@@ -467,8 +467,8 @@ class ChildProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if left:
             raise EngineError(
-                f"processes of {self.name} survived SIGKILL: {[(s.id.pid, s.name, s.state) for s in left]}; the kernel "
-                "holds them, so check dmesg and the accelerator"
+                f"processes of {self.name} survived SIGKILL: {[(s.id.pid, s.name, s.state) for s in left]}; they "
+                "are stuck in the kernel, so check dmesg and the accelerator"
             )
 
 

@@ -1,9 +1,9 @@
-"""`EngineControl` for one engine, over the HTTP routes of an SGLang server or through a shared folder.
+"""`EngineControl` for one engine, through the HTTP routes of an SGLang server or through a shared folder.
 
-It speaks the dialect of the server's version: what a server responds shows whether it has sessions of weight updates.
+It adapts to the server's version: a server's responses show whether it supports weight-update sessions.
 
-All methods are thread-safe. A call blocks its thread until the response arrives or the time limit expires. Only
-`flush_cache` retries, to wait until the engine has drained.
+All methods are thread-safe. A call blocks its thread until the response arrives or the timeout expires. Only
+`flush_cache` retries, because it waits for the engine to drain.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slime.core.topology import EngineLayout, EngineRank
 from slime.weights.delta.mailbox import call, mailbox
 
 DRAIN_POLL_S = 0.05
-"""Time between two attempts to flush while requests are still ending."""
+"""Interval between attempts to flush while requests are still finishing."""
 ERROR_CHARACTERS = 2000
-"""Number of characters of a server's response that an error message quotes."""
+"""Maximum number of characters of a response quoted in an error message."""
 
 
 OPEN_SESSION = "already open"
-"""Part of SGLang's refusal to open a second session of weight updates."""
+"""Part of SGLang's error message when a weight-update session is already open."""
 NO_ROUTE = (401, 403, 404, 405)
-"""Status of a route that a server does not have. With keys, SGLang 0.5.16 responds 401 to the admin key there."""
+"""Status codes of an unknown route. If keys are set, SGLang 0.5.16 returns 401 for it, even with the admin key."""
 
 
 class HttpEngineControl:
@@ -39,13 +39,13 @@ class HttpEngineControl:
     def __init__(
         self, url: str, layout: EngineLayout, timeout_s: float, api_key: str | None = None, sender: str = ""
     ) -> None:
-        """`timeout_s`: time limit for each call; `api_key`: the key of the control routes; `sender`: the owner of
-        weight updates, by default the run, or outside a run this process.
+        """`timeout_s`: timeout of each call; `api_key`: the key of the control routes; `sender`: the owner of weight
+        updates, by default this run, or this process outside a run.
         """
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {SENDER_HEADER: sender or this_sender()}
         headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # trust_env=False: no proxy may see control traffic
+        # trust_env=False keeps control traffic away from proxies
         self._has_sessions = True
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
 
@@ -70,13 +70,13 @@ class HttpEngineControl:
         self._post("continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Waits until no request runs (not even of a client that disconnected) and the cache is empty."""
+        """Waits until no request is running (not even one from a disconnected client) and the cache is empty."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             response = self._send("POST", "flush_cache", None)
             if response.is_success:
                 return
-            if response.status_code in (401, 403):  # retrying does not help
+            if response.status_code in (401, 403):  # retrying would not help
                 raise _refusal(self._url, "flush_cache", response)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
@@ -88,9 +88,9 @@ class HttpEngineControl:
             time.sleep(DRAIN_POLL_S)
 
     def begin_update(self) -> None:
-        """Opens a session. If one is open, its sender has died or failed, so ends it and opens a new one.
+        """Opens a session. If one is already open, its sender died or failed, so closes it and opens a new one.
 
-        SGLang 0.5.16 has no sessions: it takes weights at any time.
+        SGLang 0.5.16 has no sessions and accepts weights at any time.
         """
         response = self._send("POST", "begin_weight_update", {})
         self._has_sessions = response.status_code not in NO_ROUTE
@@ -158,15 +158,15 @@ class HttpEngineControl:
         self._post("resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
 
     def start_profile(self, directory: str, name: str, *, num_passes: int, shapes: bool, stack: bool) -> None:
-        """Traces the next `num_passes` forward passes of every rank.
+        """Profiles the next `num_passes` forward passes on every rank.
 
-        Then each rank writes DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's host.
+        Each rank then writes DIRECTORY/NAME-TP-RANK.trace.json.gz on the server's host.
         """
         body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
         self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
 
     def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
-        """Raises `EngineError` if refused. SGLang reports some refusals as status 200 with `"success": false`."""
+        """Raises `EngineError` on failure, which SGLang sometimes reports as status 200 with `"success": false`."""
         response = self._send("POST", route, body)
         self._require_success(route, response)
         return response
@@ -188,18 +188,18 @@ class HttpEngineControl:
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(
-                f"engine {self._url} did not respond to /{route}: {type(error).__name__}: {error}; it may have died, "
-                "so check its log"
+                f"engine {self._url} did not respond to /{route}: {type(error).__name__}: {error}; check its log "
+                "in case it has died"
             ) from error
 
 
 def _checksums(report: Mapping[str, Any]) -> RankChecksums:
-    """Converts one rank's report from `/weights_checker`.
+    """Parses one rank's report from `/weights_checker`.
 
-    With DP attention every DP group reports all ranks of its stage.
+    With DP attention, every DP group reports all ranks of its stage.
     """
     info = report["parallelism_info"]
-    if isinstance(info, list):  # SGLang 0.5.23: one entry for the model, and one for each draft, at the same place
+    if isinstance(info, list):  # SGLang 0.5.23: one entry per model (main and drafts), all for the same rank
         info = info[0]
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
@@ -214,18 +214,18 @@ def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:
 
 
 def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:
-    return {"flush_cache": flush_cache, "weight_version": str(weight_version)}  # SGLang keeps versions as text
+    return {"flush_cache": flush_cache, "weight_version": str(weight_version)}  # SGLang stores versions as strings
 
 
 class FolderEngineControl:
-    """Controls an engine that the trainer reaches only through a shared folder.
+    """Controls an engine that the trainer can reach only through a shared folder.
 
-    The agent on the engine's host forwards each call to the engine. Weights are written to the folder as versions;
-    other ways to send weights raise `EngineError`.
+    The agent on the engine's host forwards each call to the engine. Weights are sent as versions in the folder. All
+    other update methods raise `EngineError`.
     """
 
     def __init__(self, folder: Path, url: str, layout: EngineLayout, timeout_s: float) -> None:
-        """`url`: the engine's address as the trainer knows it; `timeout_s`: time limit for each call."""
+        """`url`: the engine's address as seen by the trainer; `timeout_s`: timeout of each call."""
         self._box, self._url, self._layout, self._timeout_s = mailbox(folder, url), url.rstrip("/"), layout, timeout_s
 
     @property
@@ -237,7 +237,7 @@ class FolderEngineControl:
         return self._layout
 
     def close(self) -> None:
-        """Does nothing, because no connection is open."""
+        """Does nothing, because there is no connection to close."""
 
     def pause(self, mode: str = "abort") -> None:
         self._call("pause", mode=mode)
@@ -263,8 +263,8 @@ class FolderEngineControl:
 
     def _refuse(self, *args: Any, **named: Any) -> NoReturn:
         raise EngineError(
-            f"engine {self._url} is reached only through the folder {self._box}, which supports only weight versions; "
-            "use --update-weight-transport disk"
+            f"engine {self._url} can be reached only through the folder {self._box}, which supports only weight "
+            "versions; use --update-weight-transport disk"
         )
 
     update_weights_from_tensor = update_weights_from_distributed = update_weights_from_disk = speak_for = _refuse

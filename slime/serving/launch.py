@@ -1,17 +1,17 @@
-"""The launcher. `python -m slime.serving.launch <SGLang arguments>` runs a server, or sglang-router if `--router` comes
-first. With `--token-versions` as the first argument, responses contain the weight version of each token.
+"""The launcher. `python -m slime.serving.launch <SGLang arguments>` runs a server, or sglang-router if the first
+argument is `--router`. If it is `--token-versions`, the server's responses contain the weight version of each token.
 
-SGLang starts its schedulers and its detokenizer with multiprocessing's "spawn", which first imports the main module
-again, as `__mp_main__`. So `prepare_process` runs in the server and in every process below it. On a CPU the children
-are forked instead (`slime.compat.sglang_cpu.forked_children`).
+SGLang starts its schedulers and detokenizer with multiprocessing's "spawn", which re-imports the main module as
+`__mp_main__`. So `prepare_process` runs in the server and in each of its child processes. On a CPU, children are forked
+instead (`slime.compat.sglang_cpu.forked_children`).
 
 Invariants
-1. Importing this module under its own name does nothing.
-2. The server, the router and their children get SIGKILL when the slime process that started them ends. A server started
-   by hand (`--rollout-external-engine-addrs`) keeps running; its children end with it.
-3. Keys come from the environment and appear in no log, answer or child process. Every route except the health checks
-   requires a key, and routes that change something require the admin key (`slime.compat.sglang_security`).
-4. On a GPU machine, SGLang and torch are changed only through hooks of SGLang's plugin registry and classes registered
+1. A normal import of this module has no side effects.
+2. The server, the router and their children get SIGKILL when the slime process that started them exits. A manually
+   started server (`--rollout-external-engine-addrs`) keeps running, and its children exit with it.
+3. Keys come from the environment and never appear in a log, a response or a child process. Every route except the
+   health checks requires a key, and routes that change state require the admin key (`slime.compat.sglang_security`).
+4. On a GPU machine, SGLang and torch are modified only through SGLang's plugin hooks and through classes registered
    with transformers (`sglang_config_names`).
 """
 
@@ -30,10 +30,10 @@ from slime.core.text import HIDDEN
 
 
 class Secret(str):
-    """A key that `repr` hides and that copy and pickle replace with a random text.
+    """A key that `repr` masks and that copy and pickle replace with a random string.
 
-    SGLang logs the `repr` of its arguments, passes them to its children, and lists them all in `/server_info`. Without
-    this class, any client with the key for generation could read the key that protects the weights.
+    SGLang logs the `repr` of its arguments, passes them to its children and returns them in `/server_info`. Without
+    this class, any client with the generation key could read the admin key that protects the weights.
     """
 
     __slots__ = ()
@@ -55,15 +55,15 @@ def _nobodys_key() -> str:
 ROUTER_FLAG = "--router"
 TOKEN_VERSIONS_FLAG = "--token-versions"
 API_KEY_ENV = "SLIME_ENGINE_API_KEY"
-"""Bearer token of a server or router. Every user of the host can read a command line, but not an environment."""
+"""Bearer token of a server or router. Not a flag, because every user of the host can read command lines."""
 ADMIN_KEY_ENV = "SLIME_ENGINE_ADMIN_API_KEY"
-"""Bearer token of routes that change or end something. Without it, these routes require the other token."""
+"""Bearer token of routes that change state. Without it, these routes require the regular token."""
 SECRET_FLAGS_ENV = "SLIME_SECRET_FLAGS"
-"""A JSON list of other secret flags."""
+"""Environment variable with all other secret flags, as a JSON list."""
 
 
 def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
-    """Prepares this process, the server or one of its children. Call it before SGLang is imported."""
+    """Prepares this process (the server or one of its children). Call it before SGLang is imported."""
     from slime.compat.sglang_patches import patch_sglang
 
     if expected_parent is not None:
@@ -72,7 +72,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
 
 
 def serve(arguments: list[str]) -> None:
-    """Runs the SGLang server in this process until the server exits."""
+    """Runs the SGLang server in this process until it exits."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -82,9 +82,9 @@ def serve(arguments: list[str]) -> None:
     from slime.compat import sglang_security
 
     load_plugins()
-    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs them
+    missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs a warning
     if missing:
-        raise EngineError(f"this SGLang has no {sorted(missing)}, which slime's hooks need; install the pinned version")
+        raise EngineError(f"this SGLang lacks {sorted(missing)}, which slime hooks; install the pinned version")
     settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
     for name in ("api_key", "admin_api_key"):
         if getattr(settings, name):
@@ -98,8 +98,8 @@ def serve(arguments: list[str]) -> None:
 
 
 def route(arguments: list[str]) -> None:
-    """Runs sglang-router in this process until the router exits. The router's own launcher would also import SGLang and
-    torch for a balancer that is not used."""
+    """Runs sglang-router in this process until it exits. The router's own launcher would also import SGLang and torch
+    for an unused balancer."""
     import setproctitle
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs

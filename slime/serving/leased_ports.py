@@ -1,15 +1,15 @@
-"""Port leases, which keep two runs on a host from using one port; and `LeasedServer`, the base of SGLang servers and
-routers.
+"""Port leases, which keep runs on the same host from using the same port, and `LeasedServer`, the base class of SGLang
+servers and routers.
 
-An engine binds its port many seconds after choosing it, so another run could take a port that is merely free now. A
-lease is a name in the abstract Unix socket namespace that this process binds. Binding is atomic and, like TCP ports,
-scoped to the network namespace. The kernel releases the name when the process ends, and there is no file to remove.
+An engine binds its port many seconds after choosing it, so another run could take the port in between. To lease a port,
+this process binds a name in the abstract Unix socket namespace. Binding is atomic and, like TCP ports, scoped to the
+network namespace. The kernel releases the name when the process exits, so there is no file to clean up.
 
 Invariants
-1. A port has at most one lease on a host (one network namespace), across processes.
-2. A port is leased only if it can be bound on loopback and on all interfaces, over IPv4 and IPv6. It is outside the
-   kernel's ephemeral range, so no outgoing connection and no bind to port 0 takes it.
-3. Programs that take no leases can still bind the port; the server then starts again on a different port.
+1. Within a host (network namespace), a port has at most one lease across all processes.
+2. A port is leased only if it can be bound on loopback and on all interfaces, over IPv4 and IPv6. It lies outside the
+   kernel's ephemeral range, so outgoing connections and binds to port 0 never take it.
+3. Programs that do not use leases can still bind the port. The server then restarts on a different port.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FIRST_PORT = 20000
 """Above Ray's default worker ports (10002 to 19999)."""
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PREFERRED_SPAN = 4000
-"""If fewer ports lie below the ephemeral range, the ports above it are used, too."""
+"""If fewer ports than this lie below the ephemeral range, ports above the range are used as well."""
 
 
 def candidate_ports() -> list[range]:
-    """Returns the ranges to lease from: above Ray's ports and outside the kernel's ephemeral range."""
+    """Returns the port ranges to lease from: above Ray's ports and outside the kernel's ephemeral range."""
     try:
         low, high = (int(x) for x in _EPHEMERAL_RANGE.read_text().split())
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def is_bindable(port: int) -> bool:
     for host in ("127.0.0.1", "0.0.0.0", "::1", "::"):
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: accepts ports in TIME_WAIT
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like servers: allows ports in TIME_WAIT
                 if ":" in host:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind((host, port))
@@ -68,18 +68,18 @@ def is_bindable(port: int) -> bool:
 NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 """Errors on a host without IPv6, or without IPv6 on loopback."""
 MEETING_OFFSETS = (*range(7), 13)
-"""Offsets of the meeting point's port (0) and the ports that SGLang 0.5.16 derives from it: with DP attention the next
-five, one for loads, and one for the handshake of the nodes (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
+"""Offset of the rendezvous port (0) and of the ports that SGLang 0.5.16 derives from it: the next five with DP
+attention, one for loads, and one for the node handshake (`PortArgs`, `DP_ATTENTION_HANDSHAKE_PORT_DELTA`)."""
 DERIVED_OFFSETS = (13, *range(233, 240))
-"""Offsets of the ports that DP attention derives from the port of a single-node server (`ZMQ_TCP_PORT_DELTA`)."""
+"""Offsets of the ports that DP attention derives from a single-node server's port (`ZMQ_TCP_PORT_DELTA`)."""
 
 
 @dataclass(slots=True)
 class PortLease:
-    """The right to use `ports` on this host until `release()`, the end of the `with` block or of the process."""
+    """Reserves `ports` on this host until `release()`, the end of the `with` block, or process exit."""
 
     ports: tuple[int, ...]
-    """First the `count` requested ports, then the ports at offsets from the first port."""
+    """The `count` requested ports, followed by the ports at offsets from the first one."""
     _names: list[socket.socket]
 
     @property
@@ -112,7 +112,7 @@ def _claim(port: int) -> socket.socket | None:
 
 
 def lease_port(port: int) -> PortLease:
-    """Leases `port`. Raises `EngineError` if another run or program uses it."""
+    """Leases `port`. Raises `EngineError` if it is in use."""
     name = _claim(port)
     if name is None:
         raise EngineError(
@@ -122,19 +122,19 @@ def lease_port(port: int) -> PortLease:
 
 
 def lease_meeting_point() -> PortLease:
-    """Leases a port where an engine's nodes meet, with the ports that SGLang derives from it.
+    """Leases a rendezvous port for an engine's nodes, and the ports that SGLang derives from it.
 
-    Call it on the host of the first node.
+    Call it on the first node's host.
     """
     return lease_ports(beside_first=MEETING_OFFSETS[1:])
 
 
 def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLease:
-    """Leases `count` free ports, and the ports at the offsets `beside_first` from the first one.
+    """Leases `count` free ports and the ports at the offsets `beside_first` from the first one.
 
     Raises `EngineError` if it finds too few free ports.
     """
-    chooser = random.SystemRandom()  # not the global generator: runs with the same seed would choose the same ports
+    chooser = random.SystemRandom()  # unseeded, because runs with equal seeds would choose equal ports
     ranges = candidate_ports()
     ports: list[int] = []
     names: list[socket.socket] = []
@@ -157,8 +157,8 @@ def lease_ports(count: int = 1, *, beside_first: Sequence[int] = ()) -> PortLeas
     for name in names:
         name.close()
     raise EngineError(
-        f"found no {count} free ports in {ranges} after 2000 tries, because other programs use them; stop those "
-        "programs or narrow net.ipv4.ip_local_port_range"
+        f"could not find {count} free ports in {ranges} in 2000 tries; stop the programs that use these ports, or "
+        "narrow net.ipv4.ip_local_port_range"
     )
 
 
@@ -175,36 +175,36 @@ class LeasedServer:
     def port(self) -> int:
         """The first leased port. Raises `EngineError` before `start`."""
         if self._lease is None:
-            raise EngineError(f"{self.what} has no port before start()")
+            raise EngineError(f"{self.what} has no port until start() is called")
         return self._lease.port
 
     @property
     def url(self) -> str:
-        """The server's address, which a restart may change. Raises `EngineError` before `start`."""
+        """The server's address, which can change on restart. Raises `EngineError` before `start`."""
         return http_url(self.host, self.port)
 
     @property
     def pid(self) -> int:
-        """Pid of the first process, which leads the session. Raises `EngineError` before `start`."""
+        """Pid of the first process, the session leader. Raises `EngineError` before `start`."""
         if self._process is None:
-            raise EngineError(f"{self.what} has no process before start()")
+            raise EngineError(f"{self.what} has no process until start() is called")
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the first process runs. SGLang ends it when one of its children fails."""
+        """Whether the first process is running. SGLang kills it when one of its children fails."""
         return self._process is not None and self._process.alive
 
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores the host's proxy settings
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignores proxy settings
 
 
 def request(
     method: str, url: str, body: Any = None, *, timeout_s: float = 5.0, api_key: str | None = None
 ) -> tuple[int, str]:
-    """Sends one HTTP request and returns (status, text). Without an answer, returns status 0 and the reason.
+    """Sends one HTTP request and returns (status, text), or (0, reason) if there is no response.
 
-    Used to start and stop servers, not on the data path.
+    Used for starting and stopping servers, not on the data path.
     """
     headers = {"Content-Type": "application/json"} if body is not None else {}
     if api_key:

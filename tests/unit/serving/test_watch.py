@@ -145,7 +145,7 @@ def test_a_stopped_a_lost_and_an_ended_process_show(tmp_path: Path, monkeypatch:
         while process.problem() is not None:
             time.sleep(0.05)
         subprocess.run(["kill", "-KILL", str(child)], check=True)
-        wait_for_problem(process, f"sglang::schedul of engine x on {host} has ended")
+        wait_for_problem(process, f"sglang::schedul of engine x on {host} has exited")
         subprocess.run(["kill", "-KILL", str(process.pid)], check=True)
         wait_for_problem(process, f"engine x on {host} was killed by SIGKILL; its log is {tmp_path / 'log'}")
     finally:
