@@ -1,9 +1,9 @@
-"""SGLang's payloads of `/update_weights_from_tensor` and its tensor digests, byte for byte.
+"""Creates SGLang's `/update_weights_from_tensor` payloads and computes its tensor digests, both byte for byte.
 
-A payload is a base64 pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains `{"flattened_tensor",
-"metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom loader. Tensors are handles,
-not data: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler accepts only a few names, so a
-payload uses only torch's rebuild functions and `SimpleNamespace`.
+A payload is a base64-encoded pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains `{"flattened_tensor",
+"metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom loader. Tensors are pickled
+as handles: the name of a shared-memory file (CPU) or a CUDA IPC handle. SGLang's unpickler allows only a few globals,
+so payloads use only torch's rebuild functions and `SimpleNamespace`.
 
 This module does not import SGLang, because that takes 10 s.
 """
@@ -31,9 +31,9 @@ from slime.serving.tensor_hash import TileHasher, finish_all
 from slime.weights.hf_shards import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
-"""Position of the device in the arguments of torch's `rebuild_cuda_tensor`."""
+"""Index of the device argument of torch's `rebuild_cuda_tensor`."""
 _born: dict[str, reductions.StorageWeakRef] = {}
-"""File in /dev/shm -> this process's buffer in that file."""
+"""This process's buffers, by their file names in /dev/shm."""
 
 
 def serialize_bucket(
@@ -43,12 +43,12 @@ def serialize_bucket(
     runs: Sequence[tuple[str, int]] | None = None,
     only: Container[str] | None = None,
 ) -> tuple[list[str], object]:
-    """Returns one payload per receiver, and the owner of the memory. Keep the owner until every receiver has responded.
+    """Returns one payload per receiver, and an owner that keeps the memory alive. Hold it until all receivers respond.
 
-    `named_tensors`: all on one device. Tensors that lie end to end in `shareable` memory are shared without a copy,
-    others are copied there. Receivers count references, so each receiver needs its own payload. `runs`: (name, number
-    of tensors) for a custom loader, which receives each run of several tensors as one flat tensor. `only`: names of the
-    tensors to announce.
+    `named_tensors`: all on one device. Tensors that are contiguous in `shareable` memory are shared without a copy;
+    others are first copied there. Receivers keep reference counts, so each one needs its own payload. `runs`: (name,
+    number of tensors) for a custom loader, which gets each run of several tensors as one flat tensor. `only`: names of
+    the tensors to include in the metadata.
     """
     assert named_tensors, "empty bucket"
     flat, metadata = _flatten(named_tensors)
@@ -64,10 +64,10 @@ def serialize_bucket(
 
 
 def shareable(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns memory [num_bytes] uint8 that other processes on the host can map: shared memory on a CPU."""
+    """Allocates memory [num_bytes] uint8 that other processes on the host can map. On a CPU, this is shared memory."""
     if device.type != "cpu":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # because sharing an ordinary storage copies it
+    storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)  # sharing an ordinary storage would copy it
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
     _remove_abandoned()
     _born[storage._share_filename_cpu_()[1].decode().lstrip("/")] = reductions.StorageWeakRef(storage)
@@ -85,7 +85,7 @@ def _views(
 
 
 def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[SimpleNamespace]]:
-    """Returns all tensors end to end in `shareable` memory ([bytes] uint8), and the metadata with their positions."""
+    """Returns all tensors contiguously in `shareable` memory ([bytes] uint8), and metadata with their offsets."""
     metadata, start = [], 0
     for name, tensor in named_tensors:
         num_bytes = tensor.numel() * tensor.element_size()
@@ -100,16 +100,16 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
         for run in runs:
             flat[filled : filled + len(run)].copy_(run)
             filled += len(run)
-    if flat.is_cuda:  # the receiver reads on its own stream
+    if flat.is_cuda:  # the receiver reads on a different stream
         torch.cuda.current_stream(flat.device).synchronize()
     return flat, metadata
 
 
 def _remove_abandoned() -> None:
-    """Removes the files of freed buffers. Torch counts receivers in the file and keeps it if a receiver was killed.
+    """Deletes the files of freed buffers, which torch keeps if a receiver was killed before it dropped its reference.
 
-    Torch must have freed the buffer first: it aborts the process if the file is already missing. Several threads of a
-    sync call this at the same time; the thread that removes a name from the table removes the file.
+    torch must have freed the buffer first, because it aborts the process if the file is missing. Several threads can
+    call this at the same time; whichever pops a name from the table deletes the file.
     """
     for name, storage in list(_born.items()):
         if storage.expired() and _born.pop(name, None) is not None:
@@ -124,7 +124,7 @@ def _shared(tensor: Tensor) -> Any:
 def _payload(content: Any) -> str:
     buffer = io.BytesIO()
     strategy = torch.multiprocessing.get_sharing_strategy()
-    # file_descriptor, the default on Linux, needs an authentication key that both processes share
+    # file_descriptor, the default on Linux, requires both processes to share an authentication key
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         ForkingPickler(buffer).dump(content)
@@ -134,8 +134,8 @@ def _payload(content: Any) -> str:
 
 
 class _CudaHandle:
-    """Pickles a tensor as torch's IPC handle, with the device's UUID instead of its index, because sender and receiver
-    may number the host's GPUs differently (pytorch pull request 149248; SGLang's receiver understands both).
+    """Pickles a tensor as torch's IPC handle with the device's UUID instead of its index, because sender and receiver
+    may number the GPUs differently (pytorch pull request 149248). SGLang's receiver accepts both.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -153,7 +153,7 @@ class _CudaHandle:
 class _Digest:
     """The digest that `/weights_checker` reports for a tensor: 16 hex digits. See `core.engine_interface.Digest`.
 
-    On a CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, on a GPU `tensor_hash`.
+    On a CPU, it is the first 8 bytes of the SHA-256 of the tensor's bytes. On a GPU, it is `tensor_hash`.
     """
 
     def __call__(self, parts: Tensor | Sequence[Tensor]) -> str:
@@ -200,5 +200,5 @@ digest = _Digest()
 
 
 def warm_digest(device: torch.device) -> None:
-    """Compiles the digest kernel for a GPU, which takes seconds the first time."""
+    """Compiles the digest kernel for a GPU in advance, which can take seconds."""
     digest(torch.zeros(4, dtype=torch.uint8, device=device))

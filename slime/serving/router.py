@@ -1,28 +1,28 @@
-"""sglang-router 0.3.2 in front of a run's servers: one router per model, each with its own thread.
+"""sglang-router 0.3.2 in front of a run's servers. Each model has one router, managed by one thread.
 
-The run's own requests go directly to the engines. Routers serve all other clients: user code, clients of `slime serve`.
-A failing router never prevents or delays a change of the engines.
+The run's own requests go directly to the engines. Routers serve all other clients, such as user code and clients of
+`slime serve`. A failing router never blocks or delays changes to the engines.
 
-The run starts a `Router`. If the router exits or hangs, its `KeptRouter` restarts it on the same port with the same
-servers, so connections are refused for a few seconds. The run neither starts nor stops an `ExistingRouter`. The run
-logs when such a router stops answering, registers its servers again when the router answers, and removes its servers
-from the router at the end.
+A `Router` is started by the run. If it exits or hangs, its `KeptRouter` restarts it on the same port with the same
+servers, and connections fail for a few seconds. An `ExistingRouter` is neither started nor stopped by the run. If it
+stops responding, the run logs a warning. The run registers its servers again once the router responds, and removes them
+at the end.
 
-Any thread may request changes (`Routers.admit`, `dismiss`); the calls return immediately. Each router's thread applies
-the changes. A change or `begin_to_close` wakes the thread; otherwise it polls every `LOOK_EVERY_S`. Every request to a
-router has a time limit.
+Any thread can request changes (`Routers.admit`, `dismiss`). These calls return immediately, and the router's thread
+applies the changes. The thread polls every `LOOK_EVERY_S` and wakes early on a change or `begin_to_close`. Every
+request to a router has a timeout.
 
 Invariants
-1. A router always has a key and requires it on every route except the health checks. Otherwise any user of the host
-   could register a server and receive requests with the engines' key. By default the router's key is the engines' key,
-   because it forwards the client's key to the engine. The key is passed in the environment and is never logged.
-2. The metrics port is leased and on loopback, because two runs would collide on the default port.
-3. A lock guards the wanted servers. No thread holds it during a request to a router, so `admit` and `dismiss` never
-   wait. Changes apply in the order of the calls.
-4. Servers are added one by one, without waiting. A server that is missing at a later check is added again.
-5. The run removes only servers that it admitted.
-6. A router that fails `MAX_FAILURES` restarts in a row, for example because it refuses the run's key, stays dead;
-   `require_alive` then raises its error.
+1. A router always requires a key, except for health checks. Otherwise any user of the host could register a server and
+   receive requests that contain the engines' key. By default, the router and the engines have the same key, because the
+   router forwards the client's key to the engine. The key is passed in the environment and never logged.
+2. The metrics port is leased, because two runs would collide on the default port, and bound to loopback.
+3. A lock guards the list of wanted servers. It is never held during a request to a router, so `admit` and `dismiss` do
+   not block. Changes are applied in call order.
+4. Servers are added one by one, without waiting. A server that a later check finds missing is added again.
+5. The run removes only servers that it added.
+6. After `MAX_FAILURES` failed restarts in a row, for example because the router rejects the run's key, the router stays
+   dead and `require_alive` raises its error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeyRefused(EngineError):
-    """A router responds but refuses the run's key."""
+    """The router responds but rejects the run's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class RouterWorker:
 
 
 class RouterWorkers:
-    """Access to the server list of a router. The router adds or removes a server some time after the request."""
+    """Access to a router's server list. The router applies changes asynchronously, some time after the request."""
 
     api_key: str
     """Bearer token for every request to the router."""
     _worker_api_key: str | None
-    """The key that the router uses for the servers."""
+    """The key with which the router authenticates to the servers."""
 
     @property
     def url(self) -> str:
@@ -78,10 +78,10 @@ class RouterWorkers:
         raise NotImplementedError
 
     def workers(self) -> list[RouterWorker]:
-        """Returns the servers that the router knows. Raises `KeyRefused`, or `EngineError` if it does not respond."""
+        """Lists the router's servers. Raises `KeyRefused`, or `EngineError` if the router does not respond."""
         status, text = request("GET", f"{self.url}/workers", api_key=self.api_key)
         if status in (401, 403):
-            raise KeyRefused(f"the router at {self.url} refuses the run's key with status {status}: {text[:500]}")
+            raise KeyRefused(f"the router at {self.url} rejects the run's key with status {status}: {text[:500]}")
         if status != 200:
             raise EngineError(f"{self.url}/workers failed with status {status}: {text[:500]}")
         return [
@@ -90,9 +90,9 @@ class RouterWorkers:
         ]
 
     def ask_to_add(self, url: str, timeout_s: float, kind: Worker) -> None:
-        """Asks the router to add a server, which the router does once the server answers.
+        """Asks the router to add a server. The router adds it once the server responds.
 
-        Raises `EngineError` if the router refuses or does not respond.
+        Raises `EngineError` if the router rejects the request or does not respond.
         """
         body: dict[str, Any] = {"url": url} | ({"api_key": self._worker_api_key} if self._worker_api_key else {})
         if kind is not Worker.REGULAR:
@@ -104,7 +104,7 @@ class RouterWorkers:
             raise EngineError(f"the router did not add server {url} (status {status}): {text[:500]}")
 
     def ask_to_remove(self, worker: RouterWorker, timeout_s: float) -> None:
-        """Asks the router to remove a server. Raises `EngineError` if it refuses or does not respond."""
+        """Asks the router to remove a server. Raises `EngineError` if the router rejects this or does not respond."""
         address = f"{self.url}/workers/{urllib.parse.quote(worker.id, safe='')}"
         status, text = request("DELETE", address, timeout_s=timeout_s, api_key=self.api_key)
         if not 200 <= status < 300 and status != 404:
@@ -129,22 +129,22 @@ DEFAULTS: Mapping[str, Any] = {
     "shutdown_grace_period_secs": 1,
     "health_check_interval_secs": 10,
     "log_level": "warn",
-    # A retried request would be sampled twice. The rollout client decides about retries and counts them.
+    # A retry would sample a request twice. The rollout client decides when to retry, and counts retries.
     "disable_retries": True,
-    # A server that pauses for a weight sync is slow, not broken; the supervisor watches whether it is alive.
+    # A server that is paused for a weight sync is slow, not broken. The supervisor monitors its health.
     "disable_circuit_breaker": True,
 }
 _OWNED = frozenset({"host", "port", "prometheus_port", "prometheus_host", "worker_urls"})
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Wildcard address -> the address to connect to."""
+"""Maps a wildcard address to the address to connect to."""
 NO_PROXIES = {
     name: None for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 }
-"""Variables to remove from the router's environment. It talks only to the run's engines, on this and other hosts."""
+"""Proxy variables to remove from the router's environment, because it connects only to the run's engines."""
 
 
 class Router(LeasedServer, RouterWorkers):
-    """A router process that the run starts."""
+    """A router process started by the run."""
 
     what = "the router"
 
@@ -158,9 +158,9 @@ class Router(LeasedServer, RouterWorkers):
         worker_api_key: str | None = None,
         pairs: bool = False,
     ) -> None:
-        """`port`: None takes a free port. `extra_args`: router arguments by field name (`args.router`). The key is
-        `api_key` in `extra_args`, else `worker_api_key` (the servers' key), else a random key. `pairs`: whether each
-        request goes to a prefill and a decode server.
+        """`port`: None picks a free port. `extra_args`: router arguments by field name (`args.router`). The key is
+        `api_key` from `extra_args` if set, else `worker_api_key` (the servers' key), else a random key. `pairs`:
+        whether each request goes to both a prefill and a decode server.
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
@@ -178,7 +178,7 @@ class Router(LeasedServer, RouterWorkers):
         return http_url(_EVERYWHERE.get(self.host, self.host), self.port)
 
     def start(self) -> None:
-        """Starts the router process and returns immediately. Raises `EngineError` if its fixed port is taken."""
+        """Starts the router process and returns immediately. Raises `EngineError` if its fixed port is in use."""
         assert self._process is None, "the router was started twice; stop() it first"
         self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
         self._metrics_lease = lease_ports(1)
@@ -195,18 +195,18 @@ class Router(LeasedServer, RouterWorkers):
         self._process.start()
 
     def keep_port(self) -> None:
-        """Makes restarts use the current port."""
+        """Makes restarts reuse the current port."""
         self._fixed_port = self.port
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
         """Waits until the router answers.
 
-        Raises `DeadlineExceeded`, or `EngineError` if the router dies (with the end of its log) or refuses the run's
+        Raises `DeadlineExceeded`, or `EngineError` if the router dies (with the end of its log) or rejects the run's
         key.
         """
-        process = self._process  # another thread may stop it meanwhile
+        process = self._process  # another thread may stop it in the meantime
         if process is None:
-            raise EngineError("wait_ready before start(): there is nothing to wait for")
+            raise EngineError("wait_ready() was called before start()")
         process.wait_until(
             lambda: request("GET", f"{self.url}/liveness", timeout_s=2)[0] == 200,
             what="it was ready",
@@ -219,7 +219,7 @@ class Router(LeasedServer, RouterWorkers):
                 f"{error}; leave out the --router-* flags that set its keys and roles, except --router-api-key"
             ) from error
         except EngineError:
-            pass  # `KeptRouter` tries again
+            pass  # `KeptRouter` retries
 
     def stop(self, timeout_s: float = 3.0) -> None:
         """Stops the router. Idempotent. Raises `EngineError` if it survives SIGKILL."""
@@ -236,41 +236,41 @@ AnyRouter = Router | ExistingRouter
 
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
-"""Time between two checks while the router's servers differ from the wanted ones."""
+"""Interval between checks while the router's servers differ from the wanted ones."""
 SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
-"""How long a router may be silent, and the time limit of one request. Both are short: a router only forwards."""
+"""How long a router may be silent, and the timeout of one request. Short, because a router only forwards requests."""
 CHANGE_LIMIT_S = 5.0
-"""Time limit for the router to accept a request to add or remove a server."""
+"""Timeout of a request to add or remove a server."""
 ASK_AGAIN_S = 10.0
-"""How long a server may be missing from the router's list before it is added again."""
+"""How long a server can be missing from the router's list before it is added again."""
 START_LIMIT_S = 60.0
 MAX_FAILURES = 3
-"""Number of failed restarts in a row after which a router stays dead."""
+"""Number of consecutive failed restarts after which a router stays dead."""
 LEAVE_LIMIT_S = 10.0
-"""Time limit for an existing router to remove the run's servers at the end."""
+"""How long to wait at the end for an existing router to remove the run's servers."""
 
 
 class KeptRouter:
-    """A running router, and the thread that keeps it alive and updates its server list. `close` stops both."""
+    """A running router and a thread that keeps it alive and updates its server list. `close` stops both."""
 
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """Why the router is not restarted any more."""
+        """The error because of which the router is no longer restarted."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
-        """Guards `_wanted` to `_closing`, and is notified when one of them changes."""
+        """Guards the fields from `_wanted` to `_closing` and is notified when any of them changes."""
         self._wanted: dict[str, Worker] = {}
         self._dismissed: set[str] = set()
-        """Servers to remove, even if they are wanted again, because a new engine may have started at the address."""
+        """Servers to remove. They can be wanted again, because a new engine may have started at the same address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
-        """Server -> time of the request to add it; minus infinity if the router may have lost the server."""
+        """When each server was last added; minus infinity if the router may have lost it."""
         self._missing: set[str] = set()
-        """Servers that the log has reported as missing."""
+        """Servers that have already been logged as missing."""
         self._failures, self._silent = 0, False
         self._life = threading.Lock()
-        """Held while the process starts or stops, so that no restart follows `close`."""
+        """Held while the process starts or stops, so that `close` is never followed by a restart."""
         self._thread = threading.Thread(target=self._keep, name=f"router {model}", daemon=True)
         self._thread.start()
 
@@ -287,7 +287,7 @@ class KeptRouter:
             self._wake()
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until the router has the wanted servers or cannot get them. Returns False if the limit expires."""
+        """Waits until the router has the wanted servers or can no longer get them. Returns False on timeout."""
         with self._notes:
             self._notes.wait_for(lambda: self._is_settled or not self._can_settle(), limit_s)
             return self._is_settled or not self._can_settle()
@@ -299,7 +299,7 @@ class KeptRouter:
             self._notes.notify_all()
 
     def close(self) -> None:
-        """Stops the thread, and the router if the run started it. That also aborts a request in flight."""
+        """Stops the thread, and the router if the run started it, which also aborts a request in flight."""
         self.begin_to_close()
         if isinstance(self.router, Router):
             with self._life:
@@ -317,7 +317,7 @@ class KeptRouter:
         while not self._closing and self.problem is None:
             try:
                 self._look()
-            except Exception as error:  # keeps watching after unexpected responses
+            except Exception as error:  # unexpected responses must not stop the thread
                 if not self._closing:
                     logger.warning("%s could not be checked: %s", self._name, error, exc_info=True)
             with self._notes:
@@ -338,17 +338,17 @@ class KeptRouter:
             self._follow()
 
     def _note(self, trouble: str | None) -> None:
-        """Logs when an existing router stops answering and when it answers again."""
+        """Logs when an existing router stops responding and when it recovers."""
         if trouble and not self._silent:
-            logger.warning("%s %s; the run's own requests do not need it", self._name, trouble)
+            logger.warning("%s %s; requests of the run itself are not affected", self._name, trouble)
         if self._silent and not trouble:
             self._forget_asking()
             logger.info("%s answers again", self._name)
         self._silent = trouble is not None
 
     def _start_again(self, router: Router, trouble: str) -> str | None:
-        """Restarts the router. Returns the remaining problem, or None if the router answers again."""
-        logger.warning("%s %s; it is restarted", self._name, trouble)
+        """Restarts the router. Returns None on success, else the problem."""
+        logger.warning("%s %s; restarting it", self._name, trouble)
         try:
             with self._life:
                 if self._closing:
@@ -360,7 +360,7 @@ class KeptRouter:
             if self._closing:
                 return trouble
             self._failures += 1
-            logger.error("%s did not restart: %s", self._name, error)
+            logger.error("could not restart %s: %s", self._name, error)
             if self._failures >= MAX_FAILURES:
                 with self._notes:
                     self.problem = error
@@ -372,7 +372,7 @@ class KeptRouter:
         return None
 
     def _wait_ready(self, router: Router) -> None:
-        """Polls in short intervals, because the run may end meanwhile."""
+        """Polls at short intervals, because the run may end in the meantime."""
         silence = Silence()
         while True:
             try:
@@ -382,7 +382,7 @@ class KeptRouter:
                     raise
 
     def _forget_asking(self) -> None:
-        """Makes `_ask_for` add all servers again immediately, because a restarted router may have lost them."""
+        """Makes `_ask_for` re-add all servers immediately, because a restarted router may have lost them."""
         self._asked = dict.fromkeys(self._asked, float("-inf"))
 
     def _follow(self) -> None:
@@ -390,7 +390,7 @@ class KeptRouter:
         try:
             listed = self.router.workers()
         except SlimeError as error:
-            logger.warning("%s does not list its servers: %s", self._name, error)
+            logger.warning("%s failed to list its servers: %s", self._name, error)
             return
         with self._notes:
             known = {worker.url for worker in listed}
@@ -411,7 +411,7 @@ class KeptRouter:
         try:
             self.router.ask_to_remove(worker, CHANGE_LIMIT_S)
         except SlimeError as error:
-            logger.warning("%s did not remove a server: %s", self._name, error)
+            logger.warning("%s failed to remove a server: %s", self._name, error)
 
     def _ask_for(self, url: str, kind: Worker) -> None:
         asked, now = self._asked.get(url), time.monotonic()
@@ -424,7 +424,7 @@ class KeptRouter:
         try:
             self.router.ask_to_add(url, CHANGE_LIMIT_S, kind)
         except SlimeError as error:
-            logger.warning("%s did not add a server: %s", self._name, error)
+            logger.warning("%s failed to add a server: %s", self._name, error)
 
     def _leave(self, router: ExistingRouter) -> None:
         """Removes the run's servers from the router."""
@@ -432,7 +432,7 @@ class KeptRouter:
         try:
             while left := [worker for worker in router.workers() if worker.url in self._asked]:
                 if time.monotonic() > deadline:
-                    logger.warning("%s still has %s", self._name, ", ".join(worker.url for worker in left))
+                    logger.warning("%s still has servers: %s", self._name, ", ".join(worker.url for worker in left))
                     return
                 for worker in left:
                     self._take_off(worker)
@@ -442,9 +442,9 @@ class KeptRouter:
 
 
 def _trouble(router: AnyRouter) -> str | None:
-    """Returns what is wrong with a router, or None if it answers."""
+    """Returns what is wrong with a router, or None if it responds."""
     if not router.alive:
-        return "has ended"
+        return "has exited"
     silence = Silence()
     while True:
         began = time.monotonic()
@@ -452,18 +452,18 @@ def _trouble(router: AnyRouter) -> str | None:
         if status == 200:
             return None
         if status:
-            return f"answers /liveness with status {status}"
+            return f"responds to /liveness with status {status}"
         if time.monotonic() - began < QUESTION_LIMIT_S:
-            return f"does not answer ({text})"
+            return f"does not respond ({text})"
         if silence.exceeds(SILENCE_LIMIT_S):
-            return f"did not answer within {silence.lasts_s:.0f} s"
+            return f"did not respond within {silence.lasts_s:.0f} s"
 
 
 class Routers:
-    """The routers of a run, by model. Call `close` at the end."""
+    """The routers of a run, by model. Call `close` when the run ends."""
 
     def __init__(self, make: Mapping[str, Callable[[], AnyRouter]]) -> None:
-        """Starts the run's own routers and waits until they answer. Raises `EngineError` or `DeadlineExceeded`."""
+        """Starts the run's own routers and waits until they respond. Raises `EngineError` or `DeadlineExceeded`."""
         routers = {model: made() for model, made in make.items()}
         ours = [router for router in routers.values() if isinstance(router, Router)]
         try:
@@ -486,7 +486,7 @@ class Routers:
         return self._kept[model].router
 
     def url(self, model: str) -> str:
-        """Returns the router's address, which is known even while it restarts."""
+        """Returns the router's address, which stays valid across restarts."""
         return self._kept[model].url
 
     @property
@@ -494,17 +494,17 @@ class Routers:
         return sum(kept.restarts for kept in self._kept.values())
 
     def admit(self, model: str, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
-        """Adds servers to the model's router, which soon sends requests to them."""
+        """Makes the model's router soon start sending requests to these servers."""
         self._kept[model].admit(urls, kind)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
-        """Removes servers from the model's router, which soon stops sending requests to them. Ignores unknown ones."""
+        """Makes the model's router soon stop sending requests to these servers. Ignores unknown servers."""
         self._kept[model].dismiss(urls)
 
     def settled(self, limit_s: float) -> bool:
-        """Waits until each router has exactly the wanted servers. Returns False if the limit expires.
+        """Waits until each router has exactly the wanted servers. Returns False on timeout.
 
-        Does not wait for a router that stays dead, or for an existing one that does not answer.
+        Does not wait for a permanently failed router or for an existing router that does not respond.
         """
         deadline = time.monotonic() + limit_s
         return all([kept.settled(max(0.0, deadline - time.monotonic())) for kept in self._kept.values()])
@@ -515,12 +515,12 @@ class Routers:
         return next((kept.problem for kept in self._kept.values() if kept.problem is not None), None)
 
     def require_alive(self) -> None:
-        """Raises the error of a router that stays dead, if any."""
+        """Raises the error of a permanently failed router, if any."""
         if self.problem is not None:
             raise self.problem
 
     def close(self) -> None:
-        """Ends the run's own routers and removes the run's servers from existing ones. Idempotent."""
+        """Stops the run's own routers and removes the run's servers from existing routers. Idempotent."""
         for kept in self._kept.values():
             kept.begin_to_close()
         for kept in self._kept.values():
@@ -528,11 +528,11 @@ class Routers:
 
 
 def _require_ready(router: ExistingRouter) -> None:
-    """Raises `EngineError` if the router does not answer or refuses the key."""
+    """Raises `EngineError` if the router does not respond or rejects the key."""
     try:
         router.workers()
     except EngineError as error:
         raise EngineError(
-            f"no router at --sglang-router-ip {router.host} --sglang-router-port {router.port} accepts the key of "
-            f"--router-api-key: {error}; start one there, or leave the flags out, so that the run starts its own"
+            f"cannot use the router at --sglang-router-ip {router.host} --sglang-router-port {router.port} with "
+            f"the key of --router-api-key: {error}; start a router there, or omit the flags so that the run starts its own"
         ) from error

@@ -1,11 +1,11 @@
-"""SGLang's digest of a tensor on a GPU (`gpu_tensor_hash`, 0.5.16), for tensors that arrive in parts.
+"""SGLang's digest of a GPU tensor (`gpu_tensor_hash`, 0.5.16), computed incrementally from consecutive parts.
 
-The formula divides the tensor into 32-bit words (the last one padded with zero bytes), and the words into tiles of 8192
-words. It mixes each word with its position in the whole tensor in two ways, sums each mix over the tile, and mixes both
-sums with the number of bytes into one 64-bit number. The numbers of all tiles are summed and mixed once more. Sums do
-not depend on order, so hashing a part needs only the position where it begins, and produces two words per tile.
+The tensor is read as 32-bit words (the last one zero-padded), grouped into tiles of 8192 words. Each word is mixed with
+its global position in two ways, and each mix is summed over the tile. Both sums are then mixed with the number of bytes
+into one 64-bit value per tile, and the sum of these values is mixed once more. Since sums are order-independent,
+hashing a part needs only the part's start position and yields two words per tile.
 
-Invariant: however a tensor is split into parts, its digest is the same.
+Invariant: the digest does not depend on how the tensor is divided into parts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class TileHasher:
         self._pending: list[Tensor] = []
         self._num_words = 0
         self._sums: list[Tensor] = []
-        """[tiles, 2] int32 for each hashed part. A part that begins within a tile has sums for that tile, too."""
+        """[tiles, 2] int32 for each hashed part. If a part starts inside a tile, its sums include that tile."""
         self._begins: list[int] = []
-        """The first tile of each part."""
+        """Index of the first tile of each part."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Keeps parts without copying until `flush` hashes them together, because one kernel per expert is too slow."""
+        """Keeps the parts (uncopied) until `flush` hashes them together, because a kernel per expert is too slow."""
         self._pending += parts
 
     def flush(self) -> None:
-        """Hashes the added parts. Keeps a copy of the last bytes, up to three, that do not fill a word."""
+        """Hashes the added parts. Keeps a copy of up to three trailing bytes that do not fill a word."""
         self._read(last=False)
 
     def _read(self, *, last: bool) -> None:
@@ -67,14 +67,14 @@ class TileHasher:
         return finish_all([self])[0]
 
     def rest(self) -> tuple[list[Tensor], list[int], int]:
-        """Hashes the remaining bytes. Returns the sums and the first tile of each part, and the number of words."""
+        """Hashes the remaining bytes. Returns each part's sums, each part's first tile, and the number of words."""
         if self._pending:
             self._read(last=True)
         return self._sums, self._begins, self._num_words
 
 
 def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
-    """Returns 16 hex digits for each hasher. A dozen kernels and one synchronisation serve all hashers."""
+    """Returns 16 hex digits per hasher. Takes a dozen kernel launches and one synchronisation in total."""
     parts = [hasher.rest() for hasher in hashers]
     num_tiles = [-(-num_words // TILE_WORDS) for _, _, num_words in parts]
     firsts = [0, *itertools.accumulate(num_tiles)]
@@ -103,9 +103,9 @@ def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device)
 
 
 def tile_sums(words: Tensor, begin: int) -> Tensor:
-    """Returns both sums of each tile that `words` touches: [tiles, 2] int32.
+    """Returns both sums of each tile that `words` overlaps: [tiles, 2] int32.
 
-    `words`: [n] int32; `begin`: position of its first word in the tensor.
+    `words`: [n] int32; `begin`: position of the first word in the tensor.
     """
     num_tiles = (begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1
     if not words.is_cuda:
@@ -130,7 +130,7 @@ def _kernel() -> Any:
 
 
 def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
-    """Computes `tile_sums` in 64-bit integers: the reference for the kernel, and the version for CPUs."""
+    """Computes `tile_sums` in 64-bit integers. Used on CPUs and as the reference for the kernel."""
     place = torch.arange(begin, begin + words.numel(), device=words.device) & _WORD
     tile = place.new_tensor(range(num_tiles)).repeat_interleave(TILE_WORDS)[begin % TILE_WORDS :][: words.numel()]
     sums = torch.zeros(num_tiles, 2, dtype=torch.int64, device=words.device)
@@ -159,7 +159,7 @@ def _mixed_64(x: int) -> int:
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the bytes of all parts in one tensor, aligned for 32-bit words."""
+    """Concatenates the bytes of all parts into one tensor, aligned for 32-bit words."""
     runs = byte_runs(parts)
     if not runs:
         return torch.empty(0, dtype=torch.uint8)

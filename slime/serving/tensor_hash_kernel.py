@@ -1,4 +1,4 @@
-"""The kernel of `tensor_hash`, in its own file because Triton is imported only on a GPU."""
+"""The Triton kernel of `tensor_hash`. In a separate file because Triton is imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _at(place, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):  #
 
 @triton.jit(do_not_specialize=["num_words", "skipped", "first_place"])
 def tile_sums_kernel(words, sums, num_words, skipped, first_place):  # type: ignore[no-untyped-def]
-    """Runs one program per tile. `skipped`: number of words in the first tile before `words`; `first_place`: position
-    of that tile's first word in the whole tensor, modulo 2^32, as int32.
+    """Runs one program per tile. `skipped`: number of words of the first tile that precede `words`; `first_place`:
+    position of that tile's first word in the full tensor, modulo 2^32, as int32.
     """
     tile = tl.program_id(0)
     sum_1 = tl.zeros((), dtype=tl.uint32)

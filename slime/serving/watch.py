@@ -1,15 +1,15 @@
-"""Detects problems of a running server (`ServerWatch`) and queries facts about an external one (`facts_of_server`).
+"""Monitors a running server (`ServerWatch`) and inspects an external one (`facts_of_server`).
 
-`ServerWatch.trouble` checks the processes at each call, so it immediately reports a process that exited or was stopped
-(SIGSTOP). A thread polls the server's state (`/server_info`, which the scheduler answers between two batches, even
-after it lent its memory). A busy scheduler answers late; a hanging one never does. `slime.core.liveness` distinguishes
-the two cases. Tokens that clients receive also count as signs of life (`heard`). Silence counts only while
-`expects_answers` is true, because a scheduler may take minutes to load weights from disk.
+`ServerWatch.trouble` checks the processes on each call, so it immediately reports a process that exited or was stopped
+(SIGSTOP). A thread polls `/server_info`, which the scheduler answers between batches, even after it lent its memory. A
+busy scheduler responds late and a hung one never does; `slime.core.liveness` tells them apart. Tokens received by
+clients also count as signs of life (`heard`). Silence counts only while `expects_answers` is true, because a scheduler
+can take minutes to load weights from disk.
 
 `facts_of_server` takes a second or two. It requests the settings (`/server_info`), the model (`/model_info`), the names
-and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which show the format of streams and
-which hooks the server has. Each request has a time limit. A server that an earlier run left paused would never send
-tokens, so it is resumed first.
+and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which reveal the stream format and the
+server's hooks. Each request has a timeout. The server is resumed first, because one that an earlier run left paused
+would never send tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.serving.leased_ports import request
 
 
 class ServerWatch:
-    """Watches a ready server until `close`."""
+    """Monitors a ready server until `close`."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class ServerWatch:
         used_s: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`processes`: returns the problem of the server's processes, or None. `answers`: sends one request, with a
-        time limit in seconds, and returns whether the server responded.
+        """`processes`: returns a problem with the server's processes, or None. `answers`: sends one request with a
+        timeout in seconds and returns whether the server responded.
 
-        `interval_s`: time between two requests; `timeout_s`: how long the server may be silent; `first_wait_s`: time
-        before the first request; `used_s`: processor time of its schedulers, if that counts as a sign of life.
+        `interval_s`: interval between requests; `timeout_s`: how long the server may be silent; `first_wait_s`: delay
+        before the first request; `used_s`: CPU time of the schedulers, if it counts as a sign of life.
         """
         self._processes, self._answers = processes, answers
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
@@ -57,22 +57,22 @@ class ServerWatch:
         self._thread.start()
 
     def trouble(self, *, expects_answers: bool = True) -> str | None:
-        """Returns the current problem in one line, or None if there is no known problem."""
+        """Returns the current problem in one line, or None."""
         if problem := self._processes():
             return problem
         if not expects_answers:
             self.heard()
         if self._silence.exceeds(self._timeout_s + self._interval_s):
             silent_s = self._silence.lasts_s
-            return f"its scheduler has not answered for {silent_s:.0f} s (--rollout-health-check-timeout)"
+            return f"its scheduler has not responded for {silent_s:.0f} s (--rollout-health-check-timeout)"
         return None
 
     def heard(self) -> None:
-        """Records that the server has answered or that a client has seen it work."""
+        """Records a sign of life: a response, or tokens received by a client."""
         self._silence.heard()
 
     def close(self) -> None:
-        """Stops polling. A request in flight ends by its own time limit."""
+        """Stops polling. A request in flight ends on its own timeout."""
         self._closed.set()
 
     def _ask(self) -> None:
@@ -86,67 +86,67 @@ class ServerWatch:
 
 
 NUM_PROBED = 4
-"""Number of tokens that the probe requests: enough for several events of a stream."""
+"""Number of tokens requested by the probe; enough for several stream events."""
 NOT_YET = (0, 502, 503, 504)
-"""Statuses from a server that is starting, or from a proxy in front of the server. 0 means no response."""
+"""Status codes while a server is starting, possibly from a proxy in front of it. 0 means no response."""
 KEYS = ("api_key", "admin_api_key")
 HIDDEN = (*KEYS, "internal_states")
-"""Fields of `/server_info` that are dropped."""
+"""Fields of `/server_info` to drop."""
 SAID = 300
 
 
 class NotAnswering(EngineError):
-    """No server answers at the address, or it is still starting."""
+    """No server responds at the address, or it is still starting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Properties of a server, found by requesting a few tokens."""
+    """Properties of a server, detected by requesting a few tokens."""
 
     repeats: bool
-    """Whether each event of a stream repeats the earlier ones."""
+    """Whether each stream event repeats the earlier tokens."""
     labels: bool
     """Whether responses contain the weight version of each token."""
     experts: bool
-    """Whether a mark in a request's id makes the answer contain routed experts."""
+    """Whether a marker in the request id makes the response contain routed experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
     url: str
     info: Mapping[str, Any]
-    """The ServerArgs by name, and SGLang's `version`."""
+    """ServerArgs by name, and SGLang's `version`."""
     model: Mapping[str, Any]
     """`model_type`, `architectures`, `is_generation`, `weight_version`, `model_path`."""
     resident: frozenset[str] = frozenset()
-    """Names of the tensors that the server's ranks hold."""
+    """Names of the tensors on the server's ranks."""
     probe: Probe | None = None
-    """None if the server sampled nothing; `problem` then says why."""
+    """None if the server sampled nothing; `problem` says why."""
     problem: str = field(default="", compare=False)
     asks_for_key: bool = True
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """Requests the settings from a server's scheduler. Raises `EngineError` if the scheduler does not respond."""
+    """Requests a server's settings from its scheduler. Raises `EngineError` if the scheduler does not respond."""
     info = _object("GET", url, "server_info", None, api_key, timeout_s)
     return {name: value for name, value in info.items() if name not in HIDDEN}
 
 
 def weight_version(url: str, api_key: str | None, timeout_s: float) -> str:
-    """Returns the version of the weights that a server serves. Raises `EngineError` if the server does not respond.
+    """Returns a server's current weight version. Raises `EngineError` if the server does not respond.
 
-    The front end responds, even if the scheduler hangs.
+    The response comes from the front end, so it arrives even if the scheduler hangs.
     """
     return str(_object("GET", url, "model_info", None, api_key, timeout_s).get("weight_version"))
 
 
 def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: float, *, experts: bool) -> ServerFacts:
-    """Queries all facts about a server.
+    """Inspects a server.
 
-    `digests_s`: time limit for the digests; `timeout_s`: time limit for each other request; `experts`: whether to
-    request routed experts, too.
+    `digests_s`: timeout of the digest request; `timeout_s`: timeout of every other request; `experts`: whether to also
+    request routed experts.
 
-    Raises `EngineError` if the server cannot be reached, refuses the key, or is not an SGLang server.
+    Raises `EngineError` if the server cannot be reached, rejects the key, or is not an SGLang server.
     """
     info = server_info(url, keys.use, timeout_s)
     model = _object("GET", url, "model_info", None, keys.use, timeout_s)
@@ -185,7 +185,7 @@ def _object(method: str, url: str, route: str, body: Any, api_key: str | None, t
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise EngineError(f"it answered /{route} without a JSON object: {text[:SAID]}; is it an SGLang server?")
+        raise EngineError(f"its response to /{route} is not a JSON object: {text[:SAID]}; is it an SGLang server?")
     return found
 
 
@@ -193,11 +193,11 @@ def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, t
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
     if status in (401, 403):
         raise EngineError(
-            f"it refuses the run's key at /{route} ({status}); set SLIME_ENGINE_API_KEY and, if the server has an "
+            f"it rejects the run's key at /{route} ({status}); set SLIME_ENGINE_API_KEY and, if the server has an "
             "admin key, SLIME_ENGINE_ADMIN_API_KEY to the keys that it was started with"
         )
     if status in NOT_YET:
         raise NotAnswering(f"it does not respond to /{route}: {text[:SAID]}")
     if status != 200:
-        raise EngineError(f"it answered /{route} with {status}: {text[:SAID]}")
+        raise EngineError(f"it responded to /{route} with status {status}: {text[:SAID]}")
     return text

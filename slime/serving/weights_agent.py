@@ -1,15 +1,15 @@
-"""The agent on an engine's host: keeps the host's checkpoint at the trainer's version and makes the engine load it.
+"""The agent on an engine's host. Updates the local checkpoint to the trainer's version and has the engine load it.
 
-The engine is a stock server; the agent calls its control routes as a trainer would. The agent listens on no port. Calls
-arrive one at a time in the shared folder (`slime.weights.delta.mailbox`), which the agent polls every `POLL_S`. Each
-request to the engine has a time limit.
+The engine is an ordinary server, and the agent calls its control routes as a trainer would. The agent opens no port. It
+polls the shared folder every `POLL_S` for calls, which arrive one at a time (`slime.weights.delta.mailbox`). Each
+request to the engine has a timeout.
 
 Invariants
-1. The engine loads only a checkpoint that was compared with the call's manifest: every tensor that was copied or
-   changed for this version, or all tensors if nothing was copied or changed.
-2. `apply` always pauses the engine before it loads, because the trainer that paused it earlier may be gone. The engine
-   serves again only after a separate `resume` from a caller that has compared its digests.
-3. Calls name versions, never paths or code.
+1. The engine loads a checkpoint only after it was verified against the call's manifest. This covers every tensor that
+   was copied or changed for this version, or all tensors if there was no change.
+2. `apply` always pauses the engine before loading, because the trainer that paused it may be gone. The engine serves
+   again only after a separate `resume` from a caller that has verified its digests.
+3. Calls refer to versions, never to paths or code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from slime.weights.delta.mailbox import POLL_S, AgentMailbox, mailbox
 logger = logging.getLogger(__name__)
 
 KEEP_REQUESTS = "in_place"
-"""Mode in which the agent pauses the engine. It keeps the requests that the trainer's pause left running."""
+"""Pause mode used by the agent. It preserves the requests that the trainer's own pause kept."""
 PreRead = Callable[[str, int], object]
-"""A hook that is called with (folder of the version, version number) before the version is read."""
+"""A hook, called with (folder of the version, version number) before the version is read."""
 
 
 class WeightsAgent:
@@ -49,8 +49,8 @@ class WeightsAgent:
         pre_read: PreRead | None = None,
         on_note: Callable[[str], object] = lambda doing: None,
     ) -> None:
-        """`folder`: the shared folder; `name`: the engine's address as the trainer knows it; `local`: a folder on this
-        host; `on_note`: called with the name of each activity before it starts.
+        """`folder`: the shared folder; `name`: the engine's address as seen by the trainer; `local`: a folder on this
+        host; `on_note`: called with the name of each task before it starts.
         """
         self._folder, self._control, self._pre_read = folder, control, pre_read
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time(), "engine": control.url}
@@ -76,7 +76,7 @@ class WeightsAgent:
             self._box.close()
 
     def answer_one(self) -> bool:
-        """Answers the newest call, unless it has been answered. Returns whether a call was answered."""
+        """Answers the latest call if it is still unanswered. Returns whether there was one."""
         pending = self._box.pending()
         if pending is None:
             return False
@@ -84,12 +84,12 @@ class WeightsAgent:
         self._box.note(method)
         try:
             if method not in self._methods:
-                raise EngineError(f"the method {method} is unknown; the methods are {', '.join(self._methods)}")
+                raise EngineError(f"unknown method {method}; supported: {', '.join(self._methods)}")
             self._control.speak_for(sender)
             result = self._methods[method](**arguments)
-        except Exception as error:  # the caller gets every error
+        except Exception as error:  # every error is returned to the caller
             if not isinstance(error, SlimeError):
-                logger.exception("the call of %s failed", method)
+                logger.exception("call of %s failed", method)
             self._box.answer(own, error=f"{type(error).__name__}: {error}")
         else:
             self._box.answer(own, result=result)
@@ -97,7 +97,7 @@ class WeightsAgent:
         return True
 
     def apply(self, version: int, digest: str) -> dict[str, Any]:
-        """Brings the local checkpoint to `version`, pauses the engine and makes it load the checkpoint."""
+        """Updates the local checkpoint to `version`, pauses the engine and has it load the checkpoint."""
         began = time.monotonic()
         if self._pre_read is not None:
             self._pre_read(str(self._folder / folder_of(int(version))), int(version))

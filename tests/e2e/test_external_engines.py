@@ -232,7 +232,7 @@ def test_weights_go_through_a_folder_to_a_server_that_fits(
             assert "model Qwen3ForCausalLM" in refused.output and "--disable-radix-cache off" in refused.output
         with RealRun(runs / "external-no-key", wrong) as refused:
             assert refused.wait() == 2, refused.tail
-            assert "refuses the run's key" in refused.output
+            assert "rejects the run's key" in refused.output
         flags = flags_of(digits, tiny_qwen3, where, "--num-rollout", "3", "--update-weight-transport", "disk")
         with RealRun(runs / "external-disk-run", flags, more_env=KEYS) as run:
             assert run.wait() == 0, run.tail

@@ -56,7 +56,7 @@ def test_a_router_that_refuses_its_own_run_ends_the_start(tmp_path: Path) -> Non
     router.start()
     router.api_key = "another"
     try:
-        with pytest.raises(EngineError, match=r"refuses the run's key with status 401.*--router-"):
+        with pytest.raises(EngineError, match=r"rejects the run's key with status 401.*--router-"):
             router.wait_ready()
     finally:
         router.stop()

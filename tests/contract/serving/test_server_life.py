@@ -158,7 +158,7 @@ def test_an_engine_that_works_beside_other_work_lives(
         assert max(waits_s) > 0.1, "the batch is too short to tell"
         monkeypatch.setattr(liveness, "WORKING", 0.1)
         monkeypatch.setattr(liveness, "load", lambda: 1.0)  # else the limit would grow with the load of the machine
-        assert "has not answered for" in str(said_meanwhile(engine_server, watch))
+        assert "has not responded for" in str(said_meanwhile(engine_server, watch))
     finally:
         watch.close()
         for loop in loops:

@@ -70,7 +70,7 @@ def looked_at(made: ServerWatch, clock: Clock, seconds: int) -> list[str | None]
 def test_a_scheduler_is_hung_after_its_limit_and_not_before() -> None:
     made = watch(clock := Clock(), answers=False)
     assert looked_at(made, clock, 35) == [None] * 35
-    assert "has not answered for 36 s" in str(looked_at(made, clock, 1)[0])
+    assert "has not responded for 36 s" in str(looked_at(made, clock, 1)[0])
 
 
 @pytest.mark.parametrize(
