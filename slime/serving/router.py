@@ -534,5 +534,5 @@ def _require_ready(router: ExistingRouter) -> None:
     except EngineError as error:
         raise EngineError(
             f"cannot use the router at --sglang-router-ip {router.host} --sglang-router-port {router.port} with "
-            f"the key of --router-api-key: {error}; start a router there, or omit the flags so that the run starts its own"
+            f"the key of --router-api-key: {error}; start a router there, or omit the flags to let the run start one"
         ) from error
