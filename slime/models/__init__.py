@@ -1,14 +1,14 @@
-"""Model families: one folder each, or a user's own file.
+"""Model families. Each is a folder of this package or a user's own file.
 
-A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its
-FLOPs; see `Family`. `common/` has the code that families share. A folder registers its class under the `model_type`
-values of `config.json` that the class supports:
+A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its FLOPs
+(see `Family`). Code shared by families is in `common/`. Each family registers its class under the `model_type` values
+of `config.json` that it supports:
 
     @FAMILIES.register("my_model")
     class MyModel(Family): ...
 
-The command line reads architectures, so only the modules of layers import torch or Megatron. A family imports these
-modules when a model is built.
+The command line needs architectures, so only modules that define layers may import torch or Megatron. A family imports
+these modules when a model is built.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def load_family(path: str) -> None:
 
 
 def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
-    """Returns the family of a checkpoint. `settings` has the family's settings; None means their defaults.
+    """Returns a checkpoint's family. `settings` contains the family's settings; None means defaults.
 
-    Raises `ConfigError` for an unknown `model_type`, as do all functions below.
+    Like all functions below, raises `ConfigError` for an unknown `model_type`.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in FAMILIES:
@@ -69,32 +69,34 @@ def family_of(hf_config: HfConfig, settings: object | None = None) -> Family:
 
 
 def architecture(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns Megatron settings by field name. Raises `ConfigError` for a model that the family cannot train."""
+    """Returns Megatron settings by field name. Raises `ConfigError` if the family cannot train the model."""
     return family_of(hf_config).architecture(hf_config)
 
 
 def layout_problem(hf_config: HfConfig, layout: EngineLayout) -> str | None:
-    """Returns why an engine cannot hold this model in this layout, as a clause for a message; None if it can."""
+    """Returns a clause for an error message if engines do not support this model in this layout, else None."""
     spread, tied = family_of(hf_config).spread(hf_config), bool(hf_config.get("tie_word_embeddings", False))
     return problem(spread, layout, tied=tied, num_experts=num_experts_of(hf_config))
 
 
 def mtp_problem(hf_config: HfConfig) -> str | None:
-    """Returns why this model's MTP layer cannot be trained, as a clause for a message; None if it can."""
+    """Returns a clause for an error message if this model's MTP layer cannot be trained, else None."""
     try:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
         return str(error)
-    return None if found is not None else f"slime trains no multi-token prediction in {hf_config.get('model_type')}"
+    return (
+        None if found is not None else f"slime does not train multi-token prediction of {hf_config.get('model_type')}"
+    )
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
-    """Returns why samples of this model cannot share a prefix, as a clause for a message; None if they can."""
+    """Returns a clause for an error message if samples of this model cannot share a prefix, else None."""
     return family_of(hf_config).prefix_problem(hf_config)
 
 
 def images_problem(hf_config: HfConfig) -> str | None:
-    """Returns why this model cannot be trained on images, as a clause for a message; None if it can."""
+    """Returns a clause for an error message if this model cannot be trained on images, else None."""
     if not family_of(hf_config).sees_images:
         readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
         return f"a {hf_config.get('model_type')} cannot be trained on images; {readers} can"
@@ -103,5 +105,5 @@ def images_problem(hf_config: HfConfig) -> str | None:
 
 
 def table_for(hf_config: HfConfig) -> FamilyTable:
-    """Returns the weight map of a model: one row per parameter."""
+    """Returns a model's weight map, which has one row per parameter."""
     return family_of(hf_config).weight_map(hf_config)

@@ -1,22 +1,22 @@
-"""One SGLang server: its specification (`ServerSpec`), its command line, and its processes (`SGLangServer`).
+"""An SGLang server: its specification (`ServerSpec`), command line and processes (`SGLangServer`).
 
-The owner (an engine actor, a test) calls `start`, `wait_ready`, `stop`. When the owner exits for any reason, the
-server's processes exit, too (`slime.serving.child_process`).
+The owner (an engine actor or a test) calls `start`, `wait_ready` and `stop`. If the owner exits for any reason, so do
+the server's processes (`slime.serving.child_process`).
 
-An engine that spans hosts has one server (node) per host. The nodes meet at `dist_init_addr`, an address of the first
-node. Only that node answers requests; the others answer only `/health`.
+A multi-host engine has one server (node) per host. The nodes rendezvous at `dist_init_addr`, an address of the first
+node. Only the first node serves requests; the others respond only to `/health`.
 
-The engines of a prefill-decode pair move keys and values with one of SGLang's transfer backends
-(`--sglang-disaggregation-transfer-backend`). SGLang loads the backend's package when the engine starts; `pair_problem`
-reports earlier what is missing and what to install.
+The engines of a prefill-decode pair transfer keys and values through one of SGLang's transfer backends
+(`--sglang-disaggregation-transfer-backend`). SGLang imports the backend's package only when the engine starts, so
+`pair_problem` checks in advance what is missing and what to install.
 
 Invariants
-1. The server listens on `host` only, by default loopback. Exception: Mooncake's two ports listen on every interface and
-   no setting changes that (docs/topologies.md).
-2. The server's ports stay leased as long as it may run.
-3. `dtype` is always passed: SGLang's "auto" serves a float32 checkpoint as float16.
-4. The user's `--sglang-...` settings override every default in this file.
-5. Only `layout` defines how ranks divide the model; settings that contradict it raise `ConfigError`.
+1. The server listens only on `host`, by default loopback. The exception is Mooncake, which listens on two ports on
+   every interface, with no setting to change that (docs/topologies.md).
+2. The server's ports stay leased until it is stopped.
+3. `dtype` is always passed, because SGLang's "auto" would serve a float32 checkpoint as float16.
+4. User settings (`--sglang-...`) override every default in this file.
+5. Only `layout` defines how the model is split over ranks. Settings that contradict it raise `ConfigError`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradict
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
 
 LEAVE_OUT_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
-"""Variable that lists model files which a scheduler does not import. By default it imports all two hundred files to
-find the class that `config.json` names. Some of these files import other frameworks, such as Megatron-core."""
+"""Environment variable with model files that a scheduler skips. By default, it imports all two hundred of them to find
+the class named in `config.json`, and some of them import other frameworks, such as Megatron-core."""
 ALWAYS_WANTED = frozenset({"transformers"})
-"""The file with SGLang's fallback for classes that no other file defines."""
+"""Contains SGLang's fallback for classes that no other file defines."""
 CHOOSE_ANOTHER_CLASS = ("speculative", "model_impl", "json_model_override_args", "quantization", "model_config_parser")
-"""Prefixes of settings that may make SGLang choose a different class from the one in `config.json`."""
+"""Prefixes of settings that can make SGLang use a different class from the one in `config.json`."""
 
 
 def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
-    """Returns the model files that a server of `model_path` need not import; empty if that is uncertain.
+    """Returns the model files that a server of `model_path` does not need to import. Empty if unsure.
 
-    `settings`: the user's ServerArgs by field name.
+    `settings`: the user's ServerArgs, by field name.
     """
     if any(name.startswith(CHOOSE_ANOTHER_CLASS) and value for name, value in settings.items()):
         return []
@@ -73,7 +73,7 @@ def files_left_out(model_path: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def left_out(wanted: Collection[str], folder: Path) -> list[str]:
-    """Returns the files in `folder` that define none of the `wanted` classes; empty if any class is missing."""
+    """Returns the files in `folder` that define none of the `wanted` classes. Empty if any class is missing."""
     classes = {
         path.stem: set(re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)) for path in folder.glob("*.py")
     }
@@ -91,11 +91,11 @@ PHASES = (
     (WAITING, "waiting for the trainer to lend the GPU"),
     ("server_args=", IMPORTING + " in its scheduler"),
 )
-"""(line in the log of SGLang 0.5.16, phase that follows it), the last phase first."""
+"""(line in SGLang 0.5.16's log, the phase that follows it), latest phase first."""
 
 
 def engine_phase(log: str) -> str:
-    """Returns what a starting engine is doing, judged by its `log`."""
+    """Returns what a starting engine is currently doing, according to its `log`."""
     return next((phase for sign, phase in PHASES if sign in log), IMPORTING)
 
 
@@ -105,27 +105,27 @@ MODULES: Mapping[str, str] = {
     "nixl": "nixl._api",
     "mori": "mori",
 }
-"""Transfer backend -> the module that SGLang 0.5.16 imports for it. Other backends are not checked."""
+"""Maps a transfer backend to the module that SGLang 0.5.16 imports for it. Other backends are not checked."""
 DEFAULT = "mooncake"
 SYSTEM_LIBRARIES = "libibverbs1 libnuma1 libcurl4"
-"""The Debian and Ubuntu packages with the libraries that Mooncake loads."""
+"""Debian and Ubuntu packages with the libraries that Mooncake loads."""
 PATIENT: Mapping[str, str] = dict.fromkeys(
     ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"), "86400"
 )
-"""Seconds until SGLang gives up a request that waits for memory in the pair's other engine. The default of 300 is too
-short for responses of many thousand tokens; the client has its own limit (`--request-timeout-s`)."""
+"""Seconds after which SGLang drops a request that waits for memory in the other engine of the pair. The default of 300
+is too short for responses of many thousands of tokens. The client has its own timeout (`--request-timeout-s`)."""
 ON_A_CPU: Mapping[str, str] = {
     "MOONCAKE_PROTOCOL": "tcp",
-    # With early sending, SGLang waits on a CUDA event. Without a GPU its scheduler dies at the second prompt with a
-    # cached prefix (seen with 0.5.16).
+    # With early sending, SGLang waits on a CUDA event. Without a GPU, its scheduler crashes on the second prompt that
+    # has a cached prefix (seen with 0.5.16).
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
 }
-"""Environment variables of a paired engine on a CPU."""
+"""Environment variables for a paired engine on a CPU."""
 IMPORT_LIMIT_S = 600.0
 
 
 def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
-    """Returns variables to add to a paired engine's environment. Variables that the user has set stay."""
+    """Returns additional environment variables for a paired engine. Never overrides the user's variables."""
     if worker not in PAIRED:
         return {}
     wanted = {"SGLANG_HOST_IP": host, **PATIENT, **(ON_A_CPU if device == "cpu" else {})}
@@ -133,7 +133,7 @@ def environment(worker: Worker, device: str, host: str) -> dict[str, str]:
 
 
 def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Returns why SGLang cannot load a transfer backend here, and the remedy; None if it can. Takes under a second."""
+    """Returns why SGLang cannot load a transfer backend here and how to fix it, else None. Takes under a second."""
     module = MODULES.get(backend)
     if module is None:
         return None
@@ -156,7 +156,7 @@ def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> 
 
 
 def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Returns why a paired engine with these ServerArgs cannot start on this host; None if it can or is not paired."""
+    """Returns why a paired engine with these ServerArgs cannot start on this host. None if it can or is not paired."""
     if worker not in PAIRED:
         return None
     backend = str(extra.get("disaggregation_transfer_backend") or DEFAULT)
@@ -176,19 +176,19 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "max_running_requests": 64,
     "watchdog_timeout": 3600.0,
 }
-"""ServerArgs of a CPU server. By default SGLang's watchdog kills a server when a batch takes five minutes, which
-happens on a busy machine; `ServerWatch` judges better. `max_total_tokens` bounds the pool, because
+"""ServerArgs of a CPU server. By default, SGLang's watchdog kills a server if a batch takes five minutes, which can
+happen on a busy machine; `ServerWatch` is more accurate. `max_total_tokens` bounds the pool, because
 `mem_fraction_static` is a fraction of the memory that is free at startup, and small fractions fail on a busy machine.
-Without `sleep_on_idle` an idle scheduler keeps a core at 75 %."""
+Without `sleep_on_idle`, an idle scheduler uses 75 % of a core."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
-_OWNED |= {"api_key", "admin_api_key"}  # fields of the spec; they travel in the environment
+_OWNED |= {"api_key", "admin_api_key"}  # fields of the spec that are passed in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
 _START_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """The model, hardware and settings of one SGLang server."""
+    """The model, hardware and settings of an SGLang server."""
 
     model_path: str
     """A Hugging Face checkpoint folder."""
@@ -198,37 +198,35 @@ class ServerSpec:
     """"cpu" or "cuda"."""
     layout: EngineLayout = ONE_RANK
     num_nodes: int = 1
-    """Number of servers of the engine, one per host."""
+    """Number of servers that form the engine, one per host."""
     node_rank: int = 0
     dist_init_addr: str | None = None
-    """HOST:PORT on the first node, where the nodes meet (`lease_meeting_point`); None with one node."""
+    """HOST:PORT on the first node where the nodes rendezvous (`lease_meeting_point`). None for a single node."""
     gpu_ids: tuple[str, ...] | None = None
-    """[ranks of this node] The GPU of each rank, stage by stage, as CUDA_VISIBLE_DEVICES names it: a number or a UUID.
-    None: the first visible GPUs."""
+    """[ranks of this node] The GPU of each rank, stage by stage, as in CUDA_VISIBLE_DEVICES (an index or a UUID). None:
+    the first visible GPUs."""
     random_seed: int | None = None
-    """Seed of the sampler. Has no effect on a CPU, where stock SGLang cannot sample by seed."""
+    """Sampling seed. Has no effect on a CPU, where stock SGLang does not support seeded sampling."""
     memory_saver: bool = False
-    """Whether the memory of weights and cache can be released and resumed (`--offload-rollout`); GPUs only."""
+    """Whether the memory of weights and cache can be released and resumed (`--offload-rollout`). GPU only."""
     num_threads: int = 1
-    """Threads per rank; CPU only."""
+    """Threads per rank. CPU only."""
     api_key: str | None = None
-    """Bearer token for every route except the health checks; None: no token."""
+    """Bearer token for every route except the health checks. None: no token."""
     admin_key: str | None = None
-    """Bearer token for routes that change or end something; None: `api_key`."""
+    """Bearer token for routes that change state. None: `api_key`."""
     gated: bool = False
-    """Whether the server takes no device memory before `SGLangServer.open_gate`."""
+    """Whether the server must not allocate device memory until `SGLangServer.open_gate`."""
     token_versions: bool = False
     """Whether responses contain the weight version of each token."""
     worker: Worker = Worker.REGULAR
-    """Regular, or the prefill or decode engine of a pair."""
+    """A regular engine, or the prefill or decode engine of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The user's other ServerArgs, by field name (`args.sglang`)."""
+    """The user's remaining ServerArgs, by field name (`args.sglang`)."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"dtype {self.dtype!r} is not a dtype of engines, and SGLang would guess one; use one of {DTYPES}"
-            )
+            raise ConfigError(f"engines do not support dtype {self.dtype!r}; use one of {DTYPES}")
         nodes, ranks, meeting = self.num_nodes, self.layout.num_ranks, self.dist_init_addr
         assert self.device in ("cpu", "cuda"), f"an engine on {self.device}"
         assert ranks % nodes == 0 and 0 <= self.node_rank < nodes, f"node {self.node_rank} of {nodes}, {ranks} ranks"
@@ -255,7 +253,7 @@ class ServerSpec:
 
     @property
     def answers_requests(self) -> bool:
-        """Whether this is the first node, the only one that answers requests."""
+        """Whether this is the first node, the only one that serves requests."""
         return self.node_rank == 0
 
     @classmethod
@@ -273,19 +271,19 @@ class ServerSpec:
         shares: bool = True,
         worker: Worker = Worker.REGULAR,
     ) -> ServerSpec:
-        """Returns the spec of engine `index` of a run. Raises `ConfigError` on contradictions.
+        """Returns the spec of engine `index` of a run. Raises `ConfigError` for contradictory settings.
 
-        `keys`: the run's keys, which --sglang-api-key and --sglang-admin-api-key override. `model_path`: replaces
-        --hf-checkpoint. `overrides`: ServerArgs by field name, which override --sglang-.... `layout`: replaces the one
-        derived from these and --rollout-num-gpus-per-engine. `shares`: in a colocated run, whether this engine shares
-        GPUs with training ranks. Without `gpu_ids` the server uses the first GPUs that its owner sees (Ray restricts
-        them). Each engine has a different seed, because with the same seed equal prompts get equal continuations.
+        `keys`: the run's keys, overridden by --sglang-api-key and --sglang-admin-api-key. `model_path`: replaces
+        --hf-checkpoint. `overrides`: ServerArgs by field name, which override --sglang-.... `layout`: replaces the
+        layout derived from these and --rollout-num-gpus-per-engine. `shares`: whether this engine of a colocated run
+        shares GPUs with training ranks. Without `gpu_ids`, the server uses the first GPUs visible to its owner, as
+        restricted by Ray. Each engine has its own seed, because equal seeds would give equal continuations.
         """
         extra = {**args.sglang, **(overrides or {})}
         dtype = extra.pop("dtype", None) or "bfloat16"
         if layout is None:
             layout = layout_of(int(args.rollout_num_gpus_per_engine), extra)
-        else:  # the run's layout settings are for other engines
+        else:  # the run's layout settings apply to other engines
             mine = overrides or {}
             extra = {name: value for name, value in extra.items() if name in mine or name not in LAYOUT_SETTINGS}
         return cls(
@@ -306,19 +304,19 @@ class ServerSpec:
         )
 
     def server_args(self, *, host: str, port: int, nccl_port: int) -> dict[str, Any]:
-        """Returns all explicit ServerArgs by field name: slime's defaults, overridden by the user's settings."""
+        """Returns all explicit ServerArgs by field name: slime's defaults, overridden by user settings."""
         args: dict[str, Any] = dict(CPU_DEFAULTS) if self.device == "cpu" else {}
-        args["skip_server_warmup"] = True  # the first verified weight sync tests the server instead
-        args["weight_version"] = "0"  # version of the checkpoint on disk; the first sync makes it 1
+        args["skip_server_warmup"] = True  # the first weight sync tests the server instead
+        args["weight_version"] = "0"  # the checkpoint on disk; the first sync sends version 1
         if self.random_seed is not None:
             args["random_seed"] = self.random_seed
         if self.memory_saver and self.device == "cuda":
             args["enable_memory_saver"] = True
-        # Weight tables name shared experts separately; on some GPUs SGLang would stack them with the routed ones.
+        # Weight tables list shared experts separately, but on some GPUs SGLang would stack them with the routed ones.
         args["disable_shared_experts_fusion"] = True
         args |= {name: value for name, value in self.extra.items() if name not in LAYOUT_SETTINGS}
         args["custom_weight_loader"] = [EXPERT_LOADER, *(self.extra.get("custom_weight_loader") or ())]
-        args["incremental_streaming_output"] = True  # otherwise each event of a stream repeats the earlier ones
+        args["incremental_streaming_output"] = True  # otherwise each stream event repeats the earlier tokens
         args |= {
             "model_path": self.model_path,
             "host": host,
@@ -337,36 +335,36 @@ class ServerSpec:
         return args
 
     def environment(self) -> dict[str, str | None]:
-        """Returns variables to add to the environment of the server's processes. None removes a variable."""
+        """Returns changes to the environment of the server's processes. None removes a variable."""
         env: dict[str, str | None] = {
             API_KEY_ENV: self.api_key,
             ADMIN_KEY_ENV: self.admin_key,
-            # By default /health samples a token, and a router polls it every few seconds. An engine that lent its
-            # memory to the trainer would compute without weights and crash (seen with 0.5.16 on one GPU, colocated).
+            # By default, /health samples a token, and routers poll it every few seconds. An engine that has lent its
+            # memory to the trainer would crash, because it has no weights (seen with 0.5.16, colocated on one GPU).
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            # Law 1: removed, because by default SGLang reads exactly the ids that it gets, also with images.
+            # Law 1: must be unset. By default, SGLang uses exactly the token ids that it receives, even with images.
             "SGLANG_MM_AVOID_RETOKENIZE": None,
         }
-        # A list that the user has set stays.
+        # Never overrides a list that the user has set.
         files = [] if LEAVE_OUT_ENV in os.environ else files_left_out(self.model_path, self.extra)
-        if self.layout.pp_size > 1:  # the stages that the trainer verifies; overrides this host's environment
+        if self.layout.pp_size > 1:  # stages as verified by the trainer; overrides this host's setting
             env[STAGES_ENV] = ",".join(map(str, self.layout.stage_layers)) or None
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpu_ids)}
         env |= {**thread_variables(self.num_threads, os.environ), **ONE_THREAD}
-        # SGLang compiles the choice of experts with a C++ compiler, which takes half a minute and gains nothing on a
-        # CPU. A server that dies meanwhile can leave an empty library in the user's cache that breaks later servers.
+        # SGLang compiles expert selection with a C++ compiler, which takes half a minute without any benefit on a CPU.
+        # A server that dies in the meantime can leave an empty library in the user's cache, which breaks later servers.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        if self.layout.tp_size > 1:  # unless cores are assigned to ranks, SGLang refuses more ranks than NUMA nodes
+        if self.layout.tp_size > 1:  # without assigned cores, SGLang rejects more ranks than NUMA nodes
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.layout.tp_size)))
         return env
 
 
 def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
-    """Returns the flags for settings by field name.
+    """Converts settings (by field name) to command-line flags.
 
-    True becomes a bare flag, None and False become no flag, a list becomes several values, and a dict becomes JSON.
+    True becomes a bare flag; None and False are omitted. A list becomes several values, and a dict becomes JSON.
     """
     flags: list[str] = []
     for name, value in fields.items():
@@ -385,7 +383,7 @@ def command_line_flags(fields: Mapping[str, Any]) -> list[str]:
 
 
 def without_secrets(fields: Mapping[str, Any]) -> tuple[list[str], dict[str, str | None]]:
-    """Returns the flags of these settings without secrets, and the environment variable that carries the secrets."""
+    """Returns the flags for all settings except secrets, and an environment variable that contains the secrets."""
     secret = command_line_flags({name: value for name, value in fields.items() if name in SECRETS})
     others = command_line_flags({name: value for name, value in fields.items() if name not in SECRETS})
     return others, {SECRET_FLAGS_ENV: json.dumps(secret)} if secret else {}
@@ -404,9 +402,9 @@ class SGLangServer(LeasedServer):
         return self.spec.model_path
 
     def start(self) -> None:
-        """Starts the server process and returns immediately. `wait_ready` waits until the server is ready.
+        """Starts the server process and returns immediately. Call `wait_ready` to wait for the server.
 
-        Raises `ConfigError` if a package for a paired engine is missing on this host.
+        Raises `ConfigError` if this host lacks a package that a paired engine needs.
         """
         assert self._process is None, "the server was started twice; stop() it first"
         if problem := pair_problem(self.spec.worker, self.spec.extra, self.spec.device):
@@ -416,7 +414,7 @@ class SGLangServer(LeasedServer):
         self._lease = lease_ports(2, beside_first=offsets)
         port, nccl_port = self._lease.ports[:2]
         flags, secret = without_secrets(self.spec.server_args(host=self.host, port=port, nccl_port=nccl_port))
-        # A server on loopback has no peers on other hosts, so gloo must listen on loopback only.
+        # A server on loopback has no peers on other hosts, so gloo must listen only on loopback.
         interface = interface_variables(self.host, {} if is_loopback(self.host) else os.environ)
         gate = {GATE_ENV: str(self._gate)} if self.spec.gated else {}
         self._set_gate()
@@ -431,30 +429,30 @@ class SGLangServer(LeasedServer):
         self._process.start()
 
     def open_gate(self) -> None:
-        """Lets a gated server take its memory. Until then the server has imported everything but is not ready."""
+        """Lets a gated server allocate memory. Until then, the server waits with all imports done."""
         self._opened = True
         self._set_gate()
 
     def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """Waits until the server answers `/health`. Starts the server on other ports if another program took its port.
+        """Waits until the server responds to `/health`. If another program took its port, restarts it on other ports.
 
-        Raises `EngineError` with the end of the log if the server dies, and `DeadlineExceeded` after `timeout_s`
-        without a sign of life.
+        Raises `EngineError` with the end of the log if the server dies, or `DeadlineExceeded` after `timeout_s` without
+        a sign of life.
         """
         for attempt in range(_START_TRIES):
             process = self._process
             if process is None:
-                raise EngineError("wait_ready before start(): there is nothing to wait for")
+                raise EngineError("wait_ready() was called before start()")
             try:
                 process.wait_until(self.healthy, what="it was ready", timeout_s=timeout_s)
                 if self.spec.device == "cpu" and self.spec.answers_requests:
-                    # A cache flush collects garbage, which takes 0.3 s unless the loaded objects are frozen.
+                    # A cache flush runs garbage collection, which takes 0.3 s unless loaded objects are frozen.
                     request("POST", f"{self.url}/freeze_gc", timeout_s=timeout_s, api_key=self.spec.keys.control)
                 return
             except EngineError as error:
                 lost_port = any(sign in process.log_tail(16000).lower() for sign in _PORT_TAKEN)
                 self.stop()
-                if not lost_port or attempt + 1 == _START_TRIES or self.spec.num_nodes > 1:  # the other nodes died, too
+                if not lost_port or attempt + 1 == _START_TRIES or self.spec.num_nodes > 1:  # other nodes died too
                     raise error from None
                 self.start()
 
@@ -463,16 +461,16 @@ class SGLangServer(LeasedServer):
         return status == 200 and self.alive
 
     def problem(self) -> str | None:
-        """Describes a problem of the processes in one line. Returns None if they run."""
-        return "it was not started" if self._process is None else self._process.problem()
+        """Describes a problem with the processes in one line. None if they are running."""
+        return "it has not been started" if self._process is None else self._process.problem()
 
     def processor_s(self) -> float:
         return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Returns whether the scheduler responds. It does so between batches, even after the engine lent its memory.
+        """Returns whether the scheduler responds, which it does between batches, even after the engine lent its memory.
 
-        Only the first node answers. On other nodes, returns whether the process runs.
+        Only the first node has such a route. On other nodes, returns whether the process is running.
         """
         if not self.spec.answers_requests:
             return self.alive
@@ -480,7 +478,7 @@ class SGLangServer(LeasedServer):
         return status == 200
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Sends SIGTERM to the server and its descendants, and after `timeout_s` SIGKILL. Idempotent.
+        """Sends SIGTERM to the server and its descendants, then SIGKILL after `timeout_s`. Idempotent.
 
         Raises `EngineError` if a process survives SIGKILL.
         """
@@ -493,7 +491,7 @@ class SGLangServer(LeasedServer):
             self._lease = None
 
     def _set_gate(self) -> None:
-        """Creates or removes the gate file, which a killed server may have left. A restarted server needs it."""
+        """Creates the gate file if the gate is open, else deletes one that a killed server may have left."""
         if not self._opened:
             self._gate.unlink(missing_ok=True)
         elif self.spec.gated:

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "a flag given twice": r"contradict each other; keep one",
     "images": r"cannot be trained on images|--spec .* is a model of images",
-    "a draft of GLM-5": r"with speculative decoding: slime trains no multi-token prediction in glm_moe_dsa",
+    "a draft of GLM-5": r"with speculative decoding: slime cannot train an MTP layer of glm_moe_dsa",
     "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"does not work with prefill and decode engines",
