@@ -85,9 +85,7 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
         found = family_of(hf_config).mtp_config(hf_config)
     except ConfigError as error:
         return str(error)
-    return (
-        None if found is not None else f"slime does not train multi-token prediction of {hf_config.get('model_type')}"
-    )
+    return None if found is not None else f"slime cannot train an MTP layer of {hf_config.get('model_type')}"
 
 
 def prefix_problem(hf_config: HfConfig) -> str | None:
