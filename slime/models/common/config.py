@@ -1,7 +1,6 @@
-"""Derives Megatron's settings from a checkpoint's config.json: common settings of decoders, refusals, and routed
-experts.
+"""Derives Megatron settings from a checkpoint's config.json: decoder settings, unsupported features, routed experts.
 
-A family returns the settings in which it differs, and raises `ConfigError` for a config that cannot be trained.
+A family returns the settings that differ and raises `ConfigError` if it cannot train a config.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FALLBACK_THETA = 10000.0
 
 
 def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
-    """Returns (theta, scaling object or None) from a config of transformers 4 or 5."""
+    """Reads (theta, scaling object or None) from a transformers 4 or 5 config."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     theta = parameters.get("rope_theta", config.get("rope_theta", _FALLBACK_THETA))
     scaling = config.get("rope_scaling") or {k: v for k, v in parameters.items() if k != "rope_theta"}
@@ -27,7 +26,7 @@ def rope_of(config: HfConfig) -> tuple[float, dict[str, Any] | None]:
 
 
 def rope_kind(scaling: Mapping[str, Any] | None) -> str:
-    """Returns the type of rotary scaling, in the format of transformers 4 or 5; "default" without scaling."""
+    """Returns the type of rotary scaling from a transformers 4 or 5 config; "default" if there is none."""
     return str((scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default")
 
 
@@ -42,7 +41,7 @@ def is_sparse(config: HfConfig, layer: int) -> bool:
 
 
 def rotary_percent(config: HfConfig, default: float) -> float:
-    """Returns the fraction of a head that is rotated, from a config of transformers 4 or 5."""
+    """Returns the fraction of each head that is rotated, from a transformers 4 or 5 config."""
     parameters: HfConfig = config.get("rope_parameters") or {}
     return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
@@ -53,11 +52,11 @@ ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
 }
-"""Types of rotary scaling that `common.rotary` computes -> the config keys that each needs."""
+"""The types of rotary scaling that `common.rotary` supports, with the config keys that each requires."""
 
 
 def decoder_architecture(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings for a pre-norm decoder with grouped-query attention, gated MLPs and no biases."""
+    """Returns Megatron settings for a pre-norm decoder with grouped-query attention, gated MLPs and no biases."""
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     theta, scaling = rope_of(config)
@@ -92,7 +91,7 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 
 
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
-    """Raises `ConfigError` if the config has a feature that the family does not train."""
+    """Raises `ConfigError` if the config uses a feature that the family does not support."""
     if config.get("use_sliding_window"):
         raise ConfigError("the checkpoint has use_sliding_window, which this release does not train")
     if config.get("hidden_act", "silu") != "silu":
@@ -108,7 +107,7 @@ def refuse_unsupported(family: Family, config: HfConfig) -> None:
     for name in family.per_layer:
         if config.get(name) and len(config[name]) < int(config.get("num_hidden_layers") or 0):
             raise ConfigError(
-                f"config.json has {len(config[name])} {name} for {config['num_hidden_layers']} layers; correct it"
+                f"config.json has {len(config[name])} {name} for {config['num_hidden_layers']} layers; fix config.json"
             )
 
 
@@ -117,15 +116,15 @@ def _refuse_scaling(family: Family, config: HfConfig) -> None:
     kind = rope_kind(scaling)
     if kind not in family.rope_kinds:
         raise ConfigError(
-            f"{config.get('model_type')} has rotary scaling {kind!r}; slime supports it only with "
+            f"{config.get('model_type')} has unsupported rotary scaling {kind!r}; slime supports "
             f"{', '.join(family.rope_kinds)}"
         )
     if missing := [name for name in ROPE_KINDS.get(kind, ()) if not scaling.get(name)]:
-        raise ConfigError(f"rotary scaling {kind!r} has no {', '.join(missing)}; complete config.json")
+        raise ConfigError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; add it to config.json")
 
 
 def softmax_experts(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings for a softmax router and its experts. Raises `ConfigError` if sizes are missing."""
+    """Returns Megatron settings for a softmax router and its experts. Raises `ConfigError` if a size is missing."""
     if not num_experts_of(config) or not config.get("moe_intermediate_size") or not config.get("num_experts_per_tok"):
         raise ConfigError(
             "the checkpoint's config.json must have num_experts, num_experts_per_tok and moe_intermediate_size to "
@@ -149,7 +148,7 @@ def softmax_experts(config: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_experts(config: HfConfig) -> dict[str, Any]:
-    """Megatron's settings for a sigmoid router with bias and groups, and for its routed and shared experts."""
+    """Returns Megatron settings for a sigmoid router with bias and groups, and its routed and shared experts."""
     if config.get("scoring_func", "sigmoid") != "sigmoid" or config.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ConfigError(
             f"the router has scoring_func {config.get('scoring_func')} and topk_method "

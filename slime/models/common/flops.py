@@ -1,16 +1,15 @@
-"""The floating-point operations of a forward pass over one sequence, computed from the HF config.
+"""Computes the FLOPs of a forward pass over one sequence from the HF config.
 
-They are used to balance ranks and for the `perf/*_tflops` metrics. Only matrix products count, with two operations per
-multiply-add; norms, softmax, rotary embedding and the embedding look-up are excluded, as is usual for model FLOPs
-(Kaplan et al. 2020, "Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473,
-appendix).
+FLOPs are used to balance ranks and for the `perf/*_tflops` metrics. As usual for model FLOPs, only matrix products
+count, with two operations per multiply-add. Norms, softmax, rotary embedding and embedding look-up are excluded (Kaplan
+et al. 2020, "Scaling laws for neural language models", section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix).
 
 Invariants
-1. Attention counts the pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts as a
-   window of `index_topk`; its indexer scores all pairs.
-2. An MoE layer counts the experts that a token is routed to, the shared experts and the router.
-3. Sequences of a packed row do not attend to each other, so the cost of a row is the sum over its sequences.
-4. Recomputed activations are not counted: model FLOPs measure how fast the model trains, not how busy the device is.
+1. Attention counts the query-key pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts
+   as a window of `index_topk` tokens, and its indexer counts all pairs.
+2. An MoE layer counts each token's routed experts, the shared experts and the router.
+3. Sequences in a packed row do not attend to each other, so the cost of a row is the sum over its sequences.
+4. Recomputed activations do not count, because model FLOPs measure training speed, not device utilisation.
 """
 
 from __future__ import annotations
@@ -23,33 +22,33 @@ from slime.core.hf_config import HfConfig, num_experts_of
 from slime.models.common.config import is_sparse
 
 TRAIN_FORWARDS = 3
-"""A training pass costs as much as three forward passes: one forward, two for the gradients of inputs and weights."""
+"""Cost of a training pass in forward passes: the forward pass itself, plus two for gradients of inputs and weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Multiply-adds of the attention of one layer."""
+    """Multiply-adds of one layer's attention."""
 
     per_token: int
     per_pair: tuple[tuple[int | None, int], ...] = ()
-    """(window in tokens or None, multiply-adds per pair of query and key)."""
+    """(window in tokens or None, multiply-adds per query-key pair)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """Cost of all layers of a model."""
+    """The total cost of a model's layers."""
 
     per_token: float
-    """FLOPs per token of all matrix products with weights, without the LM head."""
+    """FLOPs per token of all matrix products with weights, excluding the LM head."""
     per_logit: float
-    """FLOPs of the LM head per position."""
+    """FLOPs per position of the LM head."""
     per_pair: tuple[tuple[int | None, float], ...]
-    """(window in tokens or None, FLOPs per pair of query and key, summed over the layers with that window)."""
+    """(window in tokens or None, FLOPs per query-key pair, summed over all layers with that window)."""
 
     def forward(self, num_tokens: int, *, num_logits: int | None = None, causal: bool = True) -> float:
         """Returns the FLOPs of a forward pass over one sequence.
 
-        `num_logits`: number of positions with logits (default: all). Without `causal`, masked pairs count too.
+        `num_logits`: number of positions with logits (default: all). If `causal` is False, masked pairs count too.
         """
         pairs = 0.0
         for window, flops in self.per_pair:
@@ -61,18 +60,18 @@ class FlopsModel:
 
 
 def tflops_per_gpu(forward_flops: float, *, time_s: float, num_gpus: int, num_forwards: int = TRAIN_FORWARDS) -> float:
-    """Returns 10^12 FLOPs per second and GPU, for the `perf/*_tflops` metrics; 0 if `time_s` is 0.
+    """Returns TFLOP/s per GPU for the `perf/*_tflops` metrics, or 0 if `time_s` is 0.
 
-    `forward_flops`: sum over all samples of the batch. `num_gpus`: number of GPUs that shared the work. `num_forwards`:
+    `forward_flops`: sum over all samples in the batch. `num_gpus`: number of GPUs that shared the work. `num_forwards`:
     1 for passes without gradients.
     """
     return num_forwards * forward_flops / (time_s * num_gpus) / 1e12 if time_s > 0 else 0.0
 
 
 def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], AttentionCost]) -> FlopsModel:
-    """Returns the cost of a decoder with gated MLPs, dense or MoE. `attention` returns the cost of a layer's attention.
+    """Returns the cost of a decoder with gated MLPs, dense or MoE. `attention` returns one layer's attention cost.
 
-    `config` may have the language model under `text_config`. Raises `ConfigError` for a missing key.
+    The language model can be nested in `config` as `text_config`. Raises `ConfigError` if a key is missing.
     """
     config = config.get("text_config") or config
     try:
@@ -103,7 +102,7 @@ def head_sizes(config: HfConfig) -> tuple[int, int, int]:
 
 
 def _window(config: HfConfig, layer: int) -> int | None:
-    """Returns the window of this layer in tokens; None for full attention."""
+    """Returns this layer's window in tokens, or None for full attention."""
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     kind = kinds[layer] if kinds else "sliding_attention" if window and config.get("use_sliding_window", True) else None
     if kind not in (None, "full_attention", "sliding_attention"):
@@ -112,13 +111,13 @@ def _window(config: HfConfig, layer: int) -> int | None:
 
 
 def mlp_cost(config: HfConfig, layer: int) -> int:
-    """Returns the number of multiply-adds per token of the MLP of a layer."""
+    """Returns the multiply-adds per token of a layer's MLP."""
     hidden = int(config["hidden_size"])
     num_experts = num_experts_of(config)
     if not is_sparse(config, layer):
         return 3 * hidden * int(config["intermediate_size"])
     size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     shared = int(config.get("n_shared_experts") or 0) * size
-    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: a separate size, and a gate
+    own = int(config.get("shared_expert_intermediate_size") or 0)  # Qwen MoE: separate size, plus a gate
     router = hidden * (num_experts + (own > 0))
     return 3 * hidden * (int(config["num_experts_per_tok"]) * size + shared + own) + router

@@ -1,51 +1,50 @@
-"""MLPs of decoders: the dense gated MLP, and MoE with router, dispatchers, stacked experts and routing replay.
+"""Decoder MLPs: the dense gated MLP, and MoE with router, dispatchers, stacked experts and routing replay.
 
-Dispatchers move tokens to the experts of a layer and back, in Megatron's protocol:
+Dispatchers move tokens to a layer's experts and back. They implement Megatron's interface:
 
     dispatch_preprocess, token_dispatch, dispatch_postprocess      tokens -> rows ordered by expert
     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
 
-Without expert parallelism rows are reordered on their rank, and neither GPU nor host waits for the other
-(`LocalDispatcher`). With expert parallelism, Megatron's two dispatchers move the rows. With the all-to-all, the host
-waits once per forward pass of a layer, because it needs the split sizes. With the all-gather, it waits several times,
+Without expert parallelism, rows are reordered locally, and neither GPU nor host waits for the other
+(`LocalDispatcher`). With expert parallelism, Megatron's dispatchers move the rows. In each forward pass of a layer, the
+all-to-all dispatcher synchronises the host once to read split sizes. The all-gather dispatcher does so several times,
 also to select rows.
 
 Invariants
-1. Every token reaches all experts that its router chose; nothing is dropped.
-2. Ranks of one expert group may hold rows of different lengths.
-3. On a CPU all dispatchers are bitwise equal to Megatron's. Experts in float32, and the gradients of their rows and
-   weights, are bitwise equal to Megatron's sequential experts.
-4. Experts are not split by tensor parallelism: for experts, tensor-parallel ranks are data-parallel (`ExpertLayer`).
+1. Every token reaches all experts that the router chose; none is dropped.
+2. Within an expert group, ranks can have rows of different lengths.
+3. On a CPU, all dispatchers are bitwise equal to Megatron's. In float32, experts and the gradients of their rows and
+   weights are bitwise equal to those of Megatron's sequential experts.
+4. Tensor parallelism does not split experts. Tensor-parallel ranks are data-parallel for experts (`ExpertLayer`).
 
-Router. It has no auxiliary loss, no capacity and no noise: each would make a token's gradient depend on the other
-tokens of its micro-batch (Law 3), so `slime.settings.megatron.FIXED` refuses them. A family sets these settings of
-Megatron from its HF config:
+Router. It has no auxiliary loss, capacity or noise, because each of these would make a token's gradient depend on other
+tokens in its micro-batch (Law 3); `slime.settings.megatron.FIXED` rejects them. A family derives these Megatron
+settings from the HF config:
 
-- `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts per layer, experts per token, size of an
-  expert;
+- `num_moe_experts`, `moe_router_topk`, `moe_ffn_hidden_size`: routed experts per layer, experts per token, expert size;
 - `moe_router_score_function`: "softmax" or "sigmoid" over the experts, in float32;
-- `moe_router_pre_softmax`: the opposite of HF's `norm_topk_prob`, for both functions: the chosen scores are used as
-  they are (True) or divided by their sum (False);
-- `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None is 1;
-- `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group`, `topk_group`; None is one group. The score of a
-  group is the sum of its two best experts;
-- `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores to choose experts, but not to
-  weight them. It is a float32 buffer that is not trained;
+- `moe_router_pre_softmax`: the negation of HF's `norm_topk_prob`, for both functions. The chosen scores are used as is
+  (True) or divided by their sum (False);
+- `moe_router_topk_scaling_factor`: HF's `routed_scaling_factor`; None means 1;
+- `moe_router_num_groups`, `moe_router_group_topk`: HF's `n_group` and `topk_group`; None means one group. A group's
+  score is the sum of its two best experts' scores;
+- `moe_router_enable_expert_bias` (sigmoid only): `expert_bias` is added to the scores for choosing experts, but not for
+  weighting them. It is an untrained float32 buffer;
 - `moe_router_dtype`: "fp32" if transformers computes router logits in float32 (DeepSeek, GLM); None for the model's
   dtype (Qwen), to which the weights of the chosen experts are rounded;
-- `moe_shared_expert_intermediate_size`: the sum of the sizes of all shared experts; None without them.
-  `moe_shared_expert_gate`: the sigmoid of `gate_weight` scales their output (Qwen3-Next).
+- `moe_shared_expert_intermediate_size`: total size of all shared experts; None without them. `moe_shared_expert_gate`:
+  their output is scaled by the sigmoid of a gate with weight `gate_weight` (Qwen3-Next).
 
-Routing replay (R3). Engine and trainer round differently, and a router can turn a rounding error into a different
-expert. So the trainer uses the experts that were chosen when the token was sampled, and weights them by its own logits:
-the router still gets gradients (arXiv:2510.11370, "rollout routing replay"). A row's `RowRouting` is a field of its
-`PackedSequences`; `RoutedLayer` passes it to the router while the layer runs.
+Routing replay (R3). Engine and trainer round differently, and a rounding error can make a router choose a different
+expert. So the trainer uses the experts chosen when the token was sampled, but weights them by its own logits, so that
+the router still gets gradients (arXiv:2510.11370, "rollout routing replay"). A row's `RowRouting` is stored in its
+`PackedSequences`, and `RoutedLayer` passes it to the router while the layer runs.
 
 Invariants
-5. A router reads the record of the row that its layer was called with. This is also true when the layer is recomputed
-   for the backward pass after other rows, because records are never looked up by order or time.
-6. For a token without a record, the trainer's router chooses.
-7. For a row without a record, a router's result is bitwise the same as without replay.
+5. A router always reads the record of the row that its layer was called with. This holds even if the layer is
+   recomputed for the backward pass after other rows, because records are never looked up by order or time.
+6. If a token has no record, the trainer's router chooses its experts.
+7. If a row has no record, the router's output is bitwise the same as without replay.
 """
 
 from __future__ import annotations
@@ -93,14 +92,14 @@ from slime.ops.swiglu import swiglu
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with silu(gate) * up as one op (`slime.ops.swiglu`); gate and up are one projection."""
+    """Megatron's MLP with a fused silu(gate) * up (`slime.ops.swiglu`). Gate and up are one projection."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T_local, 1, H] -> [T_local, 1, H] and the output's bias, if any.
+        """[T_local, 1, H] -> [T_local, 1, H], and the output bias, if any.
 
-        `per_token_scale` [T] multiplies the activation of an expert, as in Megatron.
+        `per_token_scale` [T]: scales the activations of an expert, as in Megatron.
         """
         mixed, bias = self.linear_fc1(hidden_states)
         out = swiglu(mixed if bias is None else mixed + bias)
@@ -121,11 +120,11 @@ def _linear_parts() -> MLPSubmodules:
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):
-    """Megatron's shared experts (one MLP and an optional gate) as a `GatedMLP`."""
+    """Megatron's shared experts (one MLP and an optional gate), based on `GatedMLP`."""
 
 
 class LocalDispatcher(MoETokenDispatcher):
-    """Only reorders rows, because all experts are on this rank."""
+    """Only reorders rows, because all experts are local."""
 
     _plan: RowPlan
     _shape: torch.Size
@@ -155,8 +154,8 @@ class LocalDispatcher(MoETokenDispatcher):
 
 
 class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with our row order. With Megatron's row order, the host waits for the device to
-    count rows, and rows are not summed in float32."""
+    """Megatron's all-to-all dispatcher with our row order. Megatron's own row order makes the host wait for row counts,
+    and does not sum rows in float32."""
 
     _plan: RowPlan
 
@@ -176,10 +175,10 @@ class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Pads each rank's tokens to the longest row of the expert group. Megatron's dispatcher assumes equal lengths."""
+    """Pads each rank's tokens to the longest row in the expert group. Megatron's dispatcher assumes equal lengths."""
 
     num_tokens: int
-    """Number of tokens on this rank, without padding."""
+    """Number of tokens on this rank, excluding padding."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, 1, H], routing_map and probs [T, experts] -> hidden [T_max, H], probs [T_max, experts]."""
@@ -202,14 +201,14 @@ def _pad(x: Tensor, num_rows: int) -> Tensor:
 
 
 class StackedLinear(Module):
-    """A linear layer without bias for each expert."""
+    """One linear layer without bias per expert, with all weights in one tensor."""
 
     def __init__(self, config: TransformerConfig, num_experts: int, size_in: int, size_out: int) -> None:
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         shape = (num_experts, size_out, size_in)
         self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # Makes the gradient norm count the experts of every tensor-parallel rank.
+        # Makes the gradient norm include the experts of all tensor-parallel ranks.
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -223,10 +222,10 @@ class StackedLinear(Module):
 
 
 class StackedExperts(Module):
-    """SwiGLU experts without bias, with one tensor per projection for all experts. Replaces Megatron's `SequentialMLP`.
+    """SwiGLU experts without bias. Each projection is one tensor for all experts. Replaces Megatron's `SequentialMLP`.
 
-    Optimizer and gradient buffers see two parameters per layer. `training.model.names` gives views of each expert to
-    weight tables, checkpoints and engines. Weights are undefined until a checkpoint fills them.
+    The optimizer and gradient buffers see two parameters per layer. `training.model.names` provides views of single
+    experts for weight tables, checkpoints and engines. Weights are uninitialised until a checkpoint is loaded.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
@@ -235,14 +234,14 @@ class StackedExperts(Module):
         assert gated and not config.add_bias_linear, "stacked experts are SwiGLU without bias"
         hidden, size = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = StackedLinear(config, num_local_experts, hidden, 2 * size)
-        """weight [experts, 2F, H]: gates, then values."""
+        """weight [experts, 2F, H]: gate rows, then value rows."""
         self.linear_fc2 = StackedLinear(config, num_local_experts, size, hidden)
         """weight [experts, H, F]."""
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and no bias.
+        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and no bias.
 
-        `sizes`: groups, or the number of rows of each expert [experts].
+        `sizes`: row groups, or the number of rows per expert [experts].
         """
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         inner = weighted_swiglu(self.linear_fc1(x, groups), weights, form_of(x))
@@ -250,17 +249,17 @@ class StackedExperts(Module):
 
 
 class ExactRouter(TopKRouter):
-    """Megatron's router, which here chooses and weights experts as `transformers` does.
+    """A variant of Megatron's router that chooses and weights experts as `transformers` does.
 
-    The original always divides sigmoid scores by their sum, computes the softmax over the chosen logits in their dtype,
-    and scores a group by topk / group_topk of its experts.
+    Megatron's router always divides sigmoid scores by their sum, computes the softmax of the chosen logits in their own
+    dtype, and scores a group by the best topk / group_topk of its experts.
     """
 
     choices: Choices | None = None
-    """Set by `RoutedLayer` while it runs."""
+    """Set by `RoutedLayer` while the layer runs."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, experts] -> weights [T, experts] in their dtype, 0 if not chosen, and the choice as bool."""
+        """logits [T, 1, experts] -> weights [T, experts] in their dtype (0 if not chosen), and the choices as bool."""
         config = self.config
         logits = logits.view(-1, config.num_moe_experts)
         wide = logits.float()
@@ -290,17 +289,17 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router whose weight is float32 in any training dtype, as in engines. Its row of the weight table is `wide`."""
+    """A router with a float32 weight in any training dtype, as in engines. Its row in the weight table is `wide`."""
 
     def reset_parameters(self) -> None:
-        """Keeps float32; Megatron's method would round the weight to the training dtype."""
+        """Keeps float32, unlike Megatron's method, which rounds the weight to the training dtype."""
         if self.config.perform_initialization:
             self.config.init_method(self.weight)
         self.weight.sequence_parallel = self.config.sequence_parallel
 
 
 class ExpertLayer(MoELayer):
-    """Megatron's layer of experts with our router, experts and dispatchers."""
+    """Megatron's MoE layer with our router, experts and dispatchers."""
 
     router_class: ClassVar[type[ExactRouter]] = ExactRouter
     experts_class: ClassVar[type[torch.nn.Module]] = StackedExperts
@@ -311,8 +310,8 @@ class ExpertLayer(MoELayer):
         parts = MoESubmodules(experts=self.experts_class, shared_experts=shared, router=self.router_class)
         super().__init__(config, parts, pg_collection=groups)
         for parameter in self.experts.parameters():
-            # Megatron sets this only under expert parallelism, since it otherwise splits experts like dense layers. Our
-            # experts are not split, so tensor-parallel ranks are data-parallel for experts and sum the gradients.
+            # Megatron sets this only under expert parallelism, because otherwise it splits experts like dense layers.
+            # Our experts are never split, so their gradients are summed over tensor-parallel ranks as well.
             parameter.allreduce = False
         if groups.ep.size() == 1:
             self.token_dispatcher = LocalDispatcher(config, groups)
@@ -325,24 +324,24 @@ class ExpertLayer(MoELayer):
 
 
 class WideRoutedExperts(ExpertLayer):
-    """A layer of experts with a float32 router."""
+    """An MoE layer with a float32 router."""
 
     router_class = WideRouter
 
 
 @dataclass(frozen=True, slots=True)
 class RowRouting:
-    """The recorded choices for this rank's T tokens of a row (`packed_attention.Choices`)."""
+    """The recorded expert choices for this rank's T tokens of a row. Implements `packed_attention.Choices`."""
 
     recorded: Mapping[int, Tensor]
-    """Layer -> [T, topk] indices of experts. An index out of range means that no choice was recorded."""
+    """Layer -> expert indices [T, topk]. An out-of-range index means that no choice was recorded."""
     replays: bool = True
-    """False: the router uses its own choice, which is only compared with the record."""
+    """Whether to use the recorded choices. If False, they are only compared with the router's own choices."""
     keeps: dict[int, Tensor] | None = None
-    """Layer -> the choice made [T, topk], recorded for a later pass; None: choices are not recorded."""
+    """Layer -> the choices [T, topk] of this pass, stored for a later pass. None: do not store them."""
     counts: Tensor | None = None
-    """[2] float64: number of recorded choices (one per token and layer) so far, and number of these that differ from
-    the router's choice. None: choices are not counted."""
+    """[2] float64: running number of recorded choices (one per token and layer), and how many of them differ from the
+    router's own choice. None: do not count."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
         choice, given = own, self.recorded.get(layer)
@@ -361,7 +360,7 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer. While it runs, its router has the row's recorded choices."""
+    """Megatron's layer, which gives the router the row's recorded choices while it runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""

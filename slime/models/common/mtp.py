@@ -1,12 +1,12 @@
-"""Multi-token prediction: an extra layer that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437,
-section 2.2). Engines use it as the draft of their speculative decoding.
+"""Multi-token prediction (MTP): an extra layer that predicts the token after the next one (DeepSeek-V3,
+arXiv:2412.19437, section 2.2). Engines use it as the draft model for speculative decoding.
 
-`h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is the input of the model's output
-layer; the output layer, applied to the normed `h'`, predicts token t + 2. The layer uses the model's embedding and
-output layer; files of DeepSeek and GLM contain a second copy of both. `HeadForm` has a family's variations.
+The layer computes `h' = layer(eh_proj [enorm(embedding of token t + 1) ; hnorm(h_t)])`, where `h_t` is the input of the
+model's output layer. Applying the output layer to the normed `h'` predicts token t + 2. The layer shares the model's
+embedding and output layer; DeepSeek and GLM checkpoints contain a second copy of both. `HeadForm` describes variants.
 
-`Family.mtp_config` says how a family builds the layer. The layer's parameters are rows of the table only if the layer
-is trained (`with_mtp`); otherwise its tensors are `FamilyTable.carried`.
+`Family.mtp_config` configures the layer. Its parameters have rows in the weight table only if the layer is trained
+(`with_mtp`); otherwise its tensors are `FamilyTable.carried`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from slime.models.common.table import DRAFT, FamilyTable, ModelSizes, Row, Sprea
 
 _KEY = "_trains_mtp"
 PREFIX = "mtp.layers.0."
-"""Megatron's prefix of the layer's parameters."""
+"""Megatron's name prefix of the layer's parameters."""
 LAYER_PREFIX = PREFIX + "transformer_layer."
 CARRIED_DRAFT = r"draft\.(?!model\.embed_tokens\.weight$|lm_head\.weight$)"
-"""Resident tensors of an untrained draft, except the tensors that the draft shares with the model."""
+"""Matches the resident tensors of an untrained draft, except those that it shares with the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """How a family's layer of multi-token prediction differs from the formula above."""
+    """How a family's MTP layer differs from the formula above."""
 
     hidden_first: bool = False
     """The projection's input is `[hnorm ; enorm]`."""
     blind_start: bool = False
-    """The embedding is zero if `h_t` belongs to the first token of a sequence."""
+    """The embedding is replaced with zeros if `h_t` belongs to the first token of a sequence."""
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:
-    """Returns the config with a mark that its MTP layer is trained."""
+    """Marks a config to say that its MTP layer is trained."""
     return {**hf_config, _KEY: True}
 
 
@@ -48,8 +48,8 @@ def trains_mtp(hf_config: HfConfig) -> bool:
 
 
 def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
-    """Returns the parameters around the layer. `names`: HF names, without `weight`, of the norm of the embedding, the
-    norm of the hidden state, the projection and the last norm. Engines use the same names unless `as_draft` changes
+    """Returns the rows of the parameters around the layer. `names`: HF names, without `weight`, of the embedding norm,
+    the hidden-state norm, the projection and the final norm. Engines use the same names unless `as_draft` changes
     them."""
     of_embedding, of_hidden, projection, last = names
     return (
@@ -61,12 +61,12 @@ def head_rows(hidden: int, names: tuple[str, str, str, str]) -> Rows:
 
 
 def layer_rows(rows: Iterable[Row], hf: str, engine: str) -> Rows:
-    """Returns the rows of the layer with full names. `hf`, `engine`: prefixes."""
+    """Adds prefixes to the rows of the layer. `hf`, `engine`: prefixes of HF and engine names."""
     return prefixed(rows, LAYER_PREFIX, hf, engine)
 
 
 def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
-    """Returns the rows with the names that engines report for drafts. `renamed`: resident name -> name in the draft."""
+    """Renames rows as engines do in drafts. `renamed`: maps a resident name to its name in the draft."""
     return tuple(
         dataclasses.replace(
             row,
@@ -79,7 +79,7 @@ def as_draft(rows: Iterable[Row], renamed: Callable[[str], str] = str) -> Rows:
 
 
 def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
-    """Returns the rows of the MTP layer in files of DeepSeek and GLM: layer `number`, after the model's last layer."""
+    """Returns the rows of the MTP layer in DeepSeek and GLM checkpoints, stored as layer `number` after the others."""
     hf = f"model.layers.{number}."
     names = (f"{hf}enorm", f"{hf}hnorm", f"{hf}eh_proj", f"{hf}shared_head.norm")
     around = as_draft(head_rows(hidden, names), lambda name: name.replace(hf, "model."))
@@ -87,13 +87,13 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """Returns second copy -> first copy of embedding and output layer in files of DeepSeek and GLM."""
+    """Maps second to first copies of embedding and output layer in DeepSeek and GLM checkpoints."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 
 
 def carried_mtp(hf_config: HfConfig) -> tuple[str, ...]:
-    """Returns patterns for the tensors of the MTP layer in files of DeepSeek and GLM, and in the engine's draft."""
+    """Returns patterns for the MTP layer's tensors in DeepSeek and GLM checkpoints and in the engine's draft."""
     first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_nextn_predict_layers") or 0)
     return (*(rf"model\.layers\.{first + i}\." for i in range(count)), *((CARRIED_DRAFT,) if count else ()))
 
@@ -106,8 +106,8 @@ def table_with_mtp(
     spread: Spread,
     carried: tuple[str, ...] = (),
 ) -> FamilyTable:
-    """Returns `decoder_table` for files of DeepSeek and GLM. `mtp`: the rows of the trained MTP layer; None: its
-    tensors are `FamilyTable.carried`."""
+    """Returns `decoder_table` for DeepSeek and GLM checkpoints. `mtp`: rows of the trained MTP layer; None: the layer
+    is `FamilyTable.carried`."""
     if mtp is None:
         return decoder_table(hf_config, layer, carried=(*carried_mtp(hf_config), *carried), spread=spread)
     sizes, number = ModelSizes.from_hf(hf_config), int(hf_config["num_hidden_layers"])
@@ -116,9 +116,9 @@ def table_with_mtp(
 
 
 def only_layer(hf_config: HfConfig) -> HfConfig | None:
-    """Returns a config in which layer 0 is the MTP layer, which always has experts; None without such a layer.
+    """Returns a config whose layer 0 is the MTP layer, which always has experts, or None if there is none.
 
-    Raises `ConfigError` for several layers, each of which predicts from the previous one.
+    Raises `ConfigError` for more than one MTP layer, because engines support only one.
     """
     count = int(hf_config.get("num_nextn_predict_layers") or 0)
     if count > 1:

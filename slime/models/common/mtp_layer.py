@@ -1,12 +1,12 @@
-"""The module of multi-token prediction (`slime.models.common.mtp`): norms, projection and one layer of the family.
+"""The module for multi-token prediction (`slime.models.common.mtp`): norms, a projection and one layer of the family.
 
-The model gets no gradient from this layer: the model's hidden states, embedding and output layer are constants here. So
-the model is trained as it would be without the layer, and the layer only learns to predict the model's tokens.
+The model's hidden states, embedding and output layer are constants here, so no gradient flows into the model. Training
+the model is unaffected, and the layer only learns to predict the model's tokens.
 
 Invariants
-1. A sequence of a packed row never reads a token of the next sequence.
-2. Under sequence parallelism each rank has a shard of the row, and Megatron sums the gradients of replicated parameters
-   over the ranks, as for norms.
+1. A sequence in a packed row never reads a token of the next sequence.
+2. Under sequence parallelism, each rank has a shard of the row, and Megatron sums the gradients of replicated
+   parameters over ranks, as it does for norms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MultiTokenLayer(torch.nn.Module):
         self.final_layernorm = RMSNorm(config, hidden, eps=eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden [T_local, 1, H], embedded [T_local, 1, H] of the next token -> normed states [T_local, 1, H]."""
+        """hidden [T_local, 1, H], next tokens' embeddings [T_local, 1, H] -> normed states [T_local, 1, H]."""
         both = [self.enorm(embedded), self.hnorm(hidden)]
         joined = torch.cat(both[::-1] if self.hidden_first else both, dim=-1)
         out, _ = self.transformer_layer(self.eh_proj(joined), attention_mask=None, packed_seq_params=packed)
@@ -45,7 +45,7 @@ class MultiTokenLayer(torch.nn.Module):
 
 
 class MultiTokenHead(torch.nn.Module):
-    """The single layer of multi-token prediction, under Megatron's names."""
+    """The single MTP layer, with Megatron's module names."""
 
     def __init__(self, config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None, form: HeadForm) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class MultiTokenHead(torch.nn.Module):
         self.layers = torch.nn.ModuleList([MultiTokenLayer(config, layer, vp_stage, form)])
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
-        """hidden [T_local, 1, H] of this rank, without a gradient; embedded [T, H] of the next tokens, before sequence
-        parallelism splits them -> states [T_local, 1, H].
+        """hidden [T_local, 1, H] of this rank (detached), embeddings [T, H] of the next tokens (before the split for
+        sequence parallelism) -> states [T_local, 1, H].
         """
         if self.blind_start:
             assert packed.positions is not None, "a packed row has the positions of its tokens"
@@ -67,7 +67,7 @@ class MultiTokenHead(torch.nn.Module):
 
 
 def following(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """tokens [T] of a packed row -> [T] the next token of each; the last token of a sequence is repeated.
+    """tokens [T] of a packed row -> each token's successor [T]. The last token of a sequence is its own successor.
 
     `cu_seqlens` [N + 1]: the start of each sequence, then T.
     """

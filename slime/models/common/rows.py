@@ -1,7 +1,6 @@
-"""Constructors of rows, and the rows of common decoder modules.
+"""Helpers that construct rows, and the rows of common decoder modules.
 
-Names have no layer prefix until `at_layer` adds it. The engine's name is the first HF name unless the engine fuses
-tensors.
+`at_layer` adds the layer prefix to all names. Unless the engine fuses tensors, its name is the first HF name.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Rows = tuple[Row, ...]
 
 
 def prefixed(rows: Iterable[Row], megatron: str, hf: str, engine: str) -> Rows:
-    """Returns the rows with prefixes added to their names."""
+    """Adds prefixes to the names of rows."""
     return tuple(
         dataclasses.replace(
             row,
@@ -32,13 +31,13 @@ def prefixed(rows: Iterable[Row], megatron: str, hf: str, engine: str) -> Rows:
 
 
 def at_layer(rows: Iterable[Row], prefix: str = "model.") -> Rows:
-    """Returns the rows of a layer with full names. `prefix` precedes `layers.` in HF and engine names."""
+    """Adds the layer prefix to the rows of a layer. `prefix` precedes `layers.` in HF and engine names."""
     hf = prefix + "layers.{layer}."
     return prefixed(rows, "decoder.layers.{layer}.", hf, hf)
 
 
 def copy(megatron: str, name: str, *shape: int, engine: str | None = None, **options: Any) -> Row:
-    """Returns a row whose tensor is replicated on every rank."""
+    """Returns the row of a tensor that is replicated on every rank."""
     return Row(megatron, (name,), (shape,), engine or name, **options)
 
 
@@ -51,7 +50,7 @@ def column(
     engine: str | None = None,
     **options: Any,
 ) -> Row:
-    """Returns a row of tensors stacked and split along the output features. A single unit applies to all segments."""
+    """Returns the row of tensors stacked and split along output features. A single unit applies to all segments."""
     names = (names,) if isinstance(names, str) else names
     if isinstance(units, Unit):
         units = (units,) * len(options.get("segments") or shapes)
@@ -59,7 +58,7 @@ def column(
 
 
 def row(megatron: str, name: str, out: int, size: int, unit: Unit = Unit.EVEN, **options: Any) -> Row:
-    """Returns the row of a weight [out, size], split along the input features."""
+    """Returns the row of a weight [out, size] that is split along input features."""
     engine = options.pop("engine", name)
     return Row(megatron, (name,), ((out, size),), engine, dim=1, units=(unit,), **options)
 
@@ -107,7 +106,7 @@ def mlp(
     engines: tuple[str, str] | None = None,
     bias: bool = False,
 ) -> Rows:
-    """Returns the rows of a gated MLP. `engines`: resident names of [gate; up] and down, which experts share."""
+    """Returns the rows of a gated MLP. `engines`: resident names of [gate; up] and down if experts share them."""
     gate_up, down = engines or (f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight")
 
     def fc1(kind: str, *more: int) -> Row:
@@ -130,10 +129,10 @@ def mlp(
 def experts(
     s: ModelSizes, *, bias: str | None = None, shared: tuple[str, int] | None = None, shared_gate: str | None = None
 ) -> Rows:
-    """Returns the rows of a router and its experts. Engines stack [gate; up] of all experts, and down of all experts.
+    """Returns the rows of a router and its experts. Engines stack all experts' [gate; up], and all experts' down.
 
     `bias`: HF name of the router's correction bias. `shared`: HF name and number of features of the shared experts.
-    `shared_gate`: HF name of their gate.
+    `shared_gate`: HF name of the shared experts' gate.
     """
     hidden = s.hidden_size
     rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)
@@ -163,7 +162,7 @@ def decoder_table(
     mtp: Rows = (),
     duplicates: Mapping[str, str] = MappingProxyType({}),
 ) -> FamilyTable:
-    """Returns the table of a decoder, including embedding and output layer. `layer(sizes, number)` returns a layer."""
+    """Returns a decoder's table with embedding and output layer. `layer(sizes, number)` returns the rows of a layer."""
     sizes = ModelSizes.from_hf(hf_config)
     hidden, vocab = sizes.hidden_size, [(sizes.vocab_size, sizes.hidden_size)]
     tied = bool(hf_config.get("tie_word_embeddings", False))
@@ -183,7 +182,7 @@ def decoder_table(
 
 
 def pre_norm(hidden: int, attention_rows: Rows, mlp_rows: Rows) -> Rows:
-    """Returns the rows of a layer with a norm before attention and one before the MLP."""
+    """Returns the rows of a layer with norms before attention and before the MLP."""
     return (
         norm("input_layernorm", "input_layernorm", hidden),
         *attention_rows,
