@@ -1,11 +1,10 @@
-"""Packed attention, context parallelism, and norms of queries and keys, which Megatron has only with Transformer
-Engine.
+"""Packed attention, context parallelism and QK norms, which Megatron supports only with Transformer Engine.
 
-`PackedAttention` attends inside each sequence of a packed row (`slime.ops.attention`). Under context parallelism the
-queries are this rank's chunks, and the keys are those of the whole row (all-gather; Llama 3, arXiv:2407.21783, section
-3.3.2); the causal mask is aligned at the end of both. A sequence that continues a shared prefix gets a copy of the
-prefix's keys before its own. `RotatingAttention` is the layer around it: Megatron's attention, except that one op
-(`slime.ops.qk_rotary`) computes queries and keys from the projection, with the rotary angles of the whole row.
+`PackedAttention` computes attention within each sequence of a packed row (`slime.ops.attention`). Under context
+parallelism, queries come from this rank's chunks and keys from the whole row (all-gather; Llama 3, arXiv:2407.21783,
+section 3.3.2), with the causal mask aligned at the end of both. If a sequence continues a shared prefix, a copy of the
+prefix's keys is prepended to its own. `RotatingAttention` is the layer around it. It is Megatron's attention, except
+that a single op (`slime.ops.qk_rotary`) computes queries and keys from the projection, using the row's rotary angles.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from slime.ops.select import REFERENCE, name_of
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension (Zhang and Sennrich 2019), in the arithmetic of `transformers`:
-    float32 statistics, weight in the model's dtype.
+    """RMS norm over the last dimension (Zhang and Sennrich 2019) with the same arithmetic as `transformers`: float32
+    statistics, weight in the model's dtype.
 
-    Supports sequence parallelism, which Megatron's wrapper of `torch.nn.RMSNorm` refuses.
+    Unlike Megatron's wrapper of `torch.nn.RMSNorm`, it supports sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
@@ -45,7 +44,7 @@ class RMSNorm(torch.nn.Module):
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each rank of sequence parallelism sees some tokens; Megatron sums the gradients of marked parameters.
+        # A sequence-parallel rank sees only some tokens, so Megatron sums the gradients of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,15 +53,15 @@ class RMSNorm(torch.nn.Module):
 
 
 def current_device() -> torch.device:
-    """Returns this rank's GPU, or the CPU without one."""
+    """Returns this rank's GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Choices(Protocol):
-    """The choice of experts for a row. See `slime.models.common.mlp`."""
+    """Chooses the experts for a row. See `slime.models.common.mlp`."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
-        """The router's choice [T, topk] in `layer` (a global number) -> the choice to use [T, topk] int64."""
+        """`own` [T, topk]: the router's choices in global layer `layer` -> the choices to use [T, topk] int64."""
 
 
 class RowShard(Protocol):
@@ -70,76 +69,77 @@ class RowShard(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """[T / cp] int64: positions of this rank's tokens in the row."""
+        """[T / cp] int64: row positions of this rank's tokens."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """[N] lengths of the whole sequences."""
+        """[N] full lengths of the sequences."""
 
     @property
     def cu_lengths(self) -> Tensor:
-        """[N + 1] int32 on the model's device: the start of each whole sequence, then the total."""
+        """[N + 1] int32 on the model's device: cumulative full lengths of the sequences, starting with 0."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values of local chunks [K, g, d]."""
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values for all local chunks [K, g,
+        d]."""
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """This rank's tokens of all heads [T / cp, h, d] -> all tokens of this rank's heads [T, h / cp, d]."""
+        """All heads of this rank's tokens [T / cp, h, d] -> this rank's heads of all tokens [T, h / cp, d]."""
 
     def by_tokens(self, share: Tensor) -> Tensor:
         """The inverse of `by_heads`."""
 
     def own_heads(self, parameter: Tensor) -> Tensor:
-        """[n, ...] of all heads -> [n / cp, ...] of this rank's heads."""
+        """A parameter of all heads [n, ...] -> its slice for this rank's heads [n / cp, ...]."""
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Row positions [R] -> indices of the positions on this rank [R_own], and of these among its tokens [R_own]."""
+        """Row positions [R] -> which of them are on this rank [R_own], and their indices among its tokens [R_own]."""
 
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
-        """This rank's results [R_own, ...] for the indices `which` [R_own] -> the results of all ranks [size, ...]."""
+        """This rank's results [R_own, ...] at indices `which` [R_own] -> the results of all ranks [size, ...]."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """The sequences of a packed row, in Megatron's parameter for attention.
+    """The sequences of a packed row, in the form of Megatron's attention parameter.
 
-    Megatron's rotary embedding, which a family's own attention may use, reads `cu_seqlens_q` with `.tolist()` in every
-    layer, so Megatron's fields stay on the host. The attention kernel reads the copies on the device.
+    Megatron's rotary embedding, which some families use, calls `cu_seqlens_q.tolist()` in every layer, so Megatron's
+    fields stay on the host. The attention kernels use device copies.
     """
 
     query_lengths: tuple[int, ...] = ()
-    """[N] number of tokens of each sequence; under context parallelism, of each local chunk [2 N]."""
+    """Number of tokens of each sequence [N] or, under context parallelism, of each local chunk [2 N]."""
     key_lengths: tuple[int, ...] = ()
-    """[N] or [2 N] number of keys for each sequence or chunk, including a shared prefix."""
+    """Number of keys of each sequence [N] or chunk [2 N], including a shared prefix."""
     cu_query: Tensor | None = None
     """[N + 1] or [2 N + 1] int32 on the model's device."""
     cu_key: Tensor | None = None
     """[N + 1] or [2 N + 1] int32 on the model's device."""
     positions: Tensor | None = None
-    """[T] int64 on the device of the model: the position of each of this rank's tokens in its sequence."""
+    """[T] int64 on the model's device: the position of each of this rank's tokens within its sequence."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """cos and sin [T, r / 2] float32 for all layers; the model computes them in its first pass."""
+    """cos and sin [T, r / 2] float32 for all layers, computed by the model on first use."""
     shard: RowShard | None = None
     """None without context parallelism."""
     repeats: Repeats | None = None
-    """If samples share prefixes: the keys of each sequence, concatenated; under context parallelism in `shard`."""
+    """With shared prefixes: which keys each sequence uses. Under context parallelism, `shard` does this instead."""
     asked: Repeats | None = None
-    """If samples share prefixes: the hidden states that the micro-batch's outputs are read from, since several tokens
-    may follow a shared prefix."""
+    """With shared prefixes: the hidden states from which outputs are computed. One state can be used several times,
+    because several tokens may follow a shared prefix."""
     chosen_keys: dict[int, list[Tensor | None]] = field(default_factory=dict)
-    """Number of a layer with an indexer -> its choice, for later layers that share it (`deepseek.layers`)."""
+    """Keys chosen by a layer with an indexer, by layer number, for later layers that share them (`deepseek.layers`)."""
     routing: Choices | None = None
-    """None: routers use their own choice."""
+    """None: routers use their own choices."""
     images: RowImages | None = None
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
-        """Maximum number of tokens, and of keys, of a sequence (or chunk)."""
+        """Maximum number of tokens and of keys per sequence (or chunk)."""
         return max(self.query_lengths, default=0), max(self.key_lengths, default=0)
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a packed row; Megatron's core-attention interface."""
+    """Causal attention within each sequence of a packed row. Implements Megatron's core-attention interface."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         if config.attention_dropout:
             raise ConfigError(
-                f"attention_dropout is {config.attention_dropout}, but two passes over a sample must have the same "
+                f"attention_dropout is {config.attention_dropout}, but two passes over a sample must give the same "
                 "result; set --attention-dropout 0"
             )
         assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"
@@ -172,8 +172,8 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
 
-        Under context parallelism, T counts this rank's tokens. `masks`: for each sequence, the keys that each query
-        attends to, bool [n, n], or None for a causal mask.
+        Under context parallelism, T is the number of this rank's tokens. `masks`: per sequence, a bool mask [queries,
+        keys], or None for a causal mask.
         """
         packed = packed_seq_params
         assert packed is not None, "the trainer always packs its sequences"
@@ -201,18 +201,17 @@ class PackedAttention(torch.nn.Module):
 
 
 class RotatingAttention(SelfAttention):
-    """Megatron's attention with one op that splits, normalises and rotates queries and keys of a packed row.
+    """Megatron's attention with a single op that splits, normalises and rotates the queries and keys of a packed row.
 
-    Its parameters are Megatron's. A subclass can change the output (`forward`), or how queries and keys are computed
-    (`rotated`).
+    Has the same parameters as Megatron's. Subclasses can override `forward`, or `rotated` for queries and keys.
     """
 
     def forward(
         self, hidden_states: Tensor, *_given: Any, packed_seq_params: PackedSequences, **_unused: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[T_local, 1, H] -> [T_local, 1, H] (a shard of the row under sequence parallelism), and the output's bias.
+        """[T_local, 1, H] -> [T_local, 1, H] (a shard of the row under sequence parallelism), and the output bias.
 
-        The rotary embedding is read from the row, not from the arguments.
+        The rotary embedding comes from the row, not from the arguments.
         """
         query, key, value, gate = self.rotated(hidden_states, packed_seq_params)
         if self.checkpoint_core_attention and self.training:
@@ -226,7 +225,7 @@ class RotatingAttention(SelfAttention):
         return output
 
     def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and the output's gate, if any."""
+        """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and the output gate, if any."""
         assert packed.rotary is not None, "the model makes cos and sin before its first layer"
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         q_weight, k_weight = (_weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm))
@@ -245,7 +244,7 @@ class RotatingAttention(SelfAttention):
 
 
 def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
-    """Returns the weight of the norm of queries or keys; None if the module is the identity."""
+    """Returns the weight of a query or key norm, or None if there is no norm."""
     if norm is None or isinstance(norm, IdentityOp):
         return None
     assert isinstance(norm, RMSNorm), f"the norm of heads is a {type(norm).__name__}: override `rotated` for it"
@@ -253,11 +252,11 @@ def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
 
 
 def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: type | None = None) -> ModuleSpec:
-    """Returns Megatron's local attention (`standard`) with packed core attention and our norms. `module`: the class of
-    the layer.
+    """Returns Megatron's local attention spec (`standard`) with packed core attention and our norms. `module`: the
+    layer class.
 
-    A subclass of `RotatingAttention` uses the ops of this device. A direct subclass of Megatron's `SelfAttention` works
-    too, but uses Megatron's rotary embedding, which loops over the sequences in every layer.
+    Subclasses of `RotatingAttention` use optimised ops. Direct subclasses of Megatron's `SelfAttention` also work, but
+    use Megatron's rotary embedding, which loops over the sequences in every layer.
     """
     parts = dataclasses.replace(standard.submodules, core_attention=PackedAttention)
     if config.qk_layernorm:
@@ -266,6 +265,6 @@ def packed_attention(config: TransformerConfig, standard: ModuleSpec, module: ty
 
 
 def rotates_by_megatron(attention: object) -> bool:
-    """Returns whether the attention module of a layer needs Megatron's rotary embedding."""
+    """Returns whether a layer's attention module needs Megatron's rotary embedding."""
     module = attention.module if isinstance(attention, ModuleSpec) else attention
     return isinstance(module, type) and issubclass(module, SelfAttention) and not issubclass(module, RotatingAttention)

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies with the scaling of the HF config, and the rotation.
+"""Rotary embedding: frequencies, scaled according to the HF config, and the rotation.
 
 Sources: RoFormer (Su et al. 2021); llama 3 scaling as released with Llama 3.1; yarn (Peng et al. 2023,
 arXiv:2309.00071) with DeepSeek's two magnitudes: `attention_factor` on cos and sin, `softmax_scale` on the scores.
@@ -21,9 +21,9 @@ Scaling = Mapping[str, Any]
 
 
 def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
-    """Returns the rotary frequencies [head_dim / 2] float32, scaled as the HF config says.
+    """Returns the rotary frequencies [head_dim / 2] float32, scaled according to the HF config.
 
-    Megatron's llama 3 scaling has constants for three of its four parameters, so frequencies are computed here.
+    Computed here because Megatron hardcodes three of the four parameters of llama 3 scaling.
     """
     theta, scaling = rope_of(hf_config)
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -46,17 +46,17 @@ def inverse_frequencies(hf_config: HfConfig, head_dim: int) -> Tensor:
 
 
 def _factor(hf_config: HfConfig, scaling: Scaling) -> float:
-    """Returns the factor by which the context is extended."""
+    """Returns the context extension factor."""
     original = float(scaling.get("original_max_position_embeddings") or 1)
     return float(scaling.get("factor") or hf_config["max_position_embeddings"] / original)
 
 
 def _yarn_share(theta: float, scaling: Scaling, head_dim: int) -> Tensor:
-    """Returns how much yarn interpolates each frequency, from 0 to 1 [head_dim / 2]."""
+    """Returns yarn's interpolation weight for each frequency [head_dim / 2], from 0 to 1."""
     original = float(scaling["original_max_position_embeddings"])
 
     def dimension(rotations: float) -> float:
-        """Returns the dimension that rotates this many times within the original context."""
+        """Returns the dimension that completes this many rotations over the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(float(scaling.get("beta_fast") or 32))
@@ -73,7 +73,7 @@ def _magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def attention_factor(hf_config: HfConfig) -> float:
-    """Returns the factor for cos and sin; 1 for every scaling except yarn."""
+    """Returns the factor for cos and sin, which is 1 except with yarn."""
     _, scaling = rope_of(hf_config)
     if scaling is None or rope_kind(scaling) != "yarn":
         return 1.0
@@ -86,7 +86,7 @@ def attention_factor(hf_config: HfConfig) -> float:
 
 
 def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
-    """Returns the factor for scores in latent attention: 1 / sqrt(head_dim), times the square of yarn's magnitude."""
+    """Returns the softmax scale of latent attention: 1 / sqrt(head_dim) times the square of yarn's magnitude."""
     _, scaling = rope_of(hf_config)
     all_dim = float((scaling or {}).get("mscale_all_dim") or 0)
     magnitude = _magnitude(_factor(hf_config, scaling), all_dim) if scaling and all_dim else 1.0
@@ -94,21 +94,21 @@ def softmax_scale(hf_config: HfConfig, head_dim: int) -> float:
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """positions [T] int64, frequencies [d / 2] -> cos and sin, each [T, 1, d / 2] float32, times `factor`."""
+    """positions [T] int64, frequencies [d / 2] -> cos and sin, each [T, 1, d / 2] float32, scaled by `factor`."""
     angles = (positions.float().unsqueeze(1) * frequencies).unsqueeze(1)
     return angles.cos() * factor, angles.sin() * factor
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The rotary embedding that all layers of a model share."""
+    """The rotary embedding shared by all layers of a model."""
 
     frequencies: Tensor
     """[r / 2] float32 on the model's device."""
     factor: float
     """A factor for cos and sin."""
     axes: Tensor | None = None
-    """[r / 2] int64: which of a token's three positions each frequency uses; None: a token has one position."""
+    """[r / 2] int64: which of a token's three positions each frequency uses. None: tokens have one position."""
 
     def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64, or [3, T] with `axes` -> cos and sin, each [T, r / 2] float32."""
@@ -121,10 +121,9 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """[T, heads, d] -> the same, rotated. Pairs are (0, 1), (2, 3), … if `interleaved`, else (0, d / 2), ….
+    """[T, heads, d] -> rotated [T, heads, d]. Pairs are (0, 1), (2, 3), … if `interleaved`, else (0, d / 2), ….
 
-    The result has the first members of all pairs, then the second members: a permutation that cancels in products of q
-    and k.
+    The output lists the first members of all pairs, then the second members. This permutation cancels out in q @ k.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

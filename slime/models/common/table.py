@@ -1,12 +1,12 @@
-"""The weight table of a model: rows that map a Megatron parameter, its HF tensors and the engine's resident tensor.
+"""The weight table of a model: each row maps a Megatron parameter, its HF tensors and the engine's resident tensor.
 
 Invariants
-1. Each Megatron parameter and each HF tensor of a model is in exactly one row (`FamilyTable.check`), except HF tensors
-   that the trainer does not load (`FamilyTable.carried`). A row of experts names one parameter per expert, by the
-   expert's number over all ranks; the engine holds all experts of a row in one tensor.
-2. A row is used in all directions: HF -> Megatron shard on load, Megatron shards -> HF on export, HF -> engine shard
-   for verification. No direction has its own names or rules.
-3. One formula splits every parameter: segments, interleaved in groups, in equal parts (`weights.hf_shards`).
+1. Every Megatron parameter and HF tensor of a model is in exactly one row (`FamilyTable.check`), except HF tensors that
+   the trainer does not load (`FamilyTable.carried`). A row of experts represents one parameter per expert, identified
+   by the expert's global number. The engine stores all experts of a row in one tensor.
+2. Loading (HF -> Megatron shard), export (Megatron shards -> HF) and verification (HF -> engine shard) all use the same
+   rows. None of them has names or rules of its own.
+3. One scheme covers every parameter: equal splits of segments, interleaved in groups (`weights.hf_shards`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.core.topology import EngineLayout
 
 
 class Head(str, Enum):
-    """The pipeline stages that hold the output layer."""
+    """The pipeline stages that have the output layer."""
 
     LAST = "last"
     EVERY = "every"
@@ -34,28 +34,28 @@ class Head(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How an engine can distribute a family's model over ranks, besides tensor parallelism, which all families support.
+    """Which layouts engines support for a family, besides tensor parallelism, which all families support.
 
-    A family declares what SGLang 0.5.16 supports for its model (`srt/models/`) and what was verified; anything else is
-    refused before a run starts (`problem`).
+    A family declares what SGLang 0.5.16 supports for its model (`srt/models/`) and what has been verified. Everything
+    else is rejected before a run starts (`problem`).
     """
 
     dp_attention: bool = False
-    """Whether a DP group can split attention and embedding among its ranks."""
+    """Whether attention and embedding can be split over the ranks of a DP group."""
     dp_lm_head: bool = True
-    """With DP attention, whether a DP group can also split the output layer among its ranks."""
+    """With DP attention, whether the output layer can be split over the ranks of a DP group, too."""
     whole_embedding: bool = False
-    """With DP attention, each rank holds the whole embedding instead."""
+    """With DP attention, the embedding is replicated on each rank instead."""
     stages: Head | None = None
-    """Which pipeline stages hold the output layer; None: stages are not supported."""
+    """Which pipeline stages have the output layer. None: pipeline stages are not supported."""
     tied_stages: bool = False
-    """With pipeline stages, a tied output layer is a separate tensor on the last stage, loaded from the embedding."""
+    """With pipeline stages, the last stage has a separate copy of a tied output layer, loaded from the embedding."""
     whole_dense_mlp: bool = False
-    """`moe_dense_tp_size` 1 replicates the MLP of dense layers on each rank."""
+    """Whether `moe_dense_tp_size` 1 replicates the MLPs of dense layers on each rank."""
     every_embedding: bool = False
-    """With pipeline stages, each stage holds the embedding."""
+    """With pipeline stages, every stage has the embedding."""
     whole_stages: bool = False
-    """A stage must be one rank, because SGLang's loader cannot split the experts."""
+    """Each pipeline stage must be a single rank, because SGLang's loader cannot split the experts."""
 
 
 PLAIN = Spread()
@@ -63,7 +63,7 @@ PLAIN = Spread()
 
 
 def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: int) -> str | None:
-    """Returns why an engine cannot have this layout, as a clause for a message; None if it can."""
+    """Returns a clause for an error message if engines do not support this layout, else None."""
     if layout.dp_size > 1 and not spread.dp_attention:
         return "its model in SGLang does not support DP attention"
     if layout.dp_lm_head and not spread.dp_lm_head:
@@ -71,7 +71,7 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
     if layout.tp_size > 1 and spread.whole_stages:
         return "its experts have biases, which SGLang cannot split over ranks; use one GPU per pipeline stage"
     if layout.pp_size > 1 and spread.stages is None:
-        return "its model in SGLang does not run in pipeline stages"
+        return "its model in SGLang does not support pipeline stages"
     if layout.pp_size > 1 and tied and not spread.tied_stages:
         return "its tied output layer would not be updated on the last pipeline stage"
     if layout.whole_dense_mlp and not spread.whole_dense_mlp:
@@ -82,69 +82,69 @@ def problem(spread: Spread, layout: EngineLayout, *, tied: bool, num_experts: in
 
 
 LAYER = "{layer}"
-"""The layer number in name patterns."""
+"""Placeholder for the layer number in name patterns."""
 EXPERT = "{expert}"
-"""The number of a routed expert in name patterns."""
+"""Placeholder for a routed expert's number in name patterns."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name."""
 HEAD = "output_layer.weight"
 """Megatron's name."""
 ATTENTION = ".self_attention."
-"""Part of Megatron's name of every parameter of attention, or of a linear-attention mixer."""
+"""Part of every attention parameter's name in Megatron, including linear attention."""
 DRAFT = "draft."
-"""SGLang's prefix for resident tensors of the draft model of speculative decoding."""
+"""SGLang's prefix for resident tensors of the draft model."""
 
 
 class Unit(str, Enum):
-    """The unit of a segment's split dimension: a rank holds whole units, and engines pad each kind differently."""
+    """The unit in which a segment is split: ranks get whole units, and engines pad each kind differently."""
 
     NONE = "none"
-    """Replicated on every rank (norms, biases added after the reduction)."""
+    """Replicated on every rank: norms, and biases that are added after the reduction."""
     VOCAB = "vocabulary rows"
-    """Trainer and engine pad them differently."""
+    """Padded differently by trainer and engine."""
     HEADS = "attention heads"
     """Query heads."""
     KV_HEADS = "KV heads"
-    """Engines replicate them if there are more ranks than heads."""
+    """Replicated by engines if there are more ranks than heads."""
     FEATURES = "MLP features"
-    """Engines on a CPU pad them."""
+    """Padded by engines on a CPU."""
     EVEN = "features"
-    """Anything else that divides evenly and is never padded."""
+    """Anything else; must divide evenly and is never padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter under its three names. `{layer}` is the layer number, `{expert}` the number of a routed expert."""
+    """One parameter with its three names. `{layer}` and `{expert}` stand for the layer and routed-expert numbers."""
 
     megatron: str
-    """Global name of the parameter in our model."""
+    """The parameter's global name in our model."""
     hf: tuple[str, ...]
-    """The HF tensors that the parameter holds, in fusing order."""
+    """The HF tensors in the parameter, in fusing order."""
     shapes: tuple[tuple[int, ...], ...]
-    """Full shape of each HF tensor; if the tensors are `stacked`, the shape for one expert."""
+    """Full shape of each HF tensor. If the tensors are `stacked`, the shape of one expert's slice."""
     engine: str
-    """The resident tensor of an SGLang model. Rows and experts that share a resident tensor are stacked along dim 0."""
+    """The resident tensor in SGLang. Rows and experts with the same resident tensor are stacked along dim 0."""
     dim: int | None = None
-    """The dimension that tensor-parallel ranks split; None: replicated on every rank."""
+    """The dimension that is split over tensor-parallel ranks. None: replicated on every rank."""
     units: tuple[Unit, ...] = ()
     """The unit of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim` of the segments, which are split separately; default: one segment per HF tensor."""
+    """Lengths along `dim` of the segments, each of which is split separately. Default: one segment per HF tensor."""
     groups: int = 0
-    """Number of equal groups into which Megatron interleaves the segments (KV heads, for example); 0: one per rank."""
+    """Number of equal groups in which Megatron interleaves the segments, such as KV heads. 0: one per rank."""
     wide: bool = False
-    """Whether the parameter is float32 in trainer, files and engine for any training dtype."""
+    """Whether the parameter is float32 in trainer, files and engine whatever the training dtype."""
     stacked: bool = False
-    """Whether the HF tensors hold all experts along dim 0."""
+    """Whether the HF tensors stack all experts along dim 0."""
     trained: bool = True
-    """False for a buffer or a frozen parameter, which is loaded, exported and synced but never trained."""
+    """False for buffers and frozen parameters, which are loaded, exported and synced but not trained."""
     engines: tuple[str, ...] = ()
-    """Replaces `engine` if the engine does not fuse the HF tensors: a resident tensor for each of them."""
+    """Used instead of `engine` if the engine does not fuse the HF tensors: one resident tensor for each of them."""
     plus_one: str = ""
-    """A second resident tensor: the weight of a zero-centred norm plus one."""
+    """Name of a second resident tensor that holds a zero-centred norm's weight plus one."""
     transposed: bool = False
-    """Whether the engine holds the weight as [in, out]."""
+    """Whether the engine stores the weight as [in, out]."""
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -158,7 +158,7 @@ class Row:
             assert len(self.units) == len(self.segments), f"{self.megatron}: {self.units} for {self.segments}"
 
     def apart(self) -> tuple[Row, ...]:
-        """Returns one row per HF tensor if `engines` is set, else nothing."""
+        """Splits the row into one per HF tensor if `engines` is set, else returns nothing."""
         out, first = [], 0
         for i, engine in enumerate(self.engines):
             assert self.dim is not None, f"{self.megatron} is not split"
@@ -174,7 +174,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes that determine where tensors are split."""
+    """The model dimensions that determine how tensors are split."""
 
     num_layers: int
     num_heads: int
@@ -184,16 +184,16 @@ class ModelSizes:
     head_dim: int
     hidden_size: int
     intermediate_size: int
-    """MLP features of a dense layer."""
+    """Number of MLP features in a dense layer."""
     vocab_size: int
     num_experts: int = 0
-    """Routed experts of a sparse layer; 0 for a dense model."""
+    """Number of routed experts in a sparse layer. 0 for a dense model."""
     moe_intermediate_size: int = 0
-    """MLP features of one routed expert."""
+    """Number of MLP features in one routed expert."""
 
     @classmethod
     def from_hf(cls, hf_config: HfConfig) -> ModelSizes:
-        """Reads a `config.json`. Raises `ConfigError` if a size is missing or heads cannot be grouped."""
+        """Reads the sizes from a `config.json`. Raises `ConfigError` if one is missing or heads cannot be grouped."""
         try:
             heads, hidden = int(hf_config["num_attention_heads"]), int(hf_config["hidden_size"])
             sizes = cls(
@@ -208,10 +208,10 @@ class ModelSizes:
                 moe_intermediate_size=int(hf_config.get("moe_intermediate_size") or 0),
             )
         except KeyError as error:
-            raise ConfigError(f"config.json has no {error}, which the weight table needs; complete it") from None
+            raise ConfigError(f"config.json has no {error}, which the weight table requires; add it") from None
         if sizes.num_heads % sizes.num_kv_heads:
             raise ConfigError(
-                f"{sizes.num_kv_heads} KV heads do not divide {sizes.num_heads} attention heads; correct config.json"
+                f"{sizes.num_kv_heads} KV heads do not divide {sizes.num_heads} attention heads; fix config.json"
             )
         return sizes
 
@@ -230,13 +230,13 @@ class Entry:
     engine: str
     row: Row
     expert: int | None = None
-    """Number of the routed expert in its layer; None for all other parameters."""
+    """Number of the routed expert within its layer. None for all other parameters."""
     apart: tuple[Entry, ...] = ()
-    """An entry for each resident tensor, if the engine has several for this row."""
+    """One entry per resident tensor if the engine has several for this row."""
     plus_one: str = ""
     """Same as `Row.plus_one`."""
     layer: int | None = None
-    """None before and after the layers."""
+    """None for parameters before and after the layers."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
@@ -258,22 +258,22 @@ class FamilyTable:
     before: tuple[Row, ...]
     """The embedding."""
     layers: tuple[tuple[Row, ...], ...]
-    """The rows of each layer of this model (optional biases already decided), in export order."""
+    """The rows of each layer, in export order. Optional biases of this model have been resolved."""
     after: tuple[Row, ...]
     """Final norm, output layer."""
     tied: bool
     """Whether the output layer is tied to the embedding and so has no row."""
     mtp: tuple[Row, ...] = ()
-    """The MTP layer, if it is trained. An engine with a draft holds the layer in the draft."""
+    """The rows of the MTP layer if it is trained. In engines, this layer is part of the draft."""
     duplicates: Mapping[str, str] = field(default_factory=dict)
-    """Second copy of an HF tensor in files -> the first copy. The second copy is never read; an export writes it from
-    the first."""
+    """Maps the second copy of an HF tensor in a checkpoint to the first. Second copies are never read, and an export
+    writes them from the first copy."""
     carried: tuple[str, ...] = ()
-    """Patterns (`re.match`) of HF tensors that the trainer does not hold and an export copies from the source, and of
-    resident tensors that no weight sync sends."""
+    """Patterns (`re.match`) of HF tensors that the trainer does not load and that an export copies from the source, and
+    of resident tensors that weight syncs do not send."""
     spread: Spread = PLAIN
     entries: tuple[Entry, ...] = field(init=False, repr=False, compare=False)
-    """Rows with layer and expert numbers, in export order."""
+    """All rows with layer and expert numbers filled in, in export order."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", tuple(self._expand()))
@@ -285,7 +285,7 @@ class FamilyTable:
             assert not doubled, f"table {self.family}: {what} names in two rows: {doubled}"
 
     def with_rows(self, change: Callable[[Row], Row]) -> FamilyTable:
-        """Returns the table with `change` applied to each row, except rows of multi-token prediction."""
+        """Returns a copy with `change` applied to each row except those of the MTP layer."""
         layers = tuple(tuple(map(change, rows)) for rows in self.layers)
         return replace(
             self, before=tuple(map(change, self.before)), layers=layers, after=tuple(map(change, self.after))
@@ -301,7 +301,7 @@ class FamilyTable:
 
     @cached_property
     def runs(self) -> tuple[tuple[Entry, ...], ...]:
-        """The entries in export order, with the experts of a row and layer in one tuple."""
+        """The entries in export order, grouped so that all experts of a row and layer form one tuple."""
         out: list[list[Entry]] = []
         for e in self.entries:
             if e.expert:  # expert 0 starts a new run
@@ -312,7 +312,7 @@ class FamilyTable:
 
     @cached_property
     def resident(self) -> Mapping[str, tuple[Entry, ...]]:
-        """Resident tensor -> the entries that it holds, in stacking order."""
+        """Maps each resident tensor to its entries in stacking order."""
         out: dict[str, list[Entry]] = {}
         for e in self.entries:
             for part in e.apart or (e,):
@@ -321,12 +321,12 @@ class FamilyTable:
 
     @cached_property
     def resident_of(self) -> Mapping[str, str]:
-        """HF tensor -> the resident tensor that holds it."""
+        """Maps each HF tensor to the resident tensor that contains it."""
         return {hf: name for name, held in self.resident.items() for e in held for hf in e.hf}
 
     @cached_property
     def together(self) -> Mapping[str, str]:
-        """HF tensor -> its resident tensor, if the engine must load tensors of several rows in one call."""
+        """Maps HF tensors to their resident tensor if the engine must load tensors of several rows in one call."""
         several = {name: held for name, held in self.resident.items() if len(held) > 1 and held[0].expert is None}
         return {hf: name for name, held in several.items() for e in held for hf in e.hf}
 
@@ -336,11 +336,11 @@ class FamilyTable:
 
     @cached_property
     def _by_hf(self) -> Mapping[str, Entry]:
-        """The first entry of each HF tensor, because stacked experts share tensors."""
+        """Maps each HF tensor to its first entry, because stacked experts share tensors."""
         return {name: e for e in reversed(self.entries) for name in e.hf}
 
     def entry(self, megatron_name: str) -> Entry:
-        """Returns the entry of a Megatron parameter. Raises `WeightSyncError` if the table does not contain it."""
+        """Returns a Megatron parameter's entry. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_megatron.get(megatron_name)
         if found is None:
             raise WeightSyncError(
@@ -350,7 +350,7 @@ class FamilyTable:
         return found
 
     def entry_of_hf(self, hf_name: str) -> Entry:
-        """Returns the entry of an HF tensor. Raises `WeightSyncError` if the table does not contain it."""
+        """Returns an HF tensor's entry. Raises `WeightSyncError` if the table does not contain it."""
         found = self._by_hf.get(hf_name)
         if found is None:
             raise WeightSyncError(f"the weight table of {self.family!r} does not contain the HF tensor {hf_name!r}")
@@ -377,9 +377,9 @@ class FamilyTable:
         return any(re.match(pattern, hf_name) for pattern in self.carried)
 
     def check(self, megatron_names: Iterable[str] | None = None, hf_names: Iterable[str] | None = None) -> None:
-        """Raises a `ConfigError` that names every missing, unknown and duplicate tensor of a model or checkpoint.
+        """Raises a `ConfigError` that lists missing, unknown and duplicate tensors of a model or checkpoint.
 
-        The redundant `lm_head.weight` of a tied checkpoint and rotary buffers of old checkpoints are ignored.
+        Ignores the redundant `lm_head.weight` of tied checkpoints and the rotary buffers of old checkpoints.
         """
         for what, got, known in (("Megatron", megatron_names, self.megatron_names), ("HF", hf_names, self.hf_names)):
             if got is None:
@@ -395,7 +395,7 @@ class FamilyTable:
                 )
 
     def ignores(self, hf_name: str) -> bool:
-        """Returns whether the trainer does not load an HF tensor: carried, redundant or a rotary buffer."""
+        """Returns whether the trainer skips an HF tensor because it is carried, redundant or a rotary buffer."""
         redundant = self.tied and hf_name.endswith("lm_head.weight")
         buffer = hf_name.endswith("rotary_emb.inv_freq")
         return redundant or buffer or hf_name in self.duplicates or self.carries(hf_name)
