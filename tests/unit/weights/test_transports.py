@@ -93,7 +93,7 @@ def test_a_users_own_transport_by_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, given, refused",
     [
-        ("tensor", {}, "needs --colocate on cuda"),
+        ("tensor", {}, "requires --colocate on cuda"),
         ("tensor", {"colocate": True}, None),
         ("tensor", {"colocate": True, "rollout_num_gpus": 2}, "use mixed or disk"),
         ("tensor", {"colocate": True, "rollout_num_gpus": 2, "device": "cpu"}, None),
