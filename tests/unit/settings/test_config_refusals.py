@@ -35,7 +35,7 @@ REFUSALS = [
     ("--router-host 0.0.0.0", "needs --router-api-key"),
     ("--router-api-key a --sglang-api-key b", "one key for both"),
     ("--sglang-tokenizer-worker-num 2", "SGLang cannot check keys"),
-    ("--device cuda --update-weight-transport tensor", "needs --colocate on cuda"),
+    ("--device cuda --update-weight-transport tensor", "requires --colocate on cuda"),
     ("--rollout-num-gpus-per-engine 2 --sglang-pp-size 4", "does not divide the 2 GPUs"),
     ("--rollout-num-gpus-per-engine 2 --sglang-dp-size 2", "--sglang-enable-dp-attention"),
     ("--rollout-num-gpus-per-engine 2 --sglang-ep-size 2", "0 experts"),
