@@ -150,7 +150,7 @@ def test_weights_that_engines_fuse_are_quantised_alike() -> None:
     with pytest.raises(ConfigError, match="quantise both or neither"):
         engine_table(table, some)
     narrow = table_for({**CONFIG, "head_dim": 64, "num_key_value_heads": 1, "num_attention_heads": 2})
-    with pytest.raises(ConfigError, match="multiples of a block"):
+    with pytest.raises(ConfigError, match="multiples of the block size"):
         engine_table(narrow, BlockFp8(quantised.names, 128, 128))
 
 
