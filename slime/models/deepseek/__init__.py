@@ -1,5 +1,5 @@
-"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2 and GLM-4.7-Flash; with a sparse-attention indexer also
-DeepSeek-V3.2 and GLM-5.
+"""Models with latent attention: DeepSeek-V3 (V3.1, R1), Kimi-K2 and GLM-4.7-Flash. DeepSeek-V3.2 and GLM-5 also have a
+sparse-attention indexer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @FAMILIES.register("deepseek_v3", "kimi_k2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
 class DeepSeek(Family):
-    """Latent attention; the first layers are dense, all other layers have experts."""
+    """A model with latent attention. The first layers are dense; all others are MoE layers."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
-    # transformers 5.19 writes "indexed_attention" for "deepseek_sparse_attention".
+    # transformers 5.19 writes "indexed_attention" instead of "deepseek_sparse_attention".
     layer_kinds = ("full_attention", "deepseek_sparse_attention", "indexed_attention")
     per_layer = ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
     rotates_itself = True
@@ -35,7 +35,7 @@ class DeepSeek(Family):
 
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
         if indexer_kinds(hf_config):
-            return "its indexer chooses keys for whole sequences"
+            return "its indexer selects keys over whole sequences"
         return super().prefix_problem(hf_config)
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class DeepSeek(Family):
         return deepseek_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """None with sparse attention, because the layer would have an indexer."""
+        """Returns None with sparse attention, because the MTP layer would have an indexer."""
         return None if indexer_kinds(hf_config) else only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
@@ -90,7 +90,7 @@ def _refuse(hf_config: HfConfig) -> None:
     )
     if missing := [name for name in needed if not hf_config.get(name)]:
         raise ConfigError(
-            f"config.json has no {', '.join(missing)}, needed for latent attention and experts; complete it"
+            f"config.json lacks {', '.join(missing)}, required for latent attention and experts; add them"
         )
     if hf_config.get("attention_bias"):
         raise ConfigError("the checkpoint has attention_bias, which the engine's latent attention does not support")
@@ -98,11 +98,11 @@ def _refuse(hf_config: HfConfig) -> None:
         not hf_config.get("q_lora_rank") or hf_config.get("index_k_norm_type", "layer") != "layer"
     ):
         raise ConfigError(
-            "the checkpoint has a sparse-attention indexer without q_lora_rank, or with a norm of keys that is not a "
-            "layer norm; slime supports neither"
+            "the checkpoint has a sparse-attention indexer without q_lora_rank, or with a key norm that is not a layer "
+            "norm; slime supports neither"
         )
     if always := [name for name in ("index_init_tokens", "index_local_tokens") if hf_config.get(name)]:
         raise ConfigError(
-            f"the sparse-attention indexer has {', '.join(always)}: the engine always chooses these keys, but the "
+            f"the sparse-attention indexer has {', '.join(always)}: the engine always selects these keys, but the "
             "trainer does not, so this release cannot train the checkpoint"
         )

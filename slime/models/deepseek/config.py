@@ -1,10 +1,10 @@
-"""DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash and GLM-5 without torch: the weight map, multiply-adds, and which layers have
-an indexer.
+"""The torch-free part of DeepSeek-V3 (V3.1, R1), GLM-4.7-Flash and GLM-5: weight map, multiply-adds, and which layers
+have an indexer.
 
-Engine names are those of SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa` and must get
-them in one bucket, because its loader stores an incomplete stack only during one call. `w_kc` and `w_vc` are not
-parameters: the engine computes them from `kv_b_proj` after each update. Shared experts have their own parameters only
-with `--disable-shared-experts-fusion`.
+Engine names follow SGLang 0.5.16. It stacks both down projections in `fused_qkv_a_proj_with_mqa`. Both must be in one
+bucket, because the loader does not keep an incomplete stack between calls. `w_kc` and `w_vc` are not parameters; the
+engine computes them from `kv_b_proj` after each update. Shared experts have their own parameters only with
+`--disable-shared-experts-fusion`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.models.common.table import FamilyTable, ModelSizes, Spread, Unit
 
 
 def indexer_kinds(config: HfConfig) -> list[str]:
-    """Returns "full" (chooses keys) or "shared" (uses an earlier choice) per layer; empty without indexers."""
+    """Returns "full" (selects keys) or "shared" (reuses an earlier selection) per layer. Empty without indexers."""
     if not config.get("index_topk"):
         return []
     num_layers = int(config["num_hidden_layers"])
@@ -35,7 +35,7 @@ def indexer_kinds(config: HfConfig) -> list[str]:
 
 
 def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) -> Rows:
-    """Returns the rows of the down projections to latents (replicated) and the up projections to heads (split)."""
+    """Returns the rows of the replicated down projections (to latents) and the split up projections (to heads)."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     kv_rank, nope, rope, value = (int(config[name]) for name in names)
     hidden, heads, q_rank = s.hidden_size, s.num_heads, int(config.get("q_lora_rank") or 0)
@@ -68,7 +68,7 @@ def latent_attention(s: ModelSizes, config: HfConfig, *, indexer: bool = False) 
 
 
 def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
-    """Returns the rows of an indexer. If interleaved, engines on a GPU stack the projections of keys and weights."""
+    """Returns the rows of an indexer. If it is interleaved, GPU engines stack the key and weight projections."""
     heads, dim = int(config["index_n_heads"]), int(config["index_head_dim"])
     ours, hf = "self_attention.indexer", "self_attn.indexer"
     engine = f"{hf}.wk_weights_proj.weight" if config.get("indexer_rope_interleave") else None
@@ -83,14 +83,14 @@ def _indexer(hidden: int, q_rank: int, config: HfConfig) -> Rows:
 
 
 def deepseek_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """Returns the weight map. `mtp`: the config of the MTP layer, if it is trained."""
+    """Returns the weight map. `mtp`: the config of the MTP layer if it is trained, else None."""
     kinds = indexer_kinds(hf_config)
 
     def layer(s: ModelSizes, number: int) -> Rows:
         return _layer(s, hf_config, number, indexer=bool(kinds) and kinds[number] == "full")
 
     without = [number for number, kind in enumerate(kinds) if kind == "shared"]
-    # Engines create an indexer for these layers too, but do not use it.
+    # Engines create an indexer for these layers as well, but never use it.
     carried = tuple(rf"model\.layers\.{number}\.self_attn\.indexer\." for number in without)
     mtp_rows = None if mtp is None else functools.partial(_layer, config=mtp, number=0)
     return table_with_mtp(hf_config, layer, mtp_rows, carried=carried, spread=spread)
@@ -107,8 +107,8 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
 
 
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Returns the multiply-adds of latent attention (arXiv 2405.04434). With an indexer, which scores all pairs,
-    queries attend to `index_topk` keys."""
+    """Returns the multiply-adds of latent attention (arXiv 2405.04434). With an indexer, queries attend to `index_topk`
+    keys, but the indexer itself scores all pairs."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")

@@ -28,16 +28,16 @@ from slime.models.common.rotary import attention_factor, cos_sin, inverse_freque
 from slime.models.deepseek.config import indexer_kinds
 
 SCORES_AT_ONCE = 1 << 27
-"""Maximum number of scores (heads x queries x keys, float32) in memory at the same time."""
+"""Maximum number of scores (heads x queries x keys, float32) that are in memory at once."""
 
 
 class SparseIndexer(torch.nn.Module):
-    """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5): chooses the keys of each query in a layer.
+    """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5), which selects the keys for each query.
 
-    A small attention scores all keys at or before a query and keeps the best `index_topk`. The choice has no
-    derivative, so the indexer gets no gradient from the policy loss: its parameters are frozen, but loaded, exported
-    and synced. In a sequence of at most `index_topk` tokens, queries attend to all keys, and the indexer does not run.
-    The indexer is replicated on tensor-parallel ranks, which compute the same choice.
+    A lightweight attention scores all keys at or before a query and selects the top `index_topk`. Selection is not
+    differentiable, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported
+    and synced. For sequences of at most `index_topk` tokens, queries attend to all keys and the indexer does not run.
+    The indexer is replicated on tensor-parallel ranks, which all compute the same selection.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
@@ -45,7 +45,7 @@ class SparseIndexer(torch.nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.heads, self.dim, self.topk = (int(hf_config[f"index_{n}"]) for n in ("n_heads", "head_dim", "topk"))
         self.rope_dim = int(hf_config["qk_rope_head_dim"])
-        # Not interleaved by default, even if the attention is.
+        # Defaults to False even if the attention is interleaved.
         self.interleaved = bool(hf_config.get("indexer_rope_interleave", False))
 
         def linear(size: int, out: int) -> torch.nn.Linear:
@@ -60,13 +60,13 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Returns whether the row has a sequence of more than `topk` tokens. Raises `ConfigError` for such a row under
-        context parallelism."""
+        """Returns whether any sequence in the row has more than `topk` tokens, which raises `ConfigError` under context
+        parallelism."""
         longest = int(packed.cu_seqlens_q.diff().max())
         if longest > self.topk and packed.shard is not None:
             raise ConfigError(
-                f"a sequence has {longest} tokens, but under context parallelism sparse attention is trained only up "
-                f"to index_topk {self.topk} tokens; remove --context-parallel-size or shorten the sequences"
+                f"a sequence has {longest} tokens, but with context parallelism, sparse attention supports only "
+                f"index_topk {self.topk} tokens; remove --context-parallel-size or shorten the sequences"
             )
         return longest > self.topk
 
@@ -74,11 +74,11 @@ class SparseIndexer(torch.nn.Module):
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """Returns the chosen keys of each query, int32 [n, topk] per sequence, or None for a short sequence.
+        """Returns per sequence the indices of the selected keys, int32 [n, topk], or None for a short sequence.
 
-        hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are shards of the row under sequence parallelism; cos
-        and sin [T, 1, d / 2] are those of the whole row. If a query has fewer than `topk` keys, its remaining indices
-        are keys after the query.
+        Under sequence parallelism, hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are shards of the row.
+        cos and sin [T, 1, d / 2] always cover the whole row. If a query has fewer than `topk` keys, its remaining
+        indices point to later keys, which must be masked.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
         row = torch.cat(projected, dim=-1)
@@ -111,7 +111,7 @@ class SparseIndexer(torch.nn.Module):
 
 
 def masks_of(chosen: list[Tensor | None]) -> list[Tensor | None]:
-    """Chosen keys [n, topk] -> the keys that each query attends to, bool [n, n]; None stays None."""
+    """Selected keys [n, topk] -> attention mask, bool [n, n]. None stays None."""
     return [None if c is None else _mask(c) for c in chosen]
 
 
@@ -122,22 +122,22 @@ def _mask(chosen: Tensor) -> Tensor:
 
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latents, as in transformers. SGLang uses `rms_norm_eps`, which is the same in DeepSeek-V3,
-but 1e-5 in GLM-4.7-Flash and GLM-5, where the results differ by 4.5e-6 over the variance of a latent.
+"""Epsilon of the latent norms, as in transformers. SGLang uses `rms_norm_eps`, which is the same in DeepSeek-V3, but
+1e-5 in GLM-4.7-Flash and GLM-5. There, results differ by 4.5e-6 divided by the latent's variance.
 """
 
 
 class LatentAttention(MegatronModule):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from one small latent.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values share a small latent.
 
-    Megatron's module, with the local specification, splits the down projections. Here they are replicated on
-    tensor-parallel ranks, as in the engines, and only heads are split. The core is `PackedAttention`, so context
-    parallelism works as in other models. For DeepSeek-V3 and GLM-4.7-Flash; with a `SparseIndexer` for GLM-5.
+    Megatron's module with the local spec splits the down projections. Here they are replicated on tensor-parallel
+    ranks, as in the engines, and only heads are split. The core attention is `PackedAttention`, so context parallelism
+    works as in other models. Used for DeepSeek-V3 and GLM-4.7-Flash, and with a `SparseIndexer` for GLM-5.
 
     Invariants
-    1. All heads share the rotary part of a key, so its gradient is summed over the tensor-parallel ranks.
-    2. A layer without an indexer uses the choice of the last layer with an indexer, for the same row and on the same
-       pipeline stage. The choice is stored in the row, so that recomputation uses the same choice.
+    1. The rotary part of a key is shared by all heads, so its gradient is summed over tensor-parallel ranks.
+    2. A layer without an indexer reuses the selection of the last layer that has one, for the same row and on the same
+       pipeline stage. The selection is stored in the row, so recomputation reuses it as well.
     """
 
     frequencies: Tensor
@@ -175,16 +175,16 @@ class LatentAttention(MegatronModule):
         self._choose_indexer(hf_config)
 
     def _whole(self, size: int, out: int) -> torch.nn.Module:
-        """Returns a linear layer, replicated on tensor-parallel ranks; under sequence parallelism its gradients are
-        summed."""
+        """Returns a linear layer that is replicated on tensor-parallel ranks. Its gradients are summed under sequence
+        parallelism."""
         config = self.config
         linear = skip_init(torch.nn.Linear, size, out, bias=False, device=current_device(), dtype=config.params_dtype)
         linear.weight.sequence_parallel = config.sequence_parallel
         return linear
 
     def _choose_indexer(self, hf_config: HfConfig) -> None:
-        """Sets `indexer`, `chooser` (the layer whose choice is used) and `shares` (whether later layers use this
-        layer's choice).
+        """Sets `indexer`, `chooser` (the layer whose selection is used) and `shares` (whether the next layer reuses
+        this layer's selection).
         """
         kinds, layer = indexer_kinds(hf_config), self.layer_number - 1
         self.chooser = max((i for i in range(layer + 1) if kinds[i] == "full"), default=None) if kinds else None
@@ -242,7 +242,7 @@ class LatentAttention(MegatronModule):
     def _masks(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """Masks per sequence; None if all are causal."""
+        """Returns a mask per sequence, or None if all of them are causal."""
         if self.chooser is None:
             return None
         if self.indexer is not None:
@@ -258,10 +258,10 @@ class LatentAttention(MegatronModule):
 
 
 def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:
-    """Raises `ConfigError` if the first layer of a pipeline stage shares the choice of an earlier layer."""
+    """Raises `ConfigError` if the first layer of a pipeline stage reuses the selection of an earlier layer."""
     for layer in first_layers:
         if kinds[layer : layer + 1] == ["shared"]:
             raise ConfigError(
-                f"a pipeline stage begins with layer {layer}, which uses the indexer of a layer on an earlier stage; "
-                "choose --pipeline-model-parallel-size so that each stage begins with a layer of indexer type full"
+                f"a pipeline stage starts with layer {layer}, which depends on an indexer on an earlier stage; choose "
+                "--pipeline-model-parallel-size so that each stage starts with a layer of indexer type full"
             )

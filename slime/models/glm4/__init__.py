@@ -1,4 +1,4 @@
-"""GLM-4 (dense): norms before and after attention and MLP; half of each head is rotated, in interleaved pairs."""
+"""GLM-4 (dense): norms before and after attention and MLP. Half of each head is rotated, in interleaved pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @FAMILIES.register("glm4")
 class Glm4(Family):
-    """Biases on q, k and v; gate and up are one HF tensor."""
+    """Has biases on q, k and v. Gate and up are a single HF tensor."""
 
     refused_biases = ()
     output_norms = True

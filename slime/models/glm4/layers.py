@@ -1,6 +1,6 @@
-"""GLM-4's layer has norms before and after attention and MLP.
+"""GLM-4's layer, with norms before and after attention and MLP.
 
-The norms after attention and MLP are part of these modules, as `output_norm`, so Megatron's layer stays unchanged.
+The norms after attention and MLP are part of these two modules (`output_norm`), so Megatron's layer needs no change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7: dense first layers, then experts as in DeepSeek-V3; half of each head is rotated."""
+"""GLM-4.5 to 4.7: dense first layers, then MoE layers as in DeepSeek-V3. Half of each head is rotated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("glm4_moe")
 class Glm4Moe(Family):
-    """Norms of q and k, and biases, are optional in the config."""
+    """QK norms and biases are optional in the config."""
 
     refused_biases = ()
     shares_prefixes = True

@@ -1,8 +1,8 @@
-"""gpt-oss: attention with sinks, and with a sliding window in every second layer; biases everywhere; experts with a
-clamped SwiGLU.
+"""gpt-oss: attention with sinks and, in every second layer, a sliding window; biases everywhere; experts with a clamped
+SwiGLU.
 
-In files and in the trainer, the experts of a layer are stacked, [in, out], with alternating gates and values. Engines
-hold [out, in].
+Checkpoints and the trainer stack a layer's experts as [in, out], with gates and values interleaved. Engines store [out,
+in].
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 SWIGLU_LIMIT = 7.0
-"""The clamping limit of gates and values: a constant in transformers; SGLang reads `swiglu_limit`."""
+"""The limit to which gates and values are clamped. Hardcoded in transformers; SGLang reads `swiglu_limit`."""
 _EXPERTS = f"mlp.experts.local_experts.{EXPERT}"
 
 
 @FAMILIES.register("gpt_oss")
 class GptOss(Family):
-    """Every layer has experts; `intermediate_size` is the size of an expert."""
+    """Every layer is an MoE layer. `intermediate_size` is the expert size."""
 
     rope_kinds = ("default", "linear", "llama3", "yarn")
     refused_biases = ()
@@ -39,28 +39,28 @@ class GptOss(Family):
     shares_prefixes = True
 
     def check(self, args: Args) -> str | None:
-        """Refuses adapters of experts, and engine kernels that store experts in a different order from the loader's."""
+        """Rejects LoRA adapters on experts and engine kernels that reorder experts after loading."""
         rows = self.weight_map(read_hf_config(str(args.hf_checkpoint))).layers[0]
         names = [name for row in rows if EXPERT in row.megatron for name in (row.megatron, *row.hf)]
         if args.lora_rank and any(re.search(p, n) for p in args.lora_target_modules or ("",) for n in names):
             return (
-                "--lora-rank would add adapters to the experts of gpt-oss, which do not support adapters; set "
+                "--lora-rank would add adapters to the experts of gpt-oss, which is not supported; set "
                 "--lora-target-modules self_attention"
             )
         backend = args.sglang.get("moe_runner_backend")
         if backend == "triton" or args.debug_train_only:
             return None
         return (
-            f"with --sglang-moe-runner-backend {backend} SGLang may store the experts of gpt-oss in a different order "
-            "from the one that the weight sync verifies; set --sglang-moe-runner-backend triton"
+            f"with --sglang-moe-runner-backend {backend} SGLang can store the experts of gpt-oss in an order that "
+            "the weight sync cannot verify; set --sglang-moe-runner-backend triton"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Also refuses configs that the engine would serve differently."""
+        """Also rejects configs that the engine would interpret differently."""
         if (quantised := quantisation_of(hf_config)) is not None:
             raise ConfigError(
-                f"this gpt_oss is in {quantised.get('quant_method')}, which slime cannot read; use a folder in "
-                "bfloat16, which transformers writes with dequantize=True in Mxfp4Config"
+                f"this gpt_oss is in {quantised.get('quant_method')}, which slime does not support; convert it to "
+                "bfloat16 with transformers (dequantize=True in Mxfp4Config)"
             )
         wanted = {"attention_bias": True, "swiglu_limit": SWIGLU_LIMIT}
         for name, value in wanted.items():
@@ -71,7 +71,7 @@ class GptOss(Family):
         if hf_config.get("tie_word_embeddings"):
             raise ConfigError("this gpt_oss has tie_word_embeddings, but the engine would not tie them; untie them")
         if not hf_config.get("layer_types"):
-            raise ConfigError("config.json of this gpt_oss has no layer_types, which SGLang needs; complete it")
+            raise ConfigError("config.json of this gpt_oss has no layer_types, which SGLang requires; add it")
         experts = softmax_experts({**_of_experts(hf_config), "norm_topk_prob": True})
         return {"add_bias_linear": True, "add_qkv_bias": True, **experts}
 
@@ -79,8 +79,8 @@ class GptOss(Family):
         return decoder_table(_of_experts(hf_config), _layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Single-rank stages, each with the output layer, because SGLang 0.5.16 cannot split experts with biases by EP,
-        and overwrites the biases with TP."""
+        """Returns single-rank stages, each with the output layer: SGLang 0.5.16 cannot split experts with biases by EP
+        and corrupts the biases with TP."""
         return Spread(stages=Head.EVERY, whole_stages=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
@@ -102,7 +102,7 @@ class GptOss(Family):
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """Returns the config with the usual keys for experts."""
+    """Returns the config with the standard keys for experts."""
     return {**hf_config, "moe_intermediate_size": hf_config["intermediate_size"]}
 
 

@@ -20,9 +20,9 @@ _ALPHA = 1.702
 
 
 class BiasedLinear(torch.nn.Module):
-    """A linear layer with bias for each expert, in the layout of the files: weights [in, out].
+    """One linear layer with bias per expert, in checkpoint layout: weights [in, out].
 
-    Biases are float32, as in engines. The grouped product is the same as in other families, on a transposed view.
+    Biases are float32, as in engines. Uses the same grouped product as other families, on a transposed view.
     """
 
     def __init__(self, config: TransformerConfig, num_experts: int, size_in: int, size_out: int) -> None:
@@ -44,9 +44,9 @@ class BiasedLinear(torch.nn.Module):
 
 
 class BiasedExperts(torch.nn.Module):
-    """Experts with biases and a clamped SwiGLU, under the names of `StackedExperts`.
+    """Experts with biases and a clamped SwiGLU. Parameters are named as in `StackedExperts`.
 
-    Weights are undefined until a checkpoint fills them.
+    Weights are uninitialised until a checkpoint is loaded.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:
@@ -57,14 +57,14 @@ class BiasedExperts(torch.nn.Module):
         self.linear_fc2 = BiasedLinear(config, num_local_experts, size, hidden)
 
     def forward(self, x: Tensor, sizes: RowGroups | Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """x [rows, H] ordered by expert, weights of the router [rows] -> [rows, H], and no bias."""
+        """x [rows, H] ordered by expert, router weights [rows] -> [rows, H], and no bias."""
         groups = sizes if isinstance(sizes, RowGroups) else RowGroups.of(sizes, x.device)
         out = self.linear_fc2(clamped_swiglu(self.linear_fc1(x, groups)), groups)
         return (out * weights.unsqueeze(-1)).to(x.dtype), None
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
-    """x [rows, 2F], alternating gates and values, clamped -> (value + 1) * gate * sigmoid(1.702 gate) [rows, F]."""
+    """x [rows, 2F], alternating gates and values -> clamped (value + 1) * gate * sigmoid(1.702 gate) [rows, F]."""
     gate, value = x[..., ::2].clamp(max=SWIGLU_LIMIT), x[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (value + 1) * gate * torch.sigmoid(gate * _ALPHA)
 
@@ -74,23 +74,23 @@ class BiasedExpertLayer(ExpertLayer):
 
 
 QUERIES_AT_ONCE = 1024
-"""Queries of one sequence per slice."""
+"""Number of queries of a sequence that are processed at once."""
 _MORE = 8
-"""Entries added to heads of queries and keys, because kernels need a multiple of eight."""
+"""Number of entries appended to query and key heads. Kernels need a multiple of eight."""
 
 
 class SinkAttention(PackedAttention):
-    """Core attention with learnt sinks (Xiao et al. 2023, arXiv:2309.17453), optionally in a sliding window.
+    """Core attention with learned sinks (Xiao et al. 2023, arXiv:2309.17453) and an optional sliding window.
 
-    A head's sink is a score that takes part in the softmax but has no value. The sink is computed as an extra key with
-    the value zero: queries get one more entry, sink / scale, and only this key has a one in that entry. So every query
-    attends to the sink, even outside its window, and gradients need no special formula. Queries are processed in
-    slices, with the keys in their windows, so that masks stay small. Plain PyTorch on every device, because the kernel
-    for whole rows supports neither sinks nor windows.
+    A head's sink is an extra score in the softmax that contributes no value. It is implemented as an additional key
+    with a zero value: queries get an additional entry, sink / scale, and only this key has a one in that entry. So
+    every query attends to the sink, even outside its window, and autograd handles the gradients. Queries are processed
+    in slices, each with only the keys in its windows, to keep masks small. Uses plain PyTorch on all devices, because
+    the packed-row kernel supports neither sinks nor windows.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, window: int | None, **named: Any) -> None:
-        """`window`: maximum number of keys for a query, including the key of the same token; None: no window."""
+        """`window`: maximum number of keys per query, including the query's own token. None: no window."""
         super().__init__(config, *given, **named)
         self.window = window
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
@@ -113,19 +113,19 @@ class SinkAttention(PackedAttention):
         return torch.cat([part for q, k, v in rows for part in self._of_sequence(q, k, v, sink, scale)])
 
     def _of_sequence(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, scale: float) -> Iterator[Tensor]:
-        """Yields the slices of one sequence. Its last query is aligned with its last key."""
+        """Yields the outputs of one sequence in slices. The last query is aligned with the last key."""
         behind = key.size(0) - query.size(0)
         for start in range(0, query.size(0), QUERIES_AT_ONCE):
             part = query[start : start + QUERIES_AT_ONCE]
             first, end = start + behind, start + behind + part.size(0)
             begin = 0 if self.window is None else max(0, first - self.window + 1)
-            # The sink precedes the keys in the windows of the slice.
+            # The sink comes before the keys in the windows of the slice.
             seen = torch.cat([sink.expand(1, key.size(1), -1), key[begin:end]])
             values = torch.cat([torch.zeros_like(value[:1]), value[begin:end]])
             yield _softmax_attention(part, seen, values, self._mask(first, end, begin, query.device), scale)
 
     def _mask(self, first: int, end: int, begin: int, device: torch.device) -> Tensor:
-        """Returns the mask of queries `first` to `end` for the sink and the keys `begin` to `end`."""
+        """Returns the mask for queries `first` to `end`, over the sink and keys `begin` to `end`."""
         places = torch.arange(first, end, device=device).unsqueeze(1)
         keys = torch.arange(begin, end, device=device)
         seen = keys <= places

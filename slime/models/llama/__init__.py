@@ -1,4 +1,4 @@
-"""Llama and models with its layout (SmolLM2): pre-norm, grouped-query attention, gated MLP."""
+"""Llama and models with the same architecture (SmolLM2): pre-norm, grouped-query attention, gated MLP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("llama")
 class Llama(Family):
-    """The plain decoder. Its table includes optional biases, which this release does not train."""
+    """A plain decoder. The table covers optional biases, although this release does not train them."""
 
     shares_prefixes = True
 

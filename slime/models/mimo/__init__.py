@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's decoder, and a layer of multi-token prediction with its own names."""
+"""MiMo-7B: Qwen2's decoder plus an MTP layer with different names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slime.models.common.table import DRAFT, PLAIN, FamilyTable, ModelSizes, Spr
 from slime.models.qwen2 import Qwen2
 
 _HF = "model.mtp_layers.0."
-"""Prefix of the MTP layer."""
+"""HF name prefix of the MTP layer."""
 
 
 @FAMILIES.register("mimo")
 class MiMo(Qwen2):
-    """The projection reads `[hidden ; embedding]`, and SGLang's draft zeroes the embedding at a sequence's start."""
+    """The MTP projection's input is `[hidden ; embedding]`. SGLang's draft zeroes the embedding at sequence starts."""
 
     mtp_form = HeadForm(hidden_first=True, blind_start=True)
 
@@ -29,7 +29,7 @@ class MiMo(Qwen2):
         return only_layer(hf_config)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """No stages, unlike Qwen2."""
+        """Does not support pipeline stages, unlike Qwen2."""
         return PLAIN
 
 
@@ -38,7 +38,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _mtp_rows(hf_config: HfConfig) -> Rows:
-    """Returns the rows of the MTP layer. The draft holds it as `mtp_block`, with norms and projection outside."""
+    """Returns the rows of the MTP layer. In the draft, it is `mtp_block`; norms and projection are outside of it."""
     s = ModelSizes.from_hf(hf_config)
     names = (f"{_HF}token_layernorm", f"{_HF}hidden_layernorm", f"{_HF}input_proj", f"{_HF}final_layernorm")
     *before, last = as_draft(head_rows(s.hidden_size, names), lambda name: name.replace(_HF, "model."))

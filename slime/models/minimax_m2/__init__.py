@@ -1,5 +1,5 @@
-"""MiniMax-M2 (M2.1, M2.5): norms of queries and keys over all heads, rotation of half of each head, and in every layer
-experts with a sigmoid router and a correction bias."""
+"""MiniMax-M2 (M2.1, M2.5): QK norms over all heads, rotation of half of each head, and MoE in every layer, with a
+sigmoid router and a correction bias."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ENGINE_READS = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
-"""Values in released configs that SGLang reads and transformers has as constants."""
+"""Values of the released configs, which SGLang reads and transformers hardcodes."""
 _FILE_NAMES = {"mlp.gate.": "block_sparse_moe.gate.", "mlp.experts.": "block_sparse_moe.experts."}
 _PROJECTIONS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @FAMILIES.register("minimax_m2")
 class MiniMaxM2(Family):
-    """No dense layers and no shared experts; `intermediate_size` is the size of an expert."""
+    """Has no dense layers and no shared experts. `intermediate_size` is the expert size."""
 
     shares_prefixes = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Also refuses configs that the engine would serve differently."""
+        """Also rejects configs that the engine would interpret differently."""
         for name, wanted in _ENGINE_READS.items():
             if hf_config.get(name) != wanted:
                 raise ConfigError(
                     f"this minimax_m2 has {name} {hf_config.get(name)}, so SGLang would serve a different model from "
-                    f"the trained one; write {name} {wanted} into config.json, as in released files"
+                    f"the trained one; set {name} to {wanted} in config.json, as in released checkpoints"
                 )
         if hf_config.get("tie_word_embeddings") or hf_config.get("shared_intermediate_size"):
             raise ConfigError(
-                "this minimax_m2 has tie_word_embeddings or shared_intermediate_size, which the engine cannot serve"
+                "this minimax_m2 has tie_word_embeddings or shared_intermediate_size, which the engine does not support"
             )
         return {
             "qk_layernorm": True,
@@ -50,13 +50,13 @@ class MiniMaxM2(Family):
         }
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """MTP modules, which follow the last layer, are `FamilyTable.carried`."""
+        """MTP modules, stored after the last layer, are `FamilyTable.carried`."""
         first, count = int(hf_config["num_hidden_layers"]), int(hf_config.get("num_mtp_modules") or 0)
         carried = tuple(rf"model\.layers\.{first + i}\." for i in range(count))
         return decoder_table(_of_experts(hf_config), _layer, carried=carried, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """DP attention leaves the output layer split over all ranks."""
+        """With DP attention, the output layer is still split over all ranks."""
         return Spread(dp_attention=True, dp_lm_head=False, stages=Head.LAST, every_embedding=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:
@@ -72,13 +72,13 @@ class MiniMaxM2(Family):
 
 
 def _of_experts(hf_config: HfConfig) -> HfConfig:
-    """Returns the config with the usual keys for experts."""
+    """Returns the config with the standard keys for experts."""
     names = {"moe_intermediate_size": "intermediate_size", "n_routed_experts": "num_local_experts"}
     return {**hf_config, **{ours: hf_config[theirs] for ours, theirs in names.items()}, "topk_method": "noaux_tc"}
 
 
 def _rotary_percent(hf_config: HfConfig) -> float:
-    """Returns the fraction of a head that is rotated. Raises `ConfigError` if SGLang and transformers disagree."""
+    """Returns the fraction of each head that is rotated. Raises `ConfigError` if SGLang and transformers disagree."""
     head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // int(hf_config["num_attention_heads"]))
     percent = int(hf_config.get("rotary_dim") or head_dim) / head_dim
     parameters: HfConfig = hf_config.get("rope_parameters") or {}
@@ -102,7 +102,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _as_filed(row: Row) -> Row:
-    """Returns the row with the names in released files; the router's row is float32."""
+    """Renames the row as in released checkpoints. The router's row is float32."""
 
     def filed(name: str) -> str:
         for ours, theirs in (*_FILE_NAMES.items(), *_PROJECTIONS.items()):

@@ -1,6 +1,6 @@
-"""Norms of queries and keys over all heads of a token, before the rotation (MiniMax-M2, `qk_norm_type: per_layer`).
+"""QK norms over all heads of a token, applied before the rotation (MiniMax-M2, `qk_norm_type: per_layer`).
 
-Each tensor-parallel rank has some of the heads, so ranks sum the squares, forward and backward.
+Heads are split over tensor-parallel ranks, so the sum of squares is reduced over ranks, forward and backward.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slime.ops.qk_rotary import rotate
 
 
 class WholeNorm(torch.nn.Module):
-    """A root mean square norm over all heads, which are split over tensor-parallel ranks."""
+    """An RMS norm over all heads, which are split over tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
-        """`size`: entries on this rank."""
+        """`size`: number of entries on this rank."""
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         self.eps, self.tp_size = config.layernorm_epsilon, config.tensor_model_parallel_size
@@ -45,10 +45,10 @@ class WholeNorm(torch.nn.Module):
 
 
 class WholeNormedAttention(RotatingAttention):
-    """Attention with norms over all heads; the rotation is plain PyTorch.
+    """Attention with QK norms over all heads. The rotation is plain PyTorch.
 
-    The norms are not called `q_layernorm` and `k_layernorm`, because Megatron would treat weights with these names as
-    replicated, and sum their gradients over tensor-parallel ranks.
+    The norms are not named `q_layernorm` and `k_layernorm`, because Megatron treats weights with these names as
+    replicated and sums their gradients over tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:

@@ -13,7 +13,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen2")
 class Qwen2(Family):
-    """Always has biases on q, k and v, even if the config says otherwise."""
+    """Always has biases on q, k and v, whatever the config says."""
 
     refused_biases = ()
     shares_prefixes = True

@@ -1,4 +1,4 @@
-"""Qwen3: norms of q and k per head; dense or with experts."""
+"""Qwen3: QK norms per head; dense or MoE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.models.family import Family
 
 @FAMILIES.register("qwen3")
 class Qwen3(Family):
-    """Dense Qwen3. Its table includes optional biases, which this release does not train."""
+    """Dense Qwen3. The table covers optional biases, although this release does not train them."""
 
     shares_prefixes = True
 
@@ -39,7 +39,7 @@ class Qwen3(Family):
 
 @FAMILIES.register("qwen3_moe")
 class Qwen3Moe(Qwen3):
-    """Qwen3 with experts in all layers or in some."""
+    """Qwen3 with experts in all or some layers."""
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {**super().departures(hf_config), **softmax_experts(hf_config)}

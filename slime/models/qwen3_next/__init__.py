@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net), with gated full attention in every few layers."""
+"""Qwen3-Next, Qwen3.5 and 3.6: linear attention (gated delta net) mixed with layers of gated full attention."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Sizes of linear attention. With the prefix `linear_`, they are keys of HF's and Megatron's configuration."""
+"""Dimensions of linear attention. Prefixed with `linear_`, these are keys of both HF's and Megatron's config."""
 
 
 @FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Family):
-    """The language model, dense or with experts. In Qwen3.5 and 3.6 it is under `text_config`."""
+    """The language model, dense or MoE. In Qwen3.5 and 3.6, its config is nested as `text_config`."""
 
     refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
 
     qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
-    """Backend for the linear attention of Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention (a GPU and
-    half precision); torch: plain PyTorch; auto: the kernels if they are installed and can run."""
+    """Backend of linear attention in Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention, which require a
+    GPU and half precision; torch: plain PyTorch; auto: fla if it is installed and supported, else torch."""
 
     def check(self, args: Args) -> str | None:
         m = args.megatron
@@ -52,7 +52,7 @@ class Qwen3Next(Family):
         keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
         if values % keys:
             raise ConfigError(
-                f"{keys} key heads of linear attention do not divide its {values} value heads; correct config.json"
+                f"{keys} key heads of linear attention do not divide its {values} value heads; fix config.json"
             )
         gates = (None, "silu", "swish")
         trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
@@ -93,15 +93,15 @@ class Qwen3Next(Family):
         return qwen_next_table(hf_config, self.spread(hf_config), mtp)
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
-        """The MTP layer has full attention. Files of Qwen3-Next have it, although the config does not mention it."""
+        """The MTP layer has full attention. Qwen3-Next checkpoints have one, although their config does not say so."""
         if int(hf_config.get("mtp_num_hidden_layers", 1)) != 1:
             return None
         return {**hf_config, "layer_types": ["full_attention"], "full_attention_interval": 1}
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Qwen3.5 and 3.6 are parts of multimodal models, in which each rank holds the whole embedding.
+        """Qwen3.5 and 3.6 are parts of multimodal models, which replicate the embedding on each rank.
 
-        With experts, Qwen3.5 and 3.6 have no dense layer, so `moe_dense_tp_size` does not affect them.
+        With experts, they have no dense layers, so `moe_dense_tp_size` has no effect.
         """
         wrapped, sparse = hf_config["model_type"] != "qwen3_next", num_experts_of(hf_config) > 0
         return Spread(dp_attention=True, whole_embedding=wrapped, whole_dense_mlp=wrapped and sparse)

@@ -1,8 +1,8 @@
-"""Qwen3-Next, Qwen3.5 and 3.6 without torch: the weight map, multiply-adds, and which layers have linear attention.
+"""The torch-free part of Qwen3-Next, Qwen3.5 and 3.6: weight map, multiply-adds, and which layers are linear.
 
-Both orders in released files map to one Megatron parameter: Qwen3-Next orders its projections by key head, Qwen3.5 has
-separate blocks for all queries, keys and values. Qwen3.5 and 3.6 are parts of multimodal models. The vision tower and
-untrained MTP layers are `FamilyTable.carried`.
+Released checkpoints store the projections in two orders, which map to the same Megatron parameter. Qwen3-Next orders
+them by key head; Qwen3.5 has separate blocks of all queries, keys and values. Qwen3.5 and 3.6 are parts of multimodal
+models. The vision tower and untrained MTP layers are `FamilyTable.carried`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.models.common.table import EXPERT, FamilyTable, ModelSizes, Row, Spre
 
 
 def is_linear(config: HfConfig, layer: int) -> bool:
-    """Returns whether a layer has linear attention instead of full attention."""
+    """Returns whether a layer uses linear instead of full attention."""
     if kinds := config.get("layer_types"):
         return bool(kinds[layer] == "linear_attention")
     if not config.get("linear_num_key_heads"):
@@ -27,7 +27,7 @@ def is_linear(config: HfConfig, layer: int) -> bool:
 
 
 def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
-    """Returns an error message if these ranks cannot split the key heads of linear attention, else None."""
+    """Returns an error message if the key heads of linear attention cannot be split over these ranks, else None."""
     if key_heads % (tp_size * cp_size) == 0:
         return None
     if cp_size == 1:
@@ -43,11 +43,11 @@ def split_problem(key_heads: int, tp_size: int, cp_size: int) -> str | None:
 
 
 CARRIED = (r"mtp\.", r"(model\.)?visual\.")
-"""HF tensors of multi-token prediction and of the vision tower."""
+"""Patterns for the HF tensors of the MTP layer and the vision tower."""
 
 
 def qwen_next_table(hf_config: HfConfig, spread: Spread, mtp: HfConfig | None) -> FamilyTable:
-    """Returns the weight map. `mtp`: the config of the MTP layer, if it is trained."""
+    """Returns the weight map. `mtp`: the config of the MTP layer if it is trained, else None."""
 
     def layer(s: ModelSizes, number: int) -> Rows:
         return _layer(s, hf_config, number, stacked=bool(hf_config.get("_stacked_experts")))
@@ -69,7 +69,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, stacked: bool) -> Ro
 
 
 def _mtp_rows(config: HfConfig) -> Rows:
-    """Returns the rows of the MTP layer. The draft is a model with one layer; norms and projection are outside it."""
+    """Returns the rows of the MTP layer. The draft is a one-layer model; norms and projection are outside it."""
     s = ModelSizes.from_hf(config)
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     around = map(_as_served, head_rows(s.hidden_size, names))
@@ -80,7 +80,7 @@ def _mtp_rows(config: HfConfig) -> Rows:
 
 
 def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
-    """Returns the rows of a gated delta net; see `layers.GatedDeltaNet` for the order within a key head."""
+    """Returns the rows of a gated delta net. See `layers.GatedDeltaNet` for the order within a key head."""
     key_heads, value_heads = int(hf_config["linear_num_key_heads"]), int(hf_config["linear_num_value_heads"])
     keys, value_dim = key_heads * int(hf_config["linear_key_head_dim"]), int(hf_config["linear_value_head_dim"])
     values, taps = value_heads * value_dim, int(hf_config["linear_conv_kernel_dim"])
@@ -115,7 +115,7 @@ def delta_net(hf_config: HfConfig, hidden: int) -> Rows:
 
 
 def _stacked(row: Row) -> Row:
-    """Returns the row of a routed expert for files in which one tensor holds all experts, [gate; up] each."""
+    """Changes a routed expert's row for checkpoints that stack all experts in one tensor, each as [gate; up]."""
     if EXPERT not in row.megatron:
         return row
     name = "mlp.experts.gate_up_proj" if len(row.hf) == 2 else "mlp.experts.down_proj"
@@ -124,20 +124,20 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """Returns the row with SGLang's names: language model at the top level, full attention directly in a layer."""
+    """Renames the row as in SGLang, where the language model is at the top level and `self_attn` is omitted."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
 
     engine = resident(row.engine)
-    # SGLang's zero-centred norms keep weight + 1 in a second tensor.
+    # SGLang's zero-centred norms store weight + 1 in a second tensor.
     zero_centred = row.megatron.endswith("norm.weight") and not row.megatron.endswith("out_norm.weight")
     plus_one = f"{engine.removesuffix('weight')}gemma_weight" if zero_centred else ""
     return dataclasses.replace(row, engine=engine, engines=tuple(map(resident, row.engines)), plus_one=plus_one)
 
 
 def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Returns the multiply-adds of linear attention, or of full attention with a gate per head."""
+    """Returns the multiply-adds of a layer's linear attention, or of full attention with a gate per head."""
     if is_linear(config, layer):
         return AttentionCost(_delta_net(config))
     plain = grouped_query_cost(config, layer)
@@ -146,8 +146,8 @@ def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 
 def _delta_net(config: HfConfig) -> int:
-    """Returns the multiply-adds per token: projections, convolution and recurrence (S k, the outer product and S q per
-    value head; the chunked form needs more but is faster)."""
+    """Returns the multiply-adds per token of projections, convolution and recurrence (S k, outer product and S q per
+    value head). The chunked form takes more of them but is faster."""
     key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
     key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
     qkv = 2 * key_heads * key_dim + value_heads * value_dim

@@ -1,4 +1,4 @@
-"""The gated delta rule over a packed row: chunks in plain PyTorch, or the kernels of flash-linear-attention.
+"""The gated delta rule over a packed row: a chunked version in plain PyTorch, or the kernels of flash-linear-attention.
 
 The state of a head is a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
 
@@ -9,11 +9,11 @@ G the running sum of g, the corrections u = beta (v - ...) solve a unit triangul
 
     (I + A) U = beta V - (beta e^G K) S        A[t, i] = beta[t] e^(G[t] - G[i]) k[t].k[i]   for i < t
 
-so everything except S is computed for all chunks together, and a loop over chunks updates S.
+so everything except S is computed for all chunks at once, and a loop over chunks updates S.
 
 Invariants
-1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on its neighbours in the row.
-2. Statistics, state and products are float32 (float64 for float64 inputs) for any dtype of the model.
+1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on other sequences in the row.
+2. Statistics, state and products are float32 (float64 for float64 inputs), whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DeltaRule = Callable[..., Tensor]
 
 
 def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
-    """Returns the implementation that `backend` (--qwen-gdn-backend) names.
+    """Returns the implementation for `backend` (--qwen-gdn-backend).
 
-    "auto" selects the kernels if they are installed and can run: they need a GPU and half precision. Raises
-    `ConfigError` for "fla" if the kernels cannot run.
+    "auto" uses the kernels if they are installed and can run, which requires a GPU and half precision. For "fla",
+    raises `ConfigError` if the kernels cannot run.
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
@@ -54,8 +54,8 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns why the kernels cannot run here; empty if they can. For the last reason see flash-linear-attention's
-    issue 640.
+    """Returns why the kernels cannot run here. Empty if they can. For the last reason, see flash-linear-attention issue
+    640.
 
     Cached, because every layer calls it and finding a package takes milliseconds.
     """
@@ -78,7 +78,7 @@ def _triton() -> tuple[int, ...]:
 def fla_kernels(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor
 ) -> Tensor:
-    """Computes `chunked` with Triton kernels, in half precision on a GPU only."""
+    """Computes the same as `chunked` with Triton kernels. Only for half precision on a GPU."""
     rule: Any = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     row = (x.unsqueeze(0).contiguous() for x in (q, k, v))
     decay, rate = g.unsqueeze(0), beta.unsqueeze(0)
@@ -102,7 +102,7 @@ def chunked(
     decay = _decay(total)
     growth, last = total.exp(), total[..., -1:, :]
     scores = (q @ k.mT) * decay
-    system = beta * (k @ k.mT) * decay  # only entries below its diagonal are read
+    system = beta * (k @ k.mT) * decay  # only entries below the diagonal are read
     right = torch.cat([beta * v, beta * growth * k], dim=-1)
     free, bound = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.size(-1), k.size(-1)], dim=-1
@@ -111,7 +111,7 @@ def chunked(
     state = q.new_zeros(plan.widths[0], q.size(1), k.size(-1), v.size(-1))
     out = []
     for seen, query, key, fade, u, w in zip(*(x.split(plan.widths) for x in parts), strict=True):
-        state = state[: u.size(0)]  # the sequences that continue; the longest come first
+        state = state[: u.size(0)]  # only sequences that continue; the longest come first
         u = u - w @ state
         out.append(query @ state + seen @ u)
         state = fade * state + key.mT @ u
@@ -119,14 +119,14 @@ def chunked(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """Returns x / |x| over the last dimension, with the released models' epsilon under the root."""
+    """Returns x / |x| over the last dimension, with the same epsilon under the root as in released models."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def _decay(total: Tensor) -> Tensor:
-    """Running sums of log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
+    """Running sums G of the log decay [..., C, 1] -> e^(G[t] - G[i]) [..., C, C], zero for i > t.
 
-    Masks before the exponential, which could overflow above the diagonal: infinity times zero is NaN.
+    Masks before the exponential, which could overflow above the diagonal and then give NaN (infinity times zero).
     """
     size = total.size(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
@@ -135,10 +135,10 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layout of a row's tokens in M chunks. Chunks are sorted by their index in the sequence, then by sequence
+    """Assigns a row's tokens to M chunks. Chunks are sorted by their index within the sequence, then by sequence
     length, longest first.
 
-    So the chunks of one loop iteration are adjacent, and belong to the first sequences of the previous iteration.
+    So the chunks of a loop iteration are adjacent, and their sequences are the first ones of the previous iteration.
     """
 
     gather: Tensor
@@ -146,7 +146,7 @@ class _Plan:
     place: Tensor
     """[T] int64: the slot of each token."""
     widths: tuple[int, ...]
-    """Number of chunks in each loop iteration; never increases."""
+    """Number of chunks in each loop iteration. Never increases."""
 
     def chunks(self, x: Tensor) -> Tensor:
         """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""
@@ -160,7 +160,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=8)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> _Plan:
-    """Returns the plan for sequences of these lengths; all layers of a forward pass share it."""
+    """Returns the plan for sequences of these lengths, which all layers of a forward pass share."""
     num_tokens = sum(lengths)
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -25,22 +25,22 @@ from slime.ops.qk_rotary import rotate
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """The gated delta net (Yang et al. 2024, arXiv:2412.06464), a linear-attention mixer, as an attention module.
+    """The gated delta net (Yang et al. 2024, arXiv:2412.06464), a form of linear attention.
 
-    Megatron-core's module needs flash-linear-attention and refuses packed rows. Tensor-parallel ranks split this module
-    by key heads: `in_proj` has [q; k; v's; z's; b's; a's] per key head (z gates the output, b is the rate, a the
-    decay), `conv1d` has [q; k; v's] per key head, each with the value heads of the key head.
+    Megatron-core's module requires flash-linear-attention and rejects packed rows. This module is split over
+    tensor-parallel ranks by key heads. Per key head, `in_proj` has [q; k; v's; z's; b's; a's] (z gates the output, b is
+    the rate, a the decay) and `conv1d` has [q; k; v's], where the plurals cover the key head's value heads.
 
     Convolution and recurrence need whole sequences, but under context parallelism a rank has only chunks of sequences.
-    So key heads are split once more: before the convolution, ranks exchange their tokens of all heads for all tokens of
-    their heads, and after the recurrence they reverse the exchange (`RowShard.by_heads`). Projections, norm and gate
-    are applied token by token.
+    So key heads are also split over context-parallel ranks. An all-to-all before the convolution gives each rank all
+    tokens of its heads, and it is reversed after the recurrence (`RowShard.by_heads`). Projections, norm and gate are
+    per token.
 
     Invariants
-    1. Convolution and recurrence start over at each sequence of a packed row.
-    2. Decay, recurrence and the norm's statistics are float32 for any dtype of the model.
-    3. A key head and its value heads are on one rank: tensor-parallel times context-parallel ranks divide the key
-       heads.
+    1. Convolution and recurrence restart at each sequence of a packed row.
+    2. Decay, recurrence and norm statistics are float32, whatever the model's dtype.
+    3. A key head and its value heads are on one rank, so the tensor-parallel size times the context-parallel size must
+       divide the number of key heads.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class GatedDeltaNet(torch.nn.Module):
         tp_size, cp_size = config.tensor_model_parallel_size, config.context_parallel_size
         if problem := split_problem(key_heads, tp_size, cp_size):
             raise ConfigError(problem)
-        self.repeats = value_heads // key_heads  # value heads of each key head
-        self.groups = key_heads // tp_size  # key heads of this rank
+        self.repeats = value_heads // key_heads  # value heads per key head
+        self.groups = key_heads // tp_size  # key heads on this rank
         self.qkv = (self.key_dim, self.key_dim, self.repeats * self.value_dim)  # convolved features per key head
         linear: dict[str, Any] = {"config": config, "init_method": config.init_method}
         linear |= {"bias": False, "skip_bias_add": False, "is_expert": False}
@@ -70,7 +70,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.out_proj = RowParallelLinear(size, config.hidden_size, input_is_parallel=True, **linear)
 
     def _shard(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
-        """Returns an uninitialised parameter, split over tensor-parallel ranks along dim 0."""
+        """Returns an uninitialised parameter that is split over tensor-parallel ranks along dim 0."""
         weight = torch.empty(*shape, dtype=dtype or self.config.params_dtype, device=self.in_proj.weight.device)
         parameter = torch.nn.Parameter(weight)
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
@@ -102,7 +102,7 @@ class GatedDeltaNet(torch.nn.Module):
         lengths: tuple[int, ...],
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Computes convolution and recurrence over whole sequences of some key heads -> [T, value heads, d_v].
+        """Computes convolution and recurrence over whole sequences for some key heads -> [T, value heads, d_v].
 
         `parts`: qkv [T, groups, features], b and a [T, groups, value heads per group]. `weights`: convolution, dt_bias
         and A_log of these heads.
@@ -119,7 +119,7 @@ class GatedDeltaNet(torch.nn.Module):
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of each value head, then a gate: weight * norm(x) * silu(z)."""
+    """Gated RMS norm of each value head: weight * norm(x) * silu(z)."""
 
     def __init__(self, config: TransformerConfig, size: int, device: torch.device) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class GatedNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [T, heads, d_v] -> [T, heads, d_v] in the dtype of `x`."""
-        # Replicated, but applied only to this rank's heads, so this sums the gradients over tensor-parallel ranks.
+        # The weight is replicated but sees only this rank's heads, so gradients are summed over tensor-parallel ranks.
         weight = copy_to_tensor_model_parallel_region(self.weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -138,7 +138,7 @@ class GatedNorm(torch.nn.Module):
 def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Applies a causal depthwise convolution to each sequence: x [T, C], weight [C, 1, taps] -> [T, C].
 
-    Zeros separate the sequences, so that one convolution of the whole row is enough.
+    Inserts zeros between sequences so that one convolution over the whole row is enough.
     """
     spacing = weight.size(-1) - 1
     place = _places(lengths, spacing, x.device)
@@ -149,13 +149,13 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...]) -> T
 
 @functools.lru_cache(maxsize=8)
 def _places(lengths: tuple[int, ...], spacing: int, device: torch.device) -> Tensor:
-    """Returns the index of each token [T] int64 after `spacing` entries are inserted before each sequence."""
+    """Returns each token's index [T] int64 after inserting `spacing` entries before each sequence."""
     ahead = spacing * torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + ahead).to(device)
 
 
 class GatedAttention(RotatingAttention):
-    """Full attention with a sigmoid gate on its output; needs `attention_output_gate` in the configuration.
+    """Full attention with a sigmoid gate on its output. Requires `attention_output_gate` in the config.
 
     HF's `q_proj` has [q; gate] per head, so `linear_qkv` has [q, gate, q, gate, ..., k, v] per KV head. Megatron's
     gated attention expects [q..., gate..., k, v]. Norms are from `slime.ops`; split and rotation are plain PyTorch.

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: a Qwen3 that reads images through a frozen vision tower."""
+"""Dense Qwen3-VL: Qwen3 with image input through a frozen vision tower."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 LANGUAGE, TOWER = "model.language_model.", r"(model\.)?visual\."
-"""Prefix of the language model's tensors in files; pattern for the tower's tensors in files and engines."""
+"""Name prefix of the language model in checkpoints, and pattern for the tower's tensors in checkpoints and engines."""
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 @FAMILIES.register("qwen3_vl_text")
 class Qwen3VL(Qwen3):
-    """The language model, which is under `text_config`, and with `--multimodal-keys` the tower."""
+    """The language model (nested as `text_config`) and, with `--multimodal-keys`, the vision tower."""
 
     shares_prefixes = False
     sees_images = True
@@ -39,20 +39,20 @@ class Qwen3VL(Qwen3):
         if not split:
             return None
         return (
-            f"--multimodal-keys does not work with {' and '.join(split)}, because with images each rank must hold the "
-            "whole model and whole rows; set them to 1 and use more data-parallel ranks"
+            f"--multimodal-keys does not work with {' and '.join(split)}, because with images each rank must have the "
+            "full model and full rows; set them to 1 and use more data-parallel ranks"
         )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         if self._sections(hf_config) is None:
             raise ConfigError(
-                "mrope_section of Qwen3-VL is missing in config.json, or does not divide the rotary frequencies into "
-                "three; complete config.json"
+                "mrope_section of Qwen3-VL is missing in config.json or does not divide the rotary frequencies into "
+                "three sections; fix config.json"
             )
         return super().departures(hf_config)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """Engines hold the language model at the top level."""
+        """In engines, the language model is at the top level."""
         bias = bool(hf_config.get("attention_bias", False))
         table = decoder_table(
             hf_config,
@@ -68,11 +68,11 @@ class Qwen3VL(Qwen3):
         return table.with_rows(_as_served)
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Only tensor parallelism, because nothing else was verified with images."""
+        """Supports only tensor parallelism, because nothing else has been verified with images."""
         return PLAIN
 
     def rotary_axes(self, hf_config: HfConfig) -> tuple[int, ...] | None:
-        """The axes alternate (time, height, width, time, ...) until the sections of height and width end; then time."""
+        """Axes alternate (time, height, width, time, ...) until the height and width sections end. The rest is time."""
         sections = self._sections(hf_config)
         assert sections is not None, "refused by departures"
         return tuple(k % 3 if k < 3 * sections[k % 3] else 0 for k in range(sum(sections)))
@@ -90,14 +90,14 @@ class Qwen3VL(Qwen3):
         return Qwen3VLTower(hf_config, weights, dtype=dtype, device=device)
 
     def layer(self, hf_config: HfConfig, number: int) -> type | None:
-        """The first layers add features of deeper layers of the tower."""
+        """The first layers add features from deeper layers of the tower."""
         from slime.models.qwen3_vl.layers import SeeingLayer
 
         deep = (hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()
         return SeeingLayer if number < len(deep) else None
 
     def _sections(self, hf_config: HfConfig) -> list[int] | None:
-        """Returns the number of frequencies for time, height and width; None if transformers would not read them."""
+        """Returns the number of frequencies for time, height and width; None if transformers cannot read them."""
         rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
         sections = rope.get("mrope_section") or ()
         heads = int(hf_config["num_attention_heads"])

@@ -1,4 +1,4 @@
-"""Layers of Qwen3-VL: the frozen vision tower, and decoder layers that add its deeper features."""
+"""Layers of Qwen3-VL: the frozen vision tower, and decoder layers that add the tower's deeper features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.core.hf_config import HfConfig
 
 
 class SeeingLayer(TransformerLayer):
-    """Megatron's layer, which then adds the features of a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
+    """Megatron's layer, followed by adding features of a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""
@@ -27,16 +27,16 @@ class SeeingLayer(TransformerLayer):
 
 
 ROWS = 64
-"""SGLang pads embeddings, including the embedding of patch positions, to a multiple of this many rows."""
+"""SGLang pads embeddings, including the patch position embedding, to a multiple of this number of rows."""
 
 
 class Qwen3VLTower:
-    """The vision tower (`VisionTower`): transformers' module, frozen."""
+    """The vision tower (`VisionTower`): a frozen module from transformers."""
 
     def __init__(
         self, hf_config: HfConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`weights`: tensors by their names in files, in any dtype. Raises `CheckpointError` if they do not fit the
+        """`weights`: tensors by checkpoint name, in any dtype. Raises `CheckpointError` if they do not match the
         config."""
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
         from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
@@ -47,7 +47,7 @@ class Qwen3VLTower:
         try:
             model.load_state_dict(own)
         except RuntimeError as error:
-            raise CheckpointError(f"the vision tower's weights do not fit config.json: {error}") from error
+            raise CheckpointError(f"the vision tower's weights do not match config.json: {error}") from error
         self._model, self._device = model.eval().requires_grad_(False), device
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ class Qwen3VLTower:
         return seen.pooler_output, *seen.deepstack_features
 
     def resident(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yields the names of SGLang 0.5.16."""
+        """Uses the names of SGLang 0.5.16."""
         for name, tensor in self._model.named_parameters():
             held = tensor.detach().to(self._device, dtype)
             if name == "pos_embed.weight":

@@ -1,6 +1,6 @@
-"""Images of Qwen3-VL: patches by transformers' PIL processor, and the positions of their tokens.
+"""Qwen3-VL's image processing: patches from transformers' PIL processor, and token positions.
 
-The PIL processor needs no torchvision and computes the same numbers on every machine. Engines use it too
+The PIL processor does not need torchvision and gives the same numbers on every machine. Engines use it as well
 (`--sglang-disable-fast-image-processor`).
 """
 
@@ -23,14 +23,14 @@ SETTINGS = "preprocessor_config.json"
 
 
 class Qwen3VLImages:
-    """The `ImageProcessor` of a checkpoint."""
+    """The `ImageProcessor` for a checkpoint."""
 
     def __init__(self, hf_config: HfConfig, folder: Path) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         path = folder / SETTINGS
         if not path.is_file():
-            raise ConfigError(f"--hf-checkpoint {folder} has no {SETTINGS}; download all files of the checkpoint")
+            raise ConfigError(f"--hf-checkpoint {folder} has no {SETTINGS}; download the complete checkpoint")
         self.token_id = int(hf_config["image_token_id"])
         self._processor: Any = Qwen2VLImageProcessorPil(**_settings(path))
         self._merge = int(hf_config["vision_config"]["spatial_merge_size"])
@@ -53,7 +53,7 @@ class Qwen3VLImages:
         return grids.prod(axis=1) // self._merge**2
 
     def positions(self, starts: Int64s, grids: Int64s, num_tokens: int) -> Int64s:
-        """All tokens of an image have the same time; text continues after the image's longer side."""
+        """All tokens of an image have the same time. Text positions continue after the image's longer side."""
         out = np.empty((3, num_tokens), np.int64)
         at = place = 0
         for start, (time, height, width) in zip(starts.tolist(), grids.tolist(), strict=True):
@@ -68,6 +68,6 @@ class Qwen3VLImages:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Returns the settings in the file, without the names of classes."""
+    """Reads the settings from the file, without class names."""
     settings = json.loads(path.read_text())
     return {name: value for name, value in settings.items() if not name.endswith(("_type", "_class"))}
