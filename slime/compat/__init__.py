@@ -1,9 +1,9 @@
-"""Changes that stock SGLang and megatron-core need, one file each. Nothing happens on import.
+"""Required changes to stock SGLang and megatron-core, one file each. Imports have no side effects.
 
-Most changes are hooks (`HOOKS` of `sglang_token_versions` and others), which `sglang_patches` registers in SGLang's
-plugin registry. A hook says which SGLang versions need it. `slime.serving.launch` checks on every machine that the
-registered hooks are in place. The rest are patches, mostly for machines without a GPU. Each patch is a function that
-checks its own effect and reports its symptom, the upstream version and when it can be removed.
+Most changes are hooks (`HOOKS` in `sglang_token_versions` and others), which `sglang_patches` registers with SGLang's
+plugin registry. A hook declares which SGLang versions need it, and `slime.serving.launch` always checks that the
+registered hooks took effect. All other changes are patches, mostly for machines without a GPU. Each patch is a function
+that checks its own effect and reports the symptom, the upstream version and when it can be removed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Hook(NamedTuple):
     when: str
     """BEFORE, AFTER, AROUND or REPLACE."""
     target: str
-    """A function or method of SGLang, by its full name."""
+    """The full name of a function or method of SGLang."""
     function: Callable[..., Any]
     versions: str = ""
-    """The SGLang versions that need the hook, as in requirements. Empty: every version in the window."""
+    """The SGLang versions that need the hook, as a requirement specifier. Empty: all supported versions."""
 
     @property
     def is_needed(self) -> bool:
@@ -30,7 +30,7 @@ class Hook(NamedTuple):
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Registers hooks with SGLang. Call it before the process loads SGLang's plugins."""
+    """Registers hooks with SGLang. Call it before this process loads SGLang's plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:

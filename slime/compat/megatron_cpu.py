@@ -1,14 +1,14 @@
-"""Makes stock megatron-core run on a CPU (`activate("cpu")`), without changing `torch` itself.
+"""Makes stock megatron-core run on a CPU (`activate("cpu")`) without modifying `torch` itself.
 
 Megatron hardcodes the device (`device="cuda"`, `torch.cuda.current_device()`, type names such as
-`torch.cuda.FloatTensor`). In each of Megatron's modules `torch` is a global. On a CPU the patch replaces that global
-with a facade of `torch` that returns CPU values. `torch` itself, SGLang and transformers in the same process are
-unaffected.
+`torch.cuda.FloatTensor`). Each of Megatron's modules has a global `torch`. On a CPU, the patch replaces these globals
+with a facade of `torch` that returns CPU values. This does not affect `torch` itself, or SGLang and transformers in the
+same process.
 
 Invariants
 1. `activate("cuda")` changes nothing.
-2. Every patch checks that it took effect and raises `EngineError` if it did not.
-3. Only module-level names of modules below `megatron.core` are changed.
+2. Every patch verifies that it took effect and raises `EngineError` if it did not.
+3. Only module-level names in modules under `megatron.core` are changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USED_MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
 )
-"""Modules to import before patching, so that every module that the trainer uses gets the facade."""
+"""Modules to import before patching, so that all modules used by the trainer get the facade."""
 
 _FACTORIES = (
     *("tensor", "as_tensor", "arange", "rand", "randn", "randint"),
@@ -42,9 +42,9 @@ _FACTORIES = (
 
 
 def activate(device: str) -> list[PatchReport]:
-    """Applies all patches and returns their reports if the device is "cpu". Does nothing on "cuda". Idempotent.
+    """Applies all patches and returns their reports if `device` is "cpu". Does nothing for "cuda". Idempotent.
 
-    Raises `EngineError` if a patch had no effect, for example with another upstream version.
+    Raises `EngineError` if a patch had no effect, for example because the upstream version is different.
     """
     if device != "cpu":
         return []
@@ -55,7 +55,7 @@ def activate(device: str) -> list[PatchReport]:
 
 
 class _Inert:
-    """A stand-in for CUDA streams and events, whose methods do nothing."""
+    """A stand-in for CUDA streams and events. All methods are no-ops."""
 
     def __init__(self, *_given: Any, **_named: Any) -> None: ...
 
@@ -92,7 +92,7 @@ class _CpuCuda(types.ModuleType):
 
 
 class _CpuTorch(types.ModuleType):
-    """A facade of `torch` in which `device="cuda"` means the CPU."""
+    """A facade of `torch` that treats `device="cuda"` as the CPU."""
 
     def __init__(self, torch: Any) -> None:
         super().__init__("torch (on a CPU)")
@@ -120,7 +120,7 @@ def _patch_torch_facade() -> PatchReport:
     import torch
 
     facade: Any = None
-    for name, module in sys.modules.copy().items():  # a copy, because a thread or a finalizer may import
+    for name, module in sys.modules.copy().items():  # a copy, because threads or finalizers may import modules
         if not name.startswith("megatron.core"):
             continue
         held = vars(module).get("torch")
@@ -153,14 +153,14 @@ def _patch_rng() -> PatchReport:
     require_effect(bool(torch.equal(before, torch.get_rng_state())), "rng")
     return megatron_report(
         "rng",
-        "the generator state of a GPU is read in CudaRNGStatesTracker.fork, used by dropout and weight initialisation",
+        "CudaRNGStatesTracker.fork, used by dropout and weight initialisation, reads a GPU's generator state",
         "the tracker takes a torch.Generator",
     )
 
 
 @contextlib.contextmanager
 def _cuda_type_names() -> Iterator[None]:
-    """Makes `Tensor.type()` of a CPU tensor return the CUDA name that the optimizer expects, within the block."""
+    """Within the block, makes `Tensor.type()` of CPU tensors return the CUDA name that the optimizer expects."""
     import torch
 
     original = torch.Tensor.type
@@ -201,7 +201,7 @@ def _patch_type_names() -> PatchReport:
     clip = importlib.import_module("megatron.core.optimizer.clip_grads")
     _with_cuda_type_names(distributed.DistributedOptimizer, "__init__")
     _with_cuda_type_names(optimizer.Float16OptimizerWithFloat16Params, "__init__")
-    for module in (optimizer, clip):  # the optimizer has imported the function by name
+    for module in (optimizer, clip):  # the optimizer imports the function by name
         _with_cuda_type_names(module, "clip_grad_by_total_norm_fp32")
     parameter = torch.zeros(2)
     parameter.grad = torch.ones(2)

@@ -1,12 +1,12 @@
-"""Computes the gradient norm and clips with one synchronisation, on a GPU without Transformer Engine and Apex.
+"""Computes and clips the gradient norm with one synchronisation on GPUs without Transformer Engine and Apex.
 
-Without these packages, Megatron's fallback kernels compute the norm of each gradient, read it on the host and scale
-each gradient separately: about 300 synchronisations per optimizer step. Megatron still decides which gradients count,
-over which ranks they are summed and when they are clipped.
+Without these packages, Megatron's fallback computes the norm of each gradient, reads it on the host and scales each
+gradient separately, which takes about 300 synchronisations per optimizer step. With the patch, Megatron still decides
+which gradients count, over which ranks they are summed and when they are clipped.
 
 Invariants
-1. `activate` on a CPU changes nothing, so the norm there stays bitwise the same.
-2. Neither function synchronises; Megatron reads the norm once, after the sum over ranks.
+1. On a CPU, `activate` changes nothing, so the norm stays bitwise the same.
+2. Neither function synchronises. Megatron reads the norm once, after summing over ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def activate(device: Any) -> list[PatchReport]:
     return [
         megatron_report(
             "gradient norm",
-            "the host waits for the device once per gradient, to read the norm",
+            "the host waits for the device once per gradient to read its norm",
             "local_multi_tensor_l2_norm uses torch._foreach_norm and stays on the device",
         )
     ]
 
 
 def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) -> tuple[Any, None]:
-    """Returns the Euclidean norm of all tensors of the first list together: float32 [1] on the device."""
+    """Returns the total Euclidean norm of all tensors in the first list: float32 [1] on the device."""
     import torch
 
     tensors = [tensor for tensor in tensor_lists[0] if tensor.numel()]
@@ -56,7 +56,7 @@ def l2_norm(_chunk_size: int, _noop: Any, tensor_lists: Any, *_per_tensor: Any) 
 
 
 def scale(_chunk_size: int, _noop: Any, tensor_lists: Any, factor: float) -> None:
-    """Sets each tensor of the second list to `factor` times its counterpart in the first. The lists may be the same."""
+    """Sets each tensor in the second list to `factor` times its counterpart in the first. The lists can be the same."""
     import torch
 
     source, target = tensor_lists

@@ -1,8 +1,8 @@
-"""Makes MoE layers of stock megatron-core work without Transformer Engine, on a CPU and on a GPU (`activate()`).
+"""Makes MoE layers of stock megatron-core work without Transformer Engine, on CPUs and GPUs (`activate()`).
 
 Invariants
-1. Every patch checks that it took effect and raises `EngineError` if it did not.
-2. Only module-level names of modules below `megatron.core.transformer.moe` are changed.
+1. Every patch verifies that it took effect and raises `EngineError` if it did not.
+2. Only module-level names in modules under `megatron.core.transformer.moe` are changed.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Adds weight gradients of Megatron's linear layers directly to the float32 sums, on a GPU without Apex.
+"""Accumulates weight gradients of Megatron's linear layers directly in float32, on GPUs without Apex.
 
-Megatron's linear layers call Apex's extension `fused_weight_gradient_mlp_cuda` for this, and refuse
-`gradient_accumulation_fusion` if it cannot be imported. `slime.ops.linear` does the same with torch. The rest of the
-protocol is Megatron's: a layer marks its weight (`grad_added_to_main_grad`) and returns an unused gradient to autograd,
-so that the hook of the data-parallel wrapper adds nothing.
+Megatron's linear layers use Apex's extension `fused_weight_gradient_mlp_cuda` for this and reject
+`gradient_accumulation_fusion` if it is not installed. `slime.ops.linear` does the same with torch. The rest of the
+protocol is unchanged: a layer marks its weight (`grad_added_to_main_grad`) and returns a dummy gradient to autograd, so
+the data-parallel wrapper's hook adds nothing.
 
 Invariants
-1. `activate` on a CPU changes nothing: there the hook adds a gradient that is rounded to the model's dtype.
-2. The report says whether the patch took effect; if not, the log says why. The caller enables the fusion only if the
-   patch took effect.
+1. On a CPU, `activate` changes nothing: gradients are rounded to the model's dtype before the hook adds them.
+2. The report says whether the patch took effect, and the log says why if it did not. The caller enables the fusion only
+   if it did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Extension:
-    """The part of Apex's extension that Megatron calls."""
+    """The subset of Apex's extension that Megatron calls."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Any, grad: Any, total: Any) -> None:
@@ -39,8 +39,8 @@ class _Extension:
 def activate(device: Any) -> list[PatchReport]:
     """Installs the extension on a GPU. Idempotent. `device`: a `torch.device` or its name.
 
-    If this torch cannot add in float32, `applied` and `took_effect` of the report are False and the log says why.
-    Raises `EngineError` if Megatron does not call the extension.
+    If this torch cannot accumulate in float32, the report's `applied` and `took_effect` are False and the log says why.
+    Raises `EngineError` if Megatron does not use the extension.
     """
     import torch
 
@@ -51,14 +51,14 @@ def activate(device: Any) -> list[PatchReport]:
         return []
     problem = fused_problem(device)
     if problem is not None:
-        logger.warning("weight gradients are rounded to the dtype of the model before they are added: %s", problem)
+        logger.warning("weight gradients are rounded to the model's dtype before accumulation: %s", problem)
         return [_report(took_effect=False)]
     install(device)
     return [_report(took_effect=True)]
 
 
 def install(device: Any) -> None:
-    """Installs the extension in Megatron's module of linear layers and checks it with a backward pass on `device`."""
+    """Installs the extension in Megatron's linear-layer module and checks it with a backward pass on `device`."""
     import torch
 
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -78,8 +78,8 @@ def install(device: Any) -> None:
 def _report(*, took_effect: bool) -> PatchReport:
     return megatron_report(
         "weight gradients",
-        "'gradient_accumulation_fusion set to True but the custom CUDA extension is not found'; without the fusion, "
-        "each weight gradient is written in half precision, read again and added",
+        "'gradient_accumulation_fusion set to True but the custom CUDA extension is not found'; without it, "
+        "each weight gradient is written in half precision, read back and added",
         "linear layers add in float32 with torch.addmm if Apex is missing",
         took_effect=took_effect,
     )

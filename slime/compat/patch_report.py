@@ -1,4 +1,4 @@
-"""`PatchReport` describes a patch of an upstream package and whether it took effect."""
+"""`PatchReport`: a description of an upstream patch and whether it took effect."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from slime.core.engine_versions import WINDOW, installed
 from slime.core.errors import EngineError
 
 SGLANG = "sglang 0.5.16"
-"""The SGLang version for which every patch was verified to be necessary."""
+"""The SGLang version with which every patch was verified to be necessary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchReport:
-    """One patch, as `slime doctor` prints it."""
+    """One patch, as printed by `slime doctor`."""
 
     name: str
-    """Short name of the replaced part."""
+    """Short name of what is replaced."""
     symptom: str
     """What a user sees without the patch."""
     upstream: str
-    """The package and version that need the patch."""
+    """The package and versions that need the patch."""
     removal: str
     """The condition under which the patch can be deleted."""
     applied: bool
-    """False if this machine does not need the patch."""
+    """False if the patch is not needed on this machine."""
     took_effect: bool
-    """Whether a check after applying succeeded; False if not applied."""
+    """Whether the check after applying it succeeded. False if it was not applied."""
 
 
 def megatron_report(
     name: str, symptom: str, removal: str, *, versions: str | None = None, took_effect: bool = True
 ) -> PatchReport:
-    """`versions`: the versions of megatron-core that need the patch, in words; None: all in the window."""
+    """Reports a megatron-core patch. `versions`: a phrase for the versions that need it. None: all supported ones."""
     upstream = f"megatron-core {versions or ' to '.join(WINDOW['megatron-core'])}"
     return PatchReport(name, symptom, upstream, removal, applied=took_effect, took_effect=took_effect)
 
 
 def require_effect(condition: bool, patch: str) -> None:
-    """Raises `EngineError` if a patch of megatron-core did not take effect."""
+    """Raises `EngineError` if a megatron-core patch did not take effect."""
     if not condition:
         oldest, newest = WINDOW["megatron-core"]
         raise EngineError(
-            f"the patch {patch!r} of megatron-core had no effect: the installed version, {installed('megatron-core')}, "
-            f"was changed or is not one of those that slime works with; install megatron-core=={newest} "
+            f"the patch {patch!r} of megatron-core had no effect: the installed version {installed('megatron-core')} "
+            f"is modified or not supported by slime; install megatron-core=={newest} "
             f"(=={oldest} for Python 3.11)"
         )

@@ -1,16 +1,16 @@
-"""Hooks that SGLang 0.5.16 needs and 0.5.23 does not. This file goes when the window begins with a newer version.
+"""Hooks needed by SGLang 0.5.16 but not by 0.5.23. Delete this file once the oldest supported version is newer.
 
-- The draft (`DRAFT_HOOKS`, `--speculative-algorithm`): an update from shared memory or disk is loaded into model and
-  draft, but an update from a process group (`/update_weights_from_distributed`) only into the model. The draft would
-  keep its initial weights, and the weight sync would fail, because it also compares the draft's digests. During such an
-  update the hook loads the tensors into the draft, too.
-- The expert router of GLM-4.5 to 4.7 and 4.7-Flash: SGLang makes a float32 copy of its weight in the first forward pass
-  and never renews it (`Glm4MoeGate._weight_fp32`), so in half precision the router would keep choosing experts with
-  outdated weights. Digests do not cover the copy, because it is not a resident tensor. After each weight update the
-  hook overwrites the copy in place, because captured CUDA graphs read it there.
-- The record of changed settings: SGLang records each change of its settings after startup and never reads the record.
-  The weight version is a setting, so without the hook the server grows by 0.3 kB per bucket. The hook keeps only the
-  newest record of each kind.
+- The draft (`DRAFT_HOOKS`, `--speculative-algorithm`): updates from shared memory or disk are loaded into both model
+  and draft, but updates from a process group (`/update_weights_from_distributed`) only into the model. The draft would
+  keep its initial weights, and the weight sync would fail when it compares the draft's digests. The hook loads the
+  tensors of such an update into the draft as well.
+- The expert router of GLM-4.5 to 4.7 and 4.7-Flash: SGLang makes a float32 copy of the router's weight in the first
+  forward pass and never updates it (`Glm4MoeGate._weight_fp32`). In half precision, the router would keep choosing
+  experts with stale weights. Digests do not cover the copy, because it is not a resident tensor. The hook updates the
+  copy after each weight update, in place because captured CUDA graphs read it.
+- The log of changed settings: SGLang logs each change to its settings after startup in a list that it never reads. The
+  weight version is a setting, so without the hook the list grows by 0.3 kB per bucket. The hook keeps only the latest
+  change of each kind.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RECORD = "_runtime_mutations"
 
 
 def models(manager: Any) -> list[Any]:
-    """Returns a scheduler's model, followed by its draft if it has one."""
+    """Returns a scheduler's model and, if it has one, its draft."""
     found = [manager.tp_worker.model_runner.model]
     inner = getattr(manager.draft_worker, "draft_worker", None)
     if inner is not None:
@@ -60,7 +60,7 @@ def renew_router(_answer: Any, manager: Any, *_: Any, **__: Any) -> None:
 
 
 def keep_newest_settings(_result: Any, settings: Any, *_: Any, **__: Any) -> None:
-    """Keeps only the last change for each source and set of fields."""
+    """Keeps only the latest change for each source and set of fields."""
     record = getattr(settings, _RECORD, None)
     if record:
         record[:] = {(source, tuple(fields)): (source, fields) for source, fields in record}.values()

@@ -1,14 +1,14 @@
-"""Makes an engine respond with HTTP 503, not with truncated text, when the run aborts another client's request.
+"""Makes an engine respond with HTTP 503 instead of truncated text when the run aborts another client's request.
 
-A weight sync with `--pause-generation-mode abort` ends all requests of an engine. SGLang 0.5.16 then responds with
-status 200 and the tokens so far, and marks the abort only in a field that few clients read. So an HTTP client would
-mistake a truncated response for a complete response. The run's own client (ids that begin with `OWN_REQUESTS`)
-continues after these tokens. The hook tells other clients to try again; the new request waits until the engine has the
-new weights. A client that aborts its own request by id still gets SGLang's response. Remove the hook when SGLang's
-pause can choose how requests end.
+A weight sync with `--pause-generation-mode abort` aborts all requests on an engine. SGLang 0.5.16 then responds with
+status 200 and the tokens so far, and reports the abort only in a field that few clients read, so other clients would
+mistake the truncated response for a complete one. The run's own client (request ids starting with `OWN_REQUESTS`)
+continues from these tokens. The hook tells all other clients to retry, and a retried request waits until the engine has
+the new weights. A client that aborts its own request by id still gets SGLang's response. Remove the hook when SGLang's
+pause lets the caller choose how requests end.
 
-Invariant: if `pause_generation` or an abort of all requests ends another client's request, the client gets an error:
-HTTP 503, or an error event in a stream.
+Invariant: if `pause_generation` or an abort of all requests aborts another client's request, that client gets an error
+(HTTP 503, or an error event in a stream).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slime.compat import Hook
 from slime.core.engine_interface import ASK_AGAIN, OWN_REQUESTS
 
 _MARK = "slime_taken_back"
-"""Attribute of SGLang's request state: whether the run aborted another client's request."""
+"""Attribute of SGLang's request state that says whether the run aborted another client's request."""
 
 
 def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Marks the requests of other clients before SGLang aborts all requests."""
+    """Marks other clients' requests before SGLang aborts all requests."""
     if abort_all:
         for known, state in manager.rid_to_state.items():
             setattr(state, _MARK, not str(known).startswith(OWN_REQUESTS))
@@ -33,7 +33,7 @@ def mark(manager: Any, rid: str = "", abort_all: bool = False) -> None:
 async def refuse(
     handle: Callable[..., Awaitable[Any]], manager: Any, out: dict[str, Any], state: Any, is_stream: bool
 ) -> Any:
-    """Ends a request. If it was marked, raises an error that SGLang turns into HTTP 503 or an error event."""
+    """Finishes a request. If it is marked, raises an error that SGLang turns into HTTP 503 or an error event."""
     told = await handle(manager, out, state, is_stream)
     if told is not None or not getattr(state, _MARK, False) or out["meta_info"]["finish_reason"]["type"] != "abort":
         return told

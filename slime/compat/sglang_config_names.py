@@ -1,9 +1,9 @@
-"""Registers config classes with transformers for models that SGLang serves but transformers does not know.
+"""Registers config classes with transformers for models that SGLang supports but transformers does not.
 
-SGLang reads a model's config with transformers' `AutoConfig`. Released checkpoints of such a model contain a config
-class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, for example
-DeepSeek-V3's for Kimi-K2, but none for MiMo, which has the config keys of Qwen2. Remove this module when transformers
-or SGLang registers a class for MiMo.
+SGLang reads model configs with transformers' `AutoConfig`. Released checkpoints of such models include their config
+class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, such as DeepSeek-V3's
+for Kimi-K2, but none for MiMo, whose config has the same keys as Qwen2's. Remove this module when transformers or
+SGLang registers a class for MiMo.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 
 PATH_FLAG = "--model-path"
 READ_AS = {"mimo": "Qwen2Config"}
-"""`model_type` -> the transformers class with the keys of this model's config.json."""
+"""Maps a `model_type` to a transformers class with the same config keys."""
 
 
 def unnamed_type(model_path: str) -> str | None:
-    """Returns the folder's `model_type` if it must be registered, else None."""
+    """Returns the checkpoint's `model_type` if it needs to be registered, else None."""
     config = Path(model_path) / "config.json"
     found = json.loads(config.read_text()).get("model_type") if config.is_file() else None
     return found if found in READ_AS else None
 
 
 def register(model_type: str) -> None:
-    """Registers a config class for `model_type`. Call this before SGLang reads the config. Idempotent."""
+    """Registers a config class for `model_type`. Call it before SGLang reads the config. Idempotent."""
     import transformers
 
     base = getattr(transformers, READ_AS[model_type])

@@ -1,8 +1,8 @@
-"""Makes an engine with DP attention report an empty cache only when the caches of all DP groups are empty.
+"""Makes an engine with DP attention report a successful cache flush only if all DP groups flushed their caches.
 
-SGLang (0.5.16 and 0.5.23) asks all groups to flush and returns only the first group's answer. A group in which a
-request is still ending would keep its cache and use it under the next weights. With the hook the front end returns a
-refusal if any group refuses. Remove it when SGLang merges the answers.
+SGLang (0.5.16 and 0.5.23) asks all groups to flush but returns only the first group's result. A group with an
+unfinished request would keep its cache and use it with the next weights. With the hook, the front end returns a failure
+if any group fails. Remove it when SGLang merges the results.
 """
 
 from __future__ import annotations

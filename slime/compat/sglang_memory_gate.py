@@ -1,15 +1,15 @@
-"""Makes a colocated engine wait during startup until the trainer lends the GPU's memory.
+"""Makes a colocated engine wait during startup until the trainer lends it the GPU's memory.
 
-SGLang 0.5.16 sizes its cache by the free memory, which each rank measures at the beginning and again after loading its
-weights. A trainer that is being built on the same GPU would distort the measurements. So each rank imports everything
-and then, before the first measurement, waits for a file that appears when the trainer lends its memory.
+SGLang 0.5.16 sizes its cache by the free memory, which each rank measures at startup and again after loading weights. A
+trainer that is starting on the same GPU would distort these measurements. So each rank finishes its imports and then,
+before the first measurement, waits for a file that is created when the trainer lends its memory.
 
-Remove it when SGLang accepts a number for the size of its cache, or measures on request. Without the hook the cache
-would be too small, but the engine would still work.
+Remove it when SGLang accepts an explicit cache size or can measure on request. Without the hook, the cache would be too
+small, but the engine would still work.
 
 Invariants
-1. Without `GATE_ENV` in the environment nothing is registered.
-2. A waiting rank exits with the process that started it (`slime.core.processes`), so the wait needs no limit.
+1. The hook is registered only if `GATE_ENV` is set in the environment.
+2. A waiting rank exits with its parent process (`slime.core.processes`), so the wait needs no timeout.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 GATE_ENV = "SLIME_ENGINE_GATE"
 """Environment variable with the path of the file that opens the gate."""
 WAITING = "waits for the trainer to lend the GPU"
-"""Text in the log that `engine_phase` looks for."""
+"""Log text that `engine_phase` looks for."""
 POLL_S = 0.02
 
 
 def wait(*_given: Any, **_named: Any) -> None:
-    """Waits until the gate is open. Runs before a rank measures its memory."""
+    """Waits until the gate is open. Runs before a rank first measures its free memory."""
     gate = Path(os.environ[GATE_ENV])
     if gate.exists():
         return

@@ -1,7 +1,7 @@
-"""Applies the changes to stock SGLang that a server with given arguments needs.
+"""Applies the changes to stock SGLang that a server needs, depending on its arguments.
 
-Each change is a module of this package. `slime.serving.launch` calls `patch_sglang` in the server and in each of its
-children, and then checks that every hook is in place.
+Each change is a module of this package. `slime.serving.launch` calls `patch_sglang` in the server and each of its child
+processes, then checks that every hook took effect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.compat.sglang_cpu import activate, forked_children
 
 
 def value_of(arguments: list[str], flag: str, default: str) -> str:
-    """Returns the value of `flag` in SGLang's arguments, or `default`."""
+    """Returns the value of `flag` in `arguments`, or `default`."""
     for i, argument in enumerate(arguments):
         if argument.startswith(f"{flag}="):
             return argument.partition("=")[2]
@@ -39,7 +39,7 @@ def value_of(arguments: list[str], flag: str, default: str) -> str:
 def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     """Applies the patches and registers the hooks that a server with these arguments needs.
 
-    Call it before SGLang is imported. `token_versions`: whether responses contain the weight version of each token.
+    Call it before importing SGLang. `token_versions`: whether responses contain each token's weight version.
     """
     on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
     if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):

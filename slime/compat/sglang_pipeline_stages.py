@@ -1,20 +1,20 @@
-"""Makes all pipeline stages of an engine handle weight updates and digest requests (`--sglang-pp-size`).
+"""Makes weight updates and digest requests work on all pipeline stages of an engine (`--sglang-pp-size`).
 
-In SGLang (0.5.16 and 0.5.23) the first stage handles and answers a control request, and only then sends it to the next
-stage. So `/weights_checker` reports only the first stage; an update counts as done before later stages have read memory
-that the sender reuses; and the first stage waits forever for later stages to join a group that they do not know yet.
-SGLang also numbers payloads and ranks in the sender's group as if the engine had one stage.
+In SGLang (0.5.16 and 0.5.23), the first stage handles and answers a control request before it forwards the request to
+the next stage. So `/weights_checker` reports only the first stage. An update is acknowledged before later stages have
+read memory that the sender then reuses. When joining a group, the first stage waits forever for later stages, which
+have not got the request yet. SGLang also numbers payloads and group ranks as if the engine had only one stage.
 
-With these hooks each stage forwards a control request about weights or memory before it handles the request. Later
-stages send their results to the first stage, over SGLang's CPU group of all ranks, and the first stage responds for
-all. It waits without a limit, because the caller has a limit, and the server exits if a stage exits. Remove the hooks
-when SGLang responds for all stages.
+With these hooks, each stage forwards a control request about weights or memory before handling it. Later stages send
+their results to the first stage over SGLang's CPU group of all ranks, and the first stage responds for all of them.
+This wait needs no timeout, because the caller has one and the server exits if a stage exits. Remove the hooks when
+SGLang responds for all stages.
 
 Invariants
-1. The first stage responds after all others, so its response holds for all.
-2. Each request reaches a stage once. All stages get requests in the same order.
-3. No other messages go to the first stage: SGLang sends only to the next stage, except with separate prefill and decode
-   engines, which slime refuses to combine with stages.
+1. The first stage responds only after all others, so its response covers all stages.
+2. Each stage gets each request exactly once, and all stages get requests in the same order.
+3. No other messages are sent to the first stage. SGLang itself sends only to the next stage, except with separate
+   prefill and decode engines, which slime does not allow together with pipeline stages.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ JOINT = {
     "ReleaseMemoryOccupationReqInput": "release_memory_occupation",
     "ResumeMemoryOccupationReqInput": "resume_memory_occupation",
 }
-"""Type of a request that all stages handle at the same time -> the method that handles it."""
+"""Maps each request type that all stages must handle together to its handler method."""
 _SESSION = ("begin_weight_update", "end_weight_update")
 _SENT = "_slime_sent_ahead"
 
 
 def _place_of(owner: Any) -> Any:
-    """Returns SGLang's record of this rank's place in the engine. In 0.5.16 it is a field of `owner`."""
+    """Returns SGLang's parallel state of this rank. In 0.5.16, it is a field of `owner`."""
     if hasattr(owner, "ps"):
         return owner.ps
     from sglang.srt.runtime_context import get_parallel
@@ -57,7 +57,7 @@ def _place_of(owner: Any) -> Any:
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Before a stage handles requests, forwards them to the next stage if both stages must handle one together."""
+    """Forwards requests to the next stage before handling them if both stages must handle any of them together."""
     place = _place_of(scheduler)
     if place.pp_rank + 1 >= place.pp_size:
         return
@@ -68,7 +68,7 @@ def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
 
 
 def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """Sends requests to the next stage, unless `_send_ahead` has sent them."""
+    """Sends requests to the next stage unless `_send_ahead` has already sent them."""
     if data is getattr(scheduler, _SENT, None):
         setattr(scheduler, _SENT, None)
         return []
@@ -76,11 +76,11 @@ def _send_once(send: Callable[..., list[Any]], scheduler: Any, data: Any, *args:
 
 
 def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Handles a request. The first stage returns the merged results of all stages."""
+    """Handles a request. On the first stage, returns the merged results of all stages."""
     answer = handle(manager, request)
     scheduler = manager.scheduler
     ps = _place_of(scheduler)
-    if ps.attn_tp_rank or ps.attn_cp_rank:  # SGLang lets only ranks 0 answer for a stage
+    if ps.attn_tp_rank or ps.attn_cp_rank:  # in SGLang, only rank 0 answers for a stage
         return answer
     from sglang.srt.utils import point_to_point_pyobj
 
@@ -97,7 +97,7 @@ def _answer_for_all(handle: Callable[..., Any], manager: Any, request: Any) -> A
 
 
 def merged(answers: Sequence[Any]) -> Any:
-    """Returns the first result, with the failures and the digests of all."""
+    """Merges the failures and digests of all results into the first one."""
     whole = answers[0]
     failures = [answer for answer in answers if getattr(answer, "success", True) is False]
     if failures:
@@ -108,7 +108,7 @@ def merged(answers: Sequence[Any]) -> Any:
 
 
 def _of_this_stage(ps: Any, payloads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the payloads of this stage, because a rank then picks its own by its number in the stage."""
+    """Returns this stage's payloads. Each rank then selects its own payload by its rank within the stage."""
     assert len(payloads) == ps.pp_size * ps.tp_size, f"{len(payloads)} payloads for {ps.pp_size} x {ps.tp_size} ranks"
     return payloads[ps.pp_rank * ps.tp_size : (ps.pp_rank + 1) * ps.tp_size]
 
@@ -124,7 +124,7 @@ def _read_own(read: Callable[..., Any], worker: Any, payloads: Sequence[Any]) ->
 def _own_place(
     join: Callable[..., Any], updater: Any, address: str, port: int, rank_offset: int, *rest: Any, **named: Any
 ) -> Any:
-    """Joins the sender's group with a rank after the ranks of the earlier stages."""
+    """Joins the sender's group, with ranks numbered after those of earlier stages."""
     ps = _place_of(updater.get_model_runner())
     return join(updater, address, port, rank_offset + ps.pp_rank * ps.tp_size, *rest, **named)
 

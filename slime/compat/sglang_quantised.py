@@ -1,24 +1,24 @@
-"""Lets an engine with quantised weights load new weights repeatedly, and report digests that cover every bit.
+"""Lets an engine with quantised weights load new weights repeatedly and report digests that cover every bit.
 
-The hooks work around two problems of SGLang with checkpoints whose config.json names a quantisation:
+The hooks work around two SGLang problems with quantised checkpoints (according to config.json):
 
-- `/weights_checker` dequantises codes and scales to bfloat16 and reports one digest for both. The rounding can hide a
-  flipped bit of a scale. With these hooks codes and scales each get their own digest.
-- After loading weights of compressed-tensors, SGLang reorders them for their kernels (INT4 for Marlin, FP8 of dense
-  layers transposed) into other parameters that no loader can fill. The next weights fail to load or end up in the wrong
-  place. These hooks restore the parameters that loaders fill before the first tensor of an update, and reorder again
-  once the digests have been taken, so digests cover the loaded bits. The reordered weights overwrite the previous ones
-  in place, because captured CUDA graphs read them there.
+- `/weights_checker` dequantises codes and scales to bfloat16 and reports one digest for the result. Rounding can hide a
+  flipped bit in a scale. With these hooks, codes and scales have separate digests.
+- After loading compressed-tensors weights, SGLang repacks them for its kernels (INT4 for Marlin, FP8 of dense layers
+  transposed) into parameters that loaders do not support. The next weights then fail to load or are stored in the wrong
+  place. These hooks restore the original parameters before the first tensor of an update and repack after the digests
+  have been computed, so digests cover the loaded bits. Repacked weights overwrite the previous ones in place, because
+  captured CUDA graphs read them.
 
-SGLang 0.5.23 has sessions of weight updates: it restores the experts' parameters when a session begins and reorders
-when it ends, after the digests. The hooks then do the same for dense layers, and keep an update from disk from
-reordering before the session ends. With 0.5.16 the first tensor restores, and the request for digests reorders.
+SGLang 0.5.23 has weight-update sessions. It restores the experts' parameters when a session begins and repacks when it
+ends, after the digests. The hooks do the same for dense layers, and prevent an update from disk from repacking before
+the session ends. With 0.5.16, the first tensor triggers the restore, and the digest request triggers the repacking.
 
 Invariants
-1. Between the first tensor of an update and the digests the engine cannot serve: it is paused (`slime.weights.sync`).
-2. After a failed update, the next update can still fill the parameters.
+1. From the first tensor of an update until the digests, the engine cannot serve. It is paused (`slime.weights.sync`).
+2. After a failed update, the next update can still load its weights.
 
-Remove it when SGLang reports raw digests and restores dense layers, too.
+Remove it when SGLang reports raw digests and restores dense layers as well.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS
 PATH_FLAG = "--model-path"
 _CHECKER = "sglang.srt.utils.weight_checker"
 _REORDERED = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE", "CompressedTensorsW8A8Fp8")
-"""Quantisation schemes that reorder weights into other parameters."""
+"""Quantisation schemes that repack weights into different parameters."""
 NOT_WEIGHTS = ("weight_shape", "g_idx", "g_idx_sort_indices", "weight_zero_point")
-"""Suffixes of parameters that do not affect results: shapes, zero points and activation order, which are not used."""
+"""Suffixes of parameters that do not affect results: shapes, and unused zero points and activation orders."""
 _KEPT, _SERVED, _LOADING = "_slime_kept", "_slime_served", "_slime_loading"
 _session = {"is_open": False}
-"""Whether a session of weight updates is open in this process."""
+"""Whether a weight-update session is open in this process."""
 
 
 def is_quantised(model_path: str) -> bool:
-    """Returns whether config.json in the folder `model_path` names a quantisation."""
+    """Returns whether config.json in the folder `model_path` specifies a quantisation."""
     config = Path(model_path) / "config.json"
     found = json.loads(config.read_text()) if config.is_file() else {}
     return bool(found.get("quantization_config") or (found.get("text_config") or {}).get("quantization_config"))
 
 
 def _nothing(_model: Any) -> dict[str, Any]:
-    """Replaces SGLang's list of codes and scales to dequantise with an empty one."""
+    """Replaces SGLang's list of weights to dequantise with an empty one."""
     return {}
 
 
@@ -60,7 +60,7 @@ def _weights_alone(state: Callable[..., Iterator[tuple[str, Any]]], checker: Any
 
 
 def _then_in_order(checksum: Callable[..., Any], checker: Any, *given: Any, **named: Any) -> Any:
-    """Computes the digests, then reorders the loaded weights for the kernels."""
+    """Computes the digests, then repacks the loaded weights for the kernels."""
     report, model = checksum(checker, *given, **named), checker._get_model()
     if getattr(model, _LOADING, False):
         for module in _layers(model):
@@ -90,7 +90,7 @@ def _end(end: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _load(load: Callable[..., Any], model: Any, weights: Any, device: Any) -> None:
-    """Loads weights from a folder, at the start and for an update."""
+    """Loads weights from a folder, at startup or for an update."""
     if _session["is_open"]:
         model.load_weights(weights)
     elif not any(True for _ in _layers(model)):
@@ -109,14 +109,14 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _keep(model: Any) -> None:
-    """Records the parameters that loaders fill, with their attributes. Call it before the first weights are loaded."""
+    """Saves the original parameters and their attributes. Call it before weights are first loaded."""
     for module in _layers(model):
         kept = {name: (p, p.shape, p.dtype, dict(vars(p))) for name, p in module._parameters.items() if p is not None}
         setattr(module, _KEPT, kept)
 
 
 def _expect(model: Any) -> None:
-    """Restores the parameters that loaders fill. Call it before new weights are loaded."""
+    """Restores the original parameters. Call it before new weights are loaded."""
     if getattr(model, _LOADING, True):
         return
     import torch
@@ -124,7 +124,7 @@ def _expect(model: Any) -> None:
     for module in _layers(model):
         parameters, kept = module._parameters, getattr(module, _KEPT)
         workspaces = [(o, o.workspace) for o in (module, module.scheme) if hasattr(o, "workspace")]
-        if type(module.scheme).__name__.endswith("MoE"):  # the same parameters in other shapes
+        if type(module.scheme).__name__.endswith("MoE"):  # same parameters, different shapes
             setattr(module, _SERVED, ({}, workspaces))
             module.scheme.restore_weights_before_loading(module)
             continue
@@ -142,7 +142,7 @@ def _expect(model: Any) -> None:
 
 
 def _serve(model: Any) -> None:
-    """Moves reordered weights to the memory of the previous ones, and frees the parameters that loaders fill."""
+    """Copies repacked weights into the memory of the previous ones and frees the original parameters."""
     for module in _layers(model):
         served, workspaces = getattr(module, _SERVED, ({}, ()))
         for name, last in served.items():

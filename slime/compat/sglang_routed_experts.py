@@ -1,22 +1,20 @@
-"""Returns the routed experts of each sampled token, for `--use-rollout-routing-replay`, if the request's id has a mark.
+"""Returns each sampled token's routed experts for `--use-rollout-routing-replay` if the request id has a marker.
 
-SGLang returns routed experts for requests with the fields `return_routed_experts` and
-`routed_experts_start_len`, if it was started with `--enable-return-routed-experts`. sglang-router 0.3.2 drops unknown
-fields and headers, but keeps the request's id. So the client puts a mark into the id
-(`slime.core.engine_interface.ROUTED_EXPERTS_MARK`), and a hook at the engine's front end sets the fields. Remove it
-when the router forwards both fields.
+If SGLang was started with `--enable-return-routed-experts`, it returns routed experts for requests with the fields
+`return_routed_experts` and `routed_experts_start_len`. sglang-router 0.3.2 drops unknown fields and headers but keeps
+the request id. So the client puts a marker into the id (`slime.core.engine_interface.ROUTED_EXPERTS_MARK`), and a hook
+in the engine's front end sets the fields. Remove it when the router forwards both fields.
 
-SGLang stores the experts of a token with its keys and values, and reads them when the request ends. A request that is
-retracted (`--pause-generation-mode retract`, or when memory runs out) loses them. Later a prefill recomputes its tokens
-with new weights or different rounding, while the log-probs of the sampled tokens stay. So a second hook saves the
-recorded experts before a retraction, and a third hook returns them with the response. Remove these hooks when SGLang
-does this itself.
+SGLang stores each token's experts alongside the KV cache and reads them when the request finishes. A retracted request
+(`--pause-generation-mode retract`, or out of memory) loses them. Later, a prefill recomputes them with new weights or
+different rounding, although the log-probs of the sampled tokens do not change. So a second hook saves the recorded
+experts before a retraction, and a third hook puts them into the response. Remove these hooks when SGLang does this.
 
 Invariants
-1. Requests without the mark and requests with several prompts are unchanged.
-2. If the first hook has no effect, the experts are missing and the client refuses the response. The launcher checks
-   that the other hooks are in place.
-3. Each row holds the experts of the pass that sampled the next token. Rows of a prompt are from its first prefill.
+1. Requests without the marker and requests with several prompts are unaffected.
+2. If the first hook has no effect, the experts are missing and the client rejects the response. The launcher checks
+   that the other hooks are registered.
+3. Each row comes from the forward pass that sampled the next token. The prompt's rows come from its first prefill.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from slime.core.engine_versions import WITH_SESSIONS, is_installed
 FLAG = "--enable-return-routed-experts"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _KEPT = "_slime_experts"
-"""Attribute of a request with the saved rows, starting at the first requested one."""
+"""Request attribute with the saved rows, starting at the first requested one."""
 
 
 def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:
-    """Sets the two fields of a new request if its id has the mark."""
+    """Sets the two fields of a new request if its id has the marker."""
     rid = request.rid
     if not isinstance(rid, str):
         return
@@ -45,7 +43,7 @@ def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:
 
 
 def _set_aside(*_: Any, req: Any, req_to_token_pool: Any, **__: Any) -> None:
-    """Saves the rows of a request before it is retracted. Its last token has no row, because no pass has read it."""
+    """Saves a request's rows before it is retracted. The last token has no row, because no pass has processed it."""
     import torch
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
@@ -62,7 +60,7 @@ def _set_aside(*_: Any, req: Any, req_to_token_pool: Any, **__: Any) -> None:
 
 
 def _put_back(_result: Any, _processor: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Restores the saved rows of a request that has ended."""
+    """Restores the saved rows of a finished request."""
     kept = getattr(req, _KEPT, None)
     if kept is not None and req.routed_experts is not None:
         req.routed_experts[: len(kept)] = kept[: len(req.routed_experts)]

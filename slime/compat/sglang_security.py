@@ -1,12 +1,12 @@
-"""Closes security holes of SGLang (0.5.16 to 0.5.23) that anyone who can reach the host could use.
+"""Closes security holes in SGLang (0.5.16 to 0.5.23) that anyone who can reach the host could exploit.
 
-- The ranks of an engine meet at a torch store that listens on every interface, requires no key and carries pickles. A
-  variable of SGLang names a meeting place with the URL scheme `slime`, whose store listens only on the address where
-  the ranks meet: loopback for an engine on one host.
-- Two routes that change something require only the request key, and the only websocket requires no key. `close_routes`
-  makes the routes require the admin key, as similar routes do, and removes the websocket.
+- The ranks of an engine rendezvous at a torch store that listens on every interface without authentication and
+  exchanges pickles. Here, an environment variable of SGLang sets a rendezvous URL with the scheme `slime`. Its store
+  listens only on the rendezvous address, which is loopback for a single-host engine.
+- Two routes that change state require only the request key, and the only websocket requires no key at all.
+  `close_routes` makes these routes require the admin key, like similar routes, and removes the websocket.
 
-Neither changes SGLang's code. Remove it when SGLang does this itself.
+Neither modifies SGLang's code. Remove this module when SGLang closes these holes itself.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from slime.core.errors import EngineError
 from slime.core.processes import LOOPBACK
 
 SCHEME = "slime"
-"""URL scheme of the addresses where ranks meet, instead of torch's "tcp"."""
+"""URL scheme of the rendezvous, instead of torch's "tcp"."""
 LIMIT = timedelta(minutes=30)
-"""How long ranks wait for each other: torch's default."""
+"""How long ranks wait for each other. Same as torch's default."""
 CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
-"""The functions of the two routes. The first one takes weights."""
+"""The functions behind the two routes. The first one loads weights."""
 
 
 MEETING_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""SGLang's variable with the URL where the ranks meet. A value that the user has set stays."""
+"""SGLang's variable for the rendezvous URL. Never overrides a user's value."""
 
 
 def meeting_place(settings: Any) -> str:
-    """Returns the URL where the ranks of a server with these ServerArgs meet. The first rank opens the store there.
+    """Returns the rendezvous URL for a server with these ServerArgs. The first rank opens the store there.
 
-    Raises `EngineError` for several replicas in one server, which would meet at the same place.
+    Raises `EngineError` for several replicas in one server, because all of them would use the same URL.
     """
     if settings.nnodes > 1:
         return f"{SCHEME}://{settings.dist_init_addr}"
     if settings.dp_size > 1 and not settings.enable_dp_attention:
         raise EngineError(
-            f"--dp-size is {settings.dp_size} without --enable-dp-attention: start one server per replica instead"
+            f"--dp-size {settings.dp_size} requires --enable-dp-attention; otherwise, start one server per replica"
         )
     return f"{SCHEME}://{LOOPBACK}:{settings.nccl_port or _free_port()}"
 
@@ -55,14 +55,14 @@ def _free_port() -> int:
 
 @cache
 def know_scheme() -> None:
-    """Makes torch understand the URLs of `meeting_place`. Call it in every process of a server."""
+    """Registers the URL scheme of `meeting_place` with torch. Call it in every process of a server."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     register_rendezvous_handler(SCHEME, _meet)
 
 
 def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Yields the store, this rank and the number of ranks, as a rendezvous handler for torch."""
+    """A torch rendezvous handler. Yields the store, this rank and the number of ranks."""
     from slime.weights.rendezvous import join_store, listen_on, open_store
 
     where = urlsplit(url)
@@ -77,7 +77,7 @@ def _meet(url: str, timeout: timedelta = LIMIT, **_: Any) -> Iterator[tuple[Any,
 
 
 def close_routes() -> None:
-    """Closes the open routes and the websocket. Call it before the server takes requests."""
+    """Closes the open routes and the websocket. Call it before the server accepts requests."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
     from starlette.routing import WebSocketRoute

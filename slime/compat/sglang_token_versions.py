@@ -1,15 +1,15 @@
-"""Labels each token of a response with its weight version, for `--pause-generation-mode retract` and `in_place`.
+"""Labels each response token with its weight version, for `--pause-generation-mode retract` and `in_place`.
 
-A request that continues across weight syncs has tokens of several versions, but SGLang 0.5.16 returns only the version
-that its front end has when it responds. Forward passes and weight updates run on one thread of the scheduler. Hooks in
-that thread record the version and label each pass. (Forward hooks of the model would not do, because CUDA graphs do not
-run them.) The labels travel in SGLang's `customized_info`, one entry per output token. Remove the hooks when SGLang
+A request that continues across weight syncs has tokens from several versions, but SGLang 0.5.16 returns only the front
+end's version at the time of the response. Forward passes and weight updates run on the same scheduler thread, so hooks
+on this thread can track the version and label each pass. Forward hooks of the model would not work, because CUDA graphs
+do not run them. Labels are returned in SGLang's `customized_info`, one per output token. Remove the hooks when SGLang
 reports which weights sampled each token.
 
 Invariants
-1. A label is the version of the last update before its forward pass was launched.
-2. An update waits for launched passes, because with overlapped scheduling one may still be reading the weights.
-3. If a hook has no effect, labels are missing or stay 0, and the client refuses the response.
+1. A label is the version of the last update before the token's forward pass was launched.
+2. An update waits for launched passes, because with overlapped scheduling one of them may still read the weights.
+3. If a hook has no effect, labels are missing or stay 0, and the client rejects the response.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATES = tuple(f"{MANAGER}.update_weights_from_{source}" for source in ("tensor", "distributed", "disk"))
 """The scheduler's methods that load weights."""
 _served = {"version": 0}
-"""The version that this process serves. 0 is the checkpoint that the engine loaded itself."""
+"""The version served by this process. 0 is the checkpoint that the engine loaded at startup."""
 
 
 def _label(result: Any, _scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-    """Adds the version for each request of the batch after a forward pass was launched."""
+    """Attaches the version to each request of a batch after launching its forward pass."""
     output = getattr(result, "logits_output", None)
     if output is not None:
         versions = [_served["version"]] * len(batch.reqs)

@@ -1,16 +1,16 @@
-"""Gives each session of weight updates one owner, so that two runs cannot mix their weights in an engine.
+"""Gives each weight-update session an owner, so that two runs cannot mix their weights in one engine.
 
-A session of SGLang 0.5.23 belongs to nobody. A sender that dies leaves it open, and the next sender must close it. But
-if the first sender is alive, for example a run whose driver lost the network, its tensors and its end of the session
-would be taken as the next sender's, and its resume would let the engine serve weights that are half its own. With
-these hooks the front end remembers the owner of the session, which the sender names in a header. The newest sender
-becomes the owner; an earlier one is refused. While a session is open, nobody can resume the engine.
+Sessions in SGLang 0.5.23 have no owner. A sender that dies leaves its session open, and the next sender has to close
+it. But if the first sender is still alive, for example a run whose driver lost the network, its tensors and its end of
+the session would be attributed to the next sender. Its resume would then make the engine serve a mix of both senders'
+weights. With these hooks, the front end records the session's owner, which the sender specifies in a header. The latest
+sender becomes the owner, and earlier ones are rejected. While a session is open, nobody can resume the engine.
 
-Remove it when SGLang has sessions with an owner. An engine without the hooks takes updates from everybody.
+Remove it when SGLang's sessions have owners. An engine without the hooks accepts updates from anybody.
 
 Invariants
-1. In a session, only tensors of its owner reach the model, and only its owner ends it.
-2. An engine with an open session is not resumed.
+1. During a session, only its owner's tensors reach the model, and only the owner can end it.
+2. An engine with an open session cannot be resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.core.engine_interface import SENDER_HEADER
 from slime.core.engine_versions import WITH_SESSIONS
 
 _OWNER = "_slime_update_owner"
-"""Attribute of SGLang's front end: the owner of the open session; None if no session is open."""
+"""Attribute of SGLang's front end with the owner of the open session. None if no session is open."""
 _CONFLICT = 409
 Call = Callable[..., Awaitable[tuple[bool, str]]]
 
@@ -39,26 +39,26 @@ def _refuse(why: str) -> None:
 
 
 def _require_owner(manager: Any, _update: Any, request: Any = None) -> None:
-    """Refuses the call of a sender while a session of another sender is open."""
+    """Rejects calls from a sender while another sender's session is open."""
     owner = getattr(manager, _OWNER, None)
     if owner is not None and owner != _sender(request):
-        _refuse("another run has begun to update the weights of this engine; give each run its own engines")
+        _refuse("another run has started to update this engine's weights; give each run its own engines")
 
 
 def _require_closed(manager: Any, *_: Any, **__: Any) -> None:
     if getattr(manager, _OWNER, None) is not None:
-        _refuse("a weight update is in progress, so the engine cannot serve yet; end it or begin a new one")
+        _refuse("the engine cannot resume during a weight update; end the update or start a new one")
 
 
 async def _begin(begin: Call, manager: Any, update: Any, request: Any = None) -> tuple[bool, str]:
-    """Opens a session of this sender, and closes the previous one if it is still open."""
+    """Opens a session for this sender. Closes the previous session if it is still open."""
     from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
     if getattr(manager, _OWNER, None) is not None:
         setattr(manager, _OWNER, _sender(request))
         ended, message = await manager.end_weight_update(EndWeightUpdateReqInput(), request)
         if not ended:
-            return False, f"the previous weight update could not be ended: {message}"
+            return False, f"could not end the previous weight update: {message}"
     begun, message = await begin(manager, update, request)
     if begun:
         setattr(manager, _OWNER, _sender(request))

@@ -1,10 +1,10 @@
-"""Lists what slime touches of SGLang, sglang-router, Megatron-core, Ray and transformers, and tries it on the installed
-versions: imported names, hooked functions, HTTP routes with the fields that slime sends, and settings.
+"""Lists everything that slime uses of SGLang, sglang-router, Megatron-core, Ray and transformers, and checks it against
+the installed versions: imported names, hooked functions, HTTP routes with the fields that slime sends, and settings.
 
     python -m slime.compat.touched      prints the findings as JSON; `slime upgrade-check` runs it in a candidate's venv
 
-The list is not kept by hand: names come from the import statements of this package, routes and fields from the calls of
-`HttpEngineControl` to a transport that records them, arguments of hooked functions from the hooks themselves.
+The list is generated. Names come from slime's import statements, routes and fields from the calls that
+`HttpEngineControl` makes to a recording transport, and arguments of hooked functions from the hooks themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from slime.compat import Hook
 
 UPSTREAM = ("sglang", "sglang_router", "megatron", "ray", "transformers")
-"""Packages whose names are tried."""
+"""Packages whose names are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Finding:
     """"name", "hook", "route" or "setting"."""
     what: str
     problem: str = ""
-    """Empty if it works."""
+    """Empty if there is none."""
 
 
 def imported_names(package: Path, left_out: Container[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yields (module, name) of every import of an upstream package below a folder; the name is empty for a module.
+    """Yields (module, name) for every import of an upstream package under a folder. The name is empty for a module.
 
-    `left_out`: paths of files below the folder that the installed versions do not need.
+    `left_out`: relative paths of files that the installed versions do not need.
     """
     seen = set()
     for file in sorted(package.rglob("*.py")):
@@ -72,7 +72,7 @@ def try_name(module: str, name: str) -> Finding:
 
 
 def hooks_of(package: str = "slime.compat") -> Iterator[tuple[str, Hook]]:
-    """Yields (module, hook) of every module of a package."""
+    """Yields (module, hook) for every hook in a package's modules."""
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         for name, value in vars(importlib.import_module(info.name)).items():
             if name.endswith("HOOKS"):
@@ -94,7 +94,7 @@ def resolve(target: str) -> Any:
 
 
 def try_hook(module: str, hook: Hook) -> Finding | None:
-    """Returns whether a hook fits its target; None if the installed SGLang does not need the hook."""
+    """Checks that a hook fits its target. Returns None if the installed SGLang does not need the hook."""
     if not hook.is_needed:
         return None
     what = f"{module.rpartition('.')[2]}: {hook.target}"
@@ -106,7 +106,7 @@ def try_hook(module: str, hook: Hook) -> Finding | None:
 
 
 def _misfit(when: str, function: Callable[..., Any], original: Callable[..., Any]) -> str:
-    """Returns why a hook cannot be called with the arguments of its target; empty if it can."""
+    """Returns why a hook cannot be called with its target's arguments. Empty if it can."""
     theirs = list(inspect.signature(original).parameters.values())
     ours = list(inspect.signature(function).parameters.values())
     if when in ("AFTER", "AROUND") and ours[0].kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -117,16 +117,16 @@ def _misfit(when: str, function: Callable[..., Any], original: Callable[..., Any
     named = {p.name for p in theirs if p.kind is p.KEYWORD_ONLY}
     needed = [p for p in ours_by_place if p.default is p.empty]
     if len(needed) > len(by_place) and not any(p.kind is p.VAR_POSITIONAL for p in theirs):
-        return f"the hook needs {len(needed)} arguments by position, but the function has {len(by_place)}"
+        return f"the hook requires {len(needed)} positional arguments, but the function has {len(by_place)}"
     if missing := [p.name for p in ours if p.kind is p.KEYWORD_ONLY and p.default is p.empty and not _has(theirs, p)]:
-        return f"the function has no argument {', '.join(missing)} any more"
+        return f"the function no longer has the arguments {', '.join(missing)}"
     if len(by_place) > len(ours_by_place) and not takes_all[0]:
         extra = [p.name for p in by_place[len(ours_by_place) :] if p.default is p.empty]
         if extra:
-            return f"the function has new arguments, {', '.join(extra)}"
+            return f"the function has new positional arguments: {', '.join(extra)}"
     own = {p.name for p in ours}
     if (unknown := sorted(named - own)) and not takes_all[1]:
-        return f"the function has new arguments by name, {', '.join(unknown)}"
+        return f"the function has new keyword-only arguments: {', '.join(unknown)}"
     return ""
 
 
@@ -135,7 +135,7 @@ def _has(theirs: list[inspect.Parameter], ours: inspect.Parameter) -> bool:
 
 
 def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns (method, path, fields of the body) of every control call to an engine of this version."""
+    """Returns (method, path, body fields) of every control call to an engine of this version."""
     import httpx
 
     from slime.core.engine_versions import BEFORE_SESSIONS, matches, parsed
@@ -189,11 +189,11 @@ OTHER_ROUTES = (
     ("GET", "/model_info", ()),
     ("GET", "/health", ()),
 )
-"""Routes of the client and of the watch: (method, path, fields of the body)."""
+"""Routes used by the client and the watch: (method, path, body fields)."""
 
 
 def try_routes(version: str) -> Iterator[Finding]:
-    """Tries that SGLang's server has each route that slime calls, with each field that it sends."""
+    """Checks that SGLang's server has every route that slime calls and accepts every field that slime sends."""
     from sglang.srt.entrypoints import http_server
 
     routes = {(m, r.path): r for r in http_server.app.routes for m in getattr(r, "methods", None) or ()}
@@ -210,7 +210,7 @@ def try_routes(version: str) -> Iterator[Finding]:
 
 
 def _fields_of(endpoint: Callable[..., Any]) -> set[str] | None:
-    """Returns the fields of the body that a route takes; None if that cannot be seen."""
+    """Returns the body fields that a route accepts, or None if they cannot be determined."""
     for name, kind in typing.get_type_hints(endpoint).items():
         for candidate in typing.get_args(kind) or (kind,):
             for attribute in ("__struct_fields__", "model_fields", "__dataclass_fields__"):
@@ -220,7 +220,7 @@ def _fields_of(endpoint: Callable[..., Any]) -> set[str] | None:
 
 
 def settings() -> dict[str, dict[str, list[str]]]:
-    """Returns owner -> {"came": ..., "went": ...}, the flags that differ from the newest version of the window."""
+    """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest supported version."""
     from slime.cli import schemas
     from slime.core.engine_versions import WINDOW
     from slime.settings.schema import PACKAGES, SCHEMA_DIR
@@ -236,7 +236,7 @@ def settings() -> dict[str, dict[str, list[str]]]:
 
 
 def findings() -> dict[str, Any]:
-    """Returns everything that was tried, as JSON."""
+    """Returns the results of all checks, as JSON data."""
     import slime
     from slime.compat import megatron_cpu
     from slime.compat.sglang_cpu import activate
@@ -273,8 +273,8 @@ def findings() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tries what slime touches of the installed engines; prints JSON.")
-    parser.add_argument("--output", type=Path, help="a file for the JSON, because engines print to standard output")
+    parser = argparse.ArgumentParser(description="Checks what slime uses of the installed engines; prints JSON.")
+    parser.add_argument("--output", type=Path, help="write the JSON to this file; engines print to standard output")
     options = parser.parse_args()
     text = json.dumps(findings(), indent=1)
     options.output.write_text(text) if options.output else sys.stdout.write(text + "\n")

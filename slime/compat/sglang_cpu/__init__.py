@@ -1,13 +1,13 @@
-"""Makes stock SGLang 0.5.16 usable on a machine without a GPU.
+"""Makes stock SGLang 0.5.16 work on a machine without a GPU.
 
 `sglang_patches` calls `activate(device)` in each server process before SGLang is imported. Importing this package
-changes nothing, and neither does `activate` with the device "cuda".
+changes nothing, and neither does `activate("cuda")`.
 
 Invariants
-1. A stand-in never hides a module that can be imported.
+1. A stand-in never shadows a module that can be imported.
 2. A stand-in never computes: calling one of its kernels raises an error that names the kernel.
-3. `activate` checks each patch after applying it and raises `EngineError` if it had no effect.
-4. A second call of `activate` changes nothing.
+3. `activate` verifies each patch after applying it and raises `EngineError` if it had no effect.
+4. Calling `activate` again changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.core.errors import EngineError
 
 
 def is_importable(name: str) -> bool:
-    """Returns whether the real module `name` can be imported. A wheel for another CPU or torch version cannot."""
+    """Returns whether the real module `name` can be imported. False if built for another CPU or torch version."""
     module = sys.modules.get(name)
     if module is not None:
         return not getattr(module, "__slime_stand_in__", False)
@@ -40,7 +40,7 @@ def is_importable(name: str) -> bool:
         if importlib.util.find_spec(name) is None:
             return False
         importlib.import_module(name)
-    except Exception:  # an extension built for another machine raises ImportError, OSError, RuntimeError, ...
+    except Exception:  # extensions built for other machines raise ImportError, OSError, RuntimeError, ...
         for loaded in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
             del sys.modules[loaded]
         return False
@@ -48,20 +48,20 @@ def is_importable(name: str) -> bool:
 
 
 def activate(device: str) -> list[PatchReport]:
-    """Makes stock SGLang importable and usable in this process if the device is "cpu". Does nothing on "cuda".
+    """Makes stock SGLang work in this process if `device` is "cpu". Does nothing for "cuda".
 
-    Returns one report per patch, including patches that were not needed. Raises `EngineError` if a patch had no effect.
+    Returns a report for each patch, even if it was not needed. Raises `EngineError` if a patch had no effect.
     """
     if device != "cpu":
         return []
     reports = [_stand_in(name) for name in STAND_INS]
-    # Order: the engine flag is read when sglang is first imported, and `cuda_synchronize` imports torch.
+    # The order matters: sglang reads the engine flag on first import, and `_cuda_synchronize` imports torch.
     reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(), masks_on_a_cpu()]
     reports += [experts_on_the_host(), norms_of_all_heads(), names_of_kernels()]
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(
-                f"the CPU patch {report.name!r} ({report.symptom}) had no effect, because {report.upstream} or torch "
+                f"the CPU patch {report.name!r} ({report.symptom}) had no effect: {report.upstream} or torch has "
                 "changed; install the pinned versions or update slime.compat.sglang_cpu"
             )
     return reports
@@ -70,8 +70,8 @@ def activate(device: str) -> list[PatchReport]:
 def _stand_in(name: str) -> PatchReport:
     needed = not is_importable(name)
     if needed and not any(isinstance(f, StandInFinder) and f.covers(name) for f in sys.meta_path):
-        # Normally the stand-in goes last, behind the ordinary finders. But they would find a package that exists but
-        # cannot be imported, so in that case the stand-in goes first.
+        # Normally, the stand-in's finder goes last. If a package exists but cannot be imported, the regular finders
+        # would still find it, so the stand-in's finder goes first.
         broken = importlib.util.find_spec(name) is not None
         finder = StandInFinder(name)
         sys.meta_path.insert(0, finder) if broken else sys.meta_path.append(finder)
@@ -80,7 +80,7 @@ def _stand_in(name: str) -> PatchReport:
         name=f"stand-in:{name}",
         symptom=f"ModuleNotFoundError: No module named '{name}' while SGLang is imported",
         upstream=SGLANG,
-        removal=f"SGLang imports {name} only where it is used, or {name} has a CPU build on the package index",
+        removal=f"SGLang imports {name} only where it is used, or a CPU build of {name} is available from PyPI",
         applied=needed,
         took_effect=took_effect,
     )
@@ -91,7 +91,7 @@ def _cpu_engine_flag() -> PatchReport:
     common = sys.modules.get("sglang.srt.utils.common")
     return PatchReport(
         name="env:SGLANG_USE_CPU_ENGINE",
-        symptom="SGLang looks for an accelerator and finds no platform, despite --device cpu",
+        symptom="SGLang looks for an accelerator despite --device cpu and finds no platform",
         upstream=SGLANG,
         removal="--device cpu alone selects the CPU platform",
         applied=True,
@@ -106,7 +106,7 @@ def _cuda_synchronize() -> PatchReport:
     if needed and not getattr(torch.cuda.synchronize, "__slime_stand_in__", False):
 
         def synchronize(device: object = None) -> None:
-            """Does nothing, because a CPU has no queue of kernels."""
+            """Does nothing, because a CPU has no kernel queue."""
 
         synchronize.__slime_stand_in__ = True  # type: ignore[attr-defined]
         torch.cuda.synchronize = synchronize

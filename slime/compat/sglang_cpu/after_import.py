@@ -1,4 +1,4 @@
-"""Patches a module of SGLang right after SGLang has imported it, so that the patch itself imports nothing."""
+"""Patches a module of SGLang right after it is imported, so that the patch itself need not import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Change = Callable[[types.ModuleType], None]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Waits until one module is imported, changes it once, and removes itself."""
+    """Waits for the import of one module, patches it and uninstalls itself."""
 
     def __init__(self, module: str, change: Change) -> None:
         self.module, self._change = module, change
@@ -33,7 +33,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def after_import(module: str, change: Change) -> None:
-    """Calls `change(module)` now if the module is loaded, else right after it is imported."""
+    """Calls `change(module)` immediately if the module is loaded, else right after its import."""
     if module in sys.modules:
         change(sys.modules[module])
     elif not is_awaited(module):
@@ -41,7 +41,7 @@ def after_import(module: str, change: Change) -> None:
 
 
 def is_in_place(module: str) -> bool:
-    """Returns whether `module` has been changed already or will be when it is imported."""
+    """Returns whether `module` has been patched or will be on import."""
     return module in sys.modules or is_awaited(module)
 
 

@@ -1,16 +1,16 @@
-"""Forks the children of a server on a CPU, so that all its processes share one import of SGLang.
+"""Forks a CPU server's child processes, so that SGLang is imported only once.
 
-SGLang starts its schedulers and its detokenizer as fresh interpreters, because CUDA does not survive a fork. Each child
-imports torch, transformers and SGLang again, which takes eight seconds of a core for each of three children. On a CPU
-these hooks make SGLang fork the server's process instead, at the moment when SGLang starts its children: by then
-everything is imported, and nothing else has happened. Seen with SGLang 0.5.16. Remove the hooks when SGLang imports
-only once. The launcher refuses to serve if the hooks had no effect.
+SGLang starts its schedulers and detokenizer as new interpreters, because CUDA does not survive a fork. Each of the
+three children imports torch, transformers and SGLang again, which takes eight seconds of CPU time. On a CPU, these
+hooks make SGLang fork the server process instead. When SGLang starts its children, everything has been imported and
+nothing else has happened yet. Seen with SGLang 0.5.16. Remove the hooks when SGLang imports only once. The launcher
+refuses to start the server if the hooks had no effect.
 
 Invariants
-1. A process forks only while it has one thread, because a lock that another thread holds would stay locked in the fork.
-   With more threads, SGLang spawns its children as usual. After the children have started, new children of the server
-   and of its children are also spawned.
-2. A fork exits together with the process from which it was forked.
+1. A process forks only while it is single-threaded, because a lock held by another thread would stay locked in the
+   fork. With more threads, SGLang spawns its children as usual. After startup, new children of the server and of its
+   children are spawned as well.
+2. A forked process exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from slime.core.processes import die_with_parent
 logger = logging.getLogger(__name__)
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""Keeps the libraries of NumPy and SciPy from starting threads, which a server does not use."""
+"""Keeps the libraries of NumPy and SciPy from starting threads, which a server does not need."""
 
 
 def num_threads() -> int:
-    """Returns the number of threads of this process, including those of libraries."""
+    """Returns the number of threads in this process, including library threads."""
     return len(os.listdir("/proc/self/task"))
 
 
 def _fork_from_here(*_: Any, **__: Any) -> None:
     if num_threads() > 1:
         logger.warning(
-            "children of this server import everything again, because the server has %d threads", num_threads()
+            "cannot fork the server's children, because the server has %d threads; spawning them", num_threads()
         )
         return
-    original: list[int] = []  # set before the fork, because the original may end before the fork runs
+    original: list[int] = []  # set before the fork, because the parent may exit before the child runs
 
     def note() -> None:
         original[:] = [os.getpid()]

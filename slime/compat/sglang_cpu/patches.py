@@ -1,5 +1,5 @@
-"""Patches that make parts of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, vision
-models, routed experts. Each report names the symptom and says when the patch can be removed."""
+"""Patches that make features of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, vision
+models, routed experts. Each report gives the symptom and says when the patch can be removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.core.errors import EngineError
 
 
 def _patched(module: str, change: Change, *, name: str, symptom: str, removal: str) -> PatchReport:
-    """Changes `module` when SGLang imports it."""
+    """Applies `change` to `module` when SGLang imports it."""
     after_import(module, change)
     return PatchReport(name, symptom, SGLANG, removal, applied=True, took_effect=is_in_place(module))
 
@@ -37,13 +37,13 @@ def _use_cpu_kernel(module: types.ModuleType) -> None:
     module.XGrammarGrammarBackend.apply_vocab_mask = staticmethod(_apply)
     if _allowed_of_a_mask(module) != [1, 33]:
         raise EngineError(
-            f"the CPU patch of {GRAMMARS} had no effect, because SGLang or xgrammar changed; install the pinned "
+            f"the CPU patch of {GRAMMARS} had no effect: SGLang or xgrammar has changed; install the pinned "
             "versions or start engines with --sglang-grammar-backend none"
         )
 
 
 def _allowed_of_a_mask(module: types.ModuleType) -> list[int]:
-    """Returns which of 40 tokens SGLang's class allows under a mask with bits 1 and 33 set."""
+    """Returns which of 40 tokens SGLang's class allows for a mask with bits 1 and 33 set."""
     import torch
 
     logits = torch.zeros(1, 40)
@@ -53,15 +53,15 @@ def _allowed_of_a_mask(module: types.ModuleType) -> list[int]:
 
 
 def masks_on_a_cpu() -> PatchReport:
-    """Makes SGLang apply the masks of xgrammar, its default, with xgrammar's own function, which has a CPU kernel.
+    """Makes SGLang apply the masks of xgrammar (its default) with xgrammar's own function, which supports CPUs.
 
-    SGLang's own function has kernels only for accelerators, and fails on a CPU in the middle of a forward pass.
+    SGLang's own function supports only accelerators and fails on a CPU in the middle of a forward pass.
     """
     return _patched(
         GRAMMARS,
         _use_cpu_kernel,
         name="grammar masks of xgrammar",
-        symptom="RuntimeError: Unsupported device: cpu, at a request with json_schema or regex; the server exits",
+        symptom="RuntimeError: Unsupported device: cpu, on a request with json_schema or regex; the server exits",
         removal="apply_vocab_mask in xgrammar_backend.py supports the CPU",
     )
 
@@ -73,15 +73,15 @@ def _register(module: types.ModuleType) -> None:
 def latents_in_every_pass() -> PatchReport:
     """Makes latent attention (DeepSeek-V3, GLM-4.7-Flash) work on `torch_native`.
 
-    For a prefill without a prefix SGLang expands keys and values per head and does not write them to the cache that
-    this backend reads. With the patch every pass computes with the cached latents, as decoding always does.
+    For a prefill without a prefix, SGLang expands keys and values per head and does not write them to the cache that
+    this backend reads. With the patch, every pass uses the cached latents, as decoding always does.
     """
     return _patched(
         "sglang.srt.models.deepseek_common.attention_backend_handler",
         _register,
         name="latent attention on torch_native",
         symptom="RuntimeError about unequal head sizes in the first prefill of a model with latent attention",
-        removal="SGLang registers a handler of torch_native in attention_backend_handler.py",
+        removal="SGLang registers a handler for torch_native in attention_backend_handler.py",
     )
 
 
@@ -91,13 +91,13 @@ def _take_the_cpu_form(module: types.ModuleType) -> None:
 
 
 def norms_of_all_heads() -> PatchReport:
-    """Makes MiniMax-M2's norms of queries and keys use SGLang's CPU form. Without AMX, SGLang calls a GPU kernel."""
+    """Makes MiniMax-M2's QK norms use SGLang's CPU implementation. Without AMX, SGLang calls a GPU kernel."""
     return _patched(
         "sglang.srt.models.minimax_m2",
         _take_the_cpu_form,
         name="norms of all heads of MiniMax-M2",
         symptom="AssertionError in rms_sumsq_serial in the first forward pass of MiniMax-M2",
-        removal="MiniMaxM2QKRMSNorm takes _forward_cpu on every CPU",
+        removal="MiniMaxM2QKRMSNorm uses _forward_cpu on every CPU",
     )
 
 
@@ -112,14 +112,14 @@ KERNELS = (
 
 def _missing(name: str) -> Any:
     def missing(*given: Any, **named: Any) -> Any:
-        raise EngineError(f"torch.ops.sgl_kernel.{name} was called, which has no build for this CPU; use a GPU")
+        raise EngineError(f"torch.ops.sgl_kernel.{name} is not available on this CPU; use a GPU")
 
     return missing
 
 
 def names_of_kernels() -> PatchReport:
-    """Defines kernels of `sgl_kernel`'s CPU build as functions that raise. SGLang's processor for Qwen-VL models
-    imports Qwen3.5, which looks them up. If they are missing, the processor is not registered.
+    """Defines missing kernels of `sgl_kernel`'s CPU build as functions that raise. SGLang's Qwen-VL processor imports
+    Qwen3.5, which looks them up; if the lookup fails, the processor is not registered.
     """
     import torch
 
@@ -130,14 +130,14 @@ def names_of_kernels() -> PatchReport:
         name="kernels of vision models",
         symptom="ValueError: No processor registered for architecture: ['Qwen3VLForConditionalGeneration']",
         upstream=SGLANG,
-        removal="sglang/srt/models/qwen3_5.py looks for fused_sigmoid_mul_cpu where it calls it",
+        removal="sglang/srt/models/qwen3_5.py looks up fused_sigmoid_mul_cpu only where it calls it",
         applied=bool(absent),
         took_effect=all(hasattr(torch.ops.sgl_kernel, name) for name in KERNELS),
     )
 
 
 class _Unpinned(types.ModuleType):
-    """A facade of torch with a `zeros` that ignores `pin_memory`."""
+    """A facade of torch whose `zeros` ignores `pin_memory`."""
 
     def __init__(self, torch: types.ModuleType) -> None:
         super().__init__("torch")
@@ -151,7 +151,7 @@ class _Unpinned(types.ModuleType):
 
 
 def _copied(output: Any, to_host: Callable[[Any], Any]) -> None:
-    """Replaces `TopkCaptureOutput.map_device_tensors`; copies also if `to_host` returns the same memory."""
+    """Replaces `TopkCaptureOutput.map_device_tensors`. Copies even if `to_host` returns the same memory."""
     output.out_cache_loc, output.topk = (to_host(x).clone() for x in (output.out_cache_loc, output.topk))
 
 
@@ -171,12 +171,12 @@ def _change(module: Any) -> None:
 
 
 def experts_on_the_host() -> PatchReport:
-    """Makes routed experts work on a CPU: keeps them in ordinary memory, since only a GPU driver offers pinned memory,
+    """Makes routed experts work on a CPU: stores them in ordinary memory, because pinned memory requires a GPU driver,
     and copies them.
 
-    Each forward pass writes the experts into one buffer on the device, and SGLang copies it to the host before the next
-    pass. With overlapped scheduling the next pass runs before the copy is read. On a CPU, SGLang's "copy" is the buffer
-    itself, so each token would get the experts of the next token.
+    Each forward pass writes the experts to one device buffer, which SGLang copies to the host before the next pass.
+    With overlapped scheduling, the next pass runs before the copy is read. On a CPU, SGLang's "copy" is the buffer
+    itself, so each token would get the next token's experts.
     """
     return _patched(
         "sglang.srt.state_capturer.base",
@@ -184,5 +184,5 @@ def experts_on_the_host() -> PatchReport:
         name="routed experts on the host",
         symptom="with --enable-return-routed-experts a server does not start (RuntimeError about pinned memory), or "
         "returns the experts of the next token",
-        removal="sglang/srt/state_capturer/base.py asks for pinned memory only on a GPU, and copies also on a CPU",
+        removal="sglang/srt/state_capturer/base.py requests pinned memory only on a GPU and also copies on a CPU",
     )

@@ -1,7 +1,7 @@
-"""Stand-ins for `torchvision` and `sgl_kernel`, which SGLang imports and which have no fitting CPU build.
+"""Stand-ins for `torchvision` and `sgl_kernel`, which SGLang imports but which have no suitable CPU build.
 
-A stand-in is a package in which every name exists. A capitalised name is an empty class; any other name is a function
-that raises `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` work.
+A stand-in is a package in which every name exists. Capitalised names are empty classes; all others are functions that
+raise `EngineError` when called. Dunder names do not exist, so that `inspect`, `copy` and `pickle` work.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from slime.core.errors import EngineError
 
 STAND_INS: dict[str, str] = {"torchvision": "0.0.0", "sgl_kernel": "0.4.5"}
-"""Module -> version that its stand-in reports. SGLang checks the version of `sgl_kernel`."""
+"""Modules with the versions that their stand-ins report. SGLang checks the version of `sgl_kernel`."""
 
 
 class InterpolationMode(enum.Enum):
-    """Stands in for `torchvision.transforms.InterpolationMode`; transformers reads its members on import."""
+    """Replaces `torchvision.transforms.InterpolationMode`. transformers reads its members on import."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -32,7 +32,7 @@ class InterpolationMode(enum.Enum):
 
 
 class _AnyAttribute(type):
-    """Metaclass of stand-in classes. Every class attribute (enum member, type code) exists; its value is its name."""
+    """Metaclass of stand-in classes. Every class attribute (enum member, type code) exists and equals its name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -41,7 +41,7 @@ class _AnyAttribute(type):
 
 
 def _placeholder(module: str, name: str) -> Any:
-    """Returns a class for a capitalised name or `scalar_types` (a namespace of type codes), else a raising function."""
+    """Returns a class for a capitalised name or `scalar_types` (a namespace of type codes), else a raising stub."""
     if module.startswith("torchvision.transforms") and name == "InterpolationMode":
         return InterpolationMode
     if name[0].isupper() or name == "scalar_types":
@@ -50,7 +50,7 @@ def _placeholder(module: str, name: str) -> Any:
 
     def missing(*given: Any, **named: Any) -> Any:
         raise EngineError(
-            f"{qualified} was called, which has no build for this CPU: the model or a flag needs a GPU kernel; use "
+            f"{qualified} is not available on this CPU: the model or a flag requires a GPU kernel; use "
             "--sglang-attention-backend torch_native and a dense model, or a GPU machine"
         )
 
@@ -64,7 +64,7 @@ def _module_getattr(module: types.ModuleType) -> Callable[[str], Any]:
         if name.startswith("__"):
             raise AttributeError(name)
         value = _placeholder(module.__name__, name)
-        module.__dict__[name] = value  # the same object every time, so that isinstance and identity work
+        module.__dict__[name] = value  # the same object each time, so that isinstance and identity work
         return value
 
     return getattr_
@@ -94,4 +94,4 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Runs nothing, because names are created on access."""
+        """Does nothing, because names are created on access."""

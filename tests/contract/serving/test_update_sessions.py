@@ -35,7 +35,7 @@ def test_the_newest_sender_owns_the_session(controls: list[HttpEngineControl], e
     first, second = controls
     first.pause()
     first.begin_update()
-    with pytest.raises(EngineError, match=r"409.*a weight update is in progress"):
+    with pytest.raises(EngineError, match=r"409.*cannot resume during a weight update"):
         first.resume()
     second.pause()
     second.begin_update()
@@ -45,7 +45,7 @@ def test_the_newest_sender_owns_the_session(controls: list[HttpEngineControl], e
         lambda: first.update_weights_from_tensor(["cA=="], load_format=None, **DISK),  # type: ignore[arg-type]
         first.end_update,
     ):
-        with pytest.raises(EngineError, match=r"409.*another run has begun"):
+        with pytest.raises(EngineError, match=r"409.*another run has started"):
             refused()
     with pytest.raises(EngineError, match="409"):
         first.resume()
