@@ -43,7 +43,7 @@ def test_a_process_with_one_thread_is_copied() -> None:
 def test_a_process_with_two_threads_is_never_copied() -> None:
     two = "go = threading.Event(); threading.Thread(target=go.wait).start()\n"
     asked = "forked_children._fork_from_here(); print(multiprocessing.get_start_method()); go.set()"
-    warning = "cannot fork the server's children, because the server has 2 threads"
+    warning = "cannot fork the server's children, because the server has 2 threads; spawning them"
     assert run(two + asked, warning=warning) == "spawn"
 
 
