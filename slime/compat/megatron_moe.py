@@ -32,7 +32,7 @@ def _patch_moe_name() -> PatchReport:
     return megatron_report(
         "te_general_gemm",
         "NameError: te_general_gemm is not defined, in the router of an MoE layer",
-        "the window starts with 0.19, where moe_utils defines the name",
+        "the oldest supported version is 0.19, in which moe_utils defines the name",
         versions="before 0.19",
     )
 

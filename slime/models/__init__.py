@@ -1,4 +1,4 @@
-"""Model families. Each is a folder of this package or a user's own file.
+"""Model families, each in its own folder or in a user's file.
 
 A family defines its Megatron settings (architecture), its tensors (weight map), the modules of its layers and its FLOPs
 (see `Family`). Code shared by families is in `common/`. Each family registers its class under the `model_type` values
@@ -97,7 +97,7 @@ def images_problem(hf_config: HfConfig) -> str | None:
     """Returns a clause for an error message if this model cannot be trained on images, else None."""
     if not family_of(hf_config).sees_images:
         readers = ", ".join(name for name, entry in FAMILIES if entry.sees_images)
-        return f"a {hf_config.get('model_type')} cannot be trained on images; {readers} can"
+        return f"{hf_config.get('model_type')} cannot be trained on images; use one of {readers}"
     vision = hf_config.get("vision_config")
     return None if vision else "its config.json has no vision_config: this is only the language model"
 

@@ -63,7 +63,7 @@ class Family(ABC):
             ) from missing
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Returns the Megatron settings that differ from `decoder_architecture`. Raises `ConfigError`."""
+        """Returns the Megatron settings that differ from `decoder_architecture`. Can raise `ConfigError`."""
         return {}
 
     def check(self, args: Args) -> str | None:
@@ -111,7 +111,7 @@ class Family(ABC):
 
     def images(self, hf_config: HfConfig, folder: Path) -> ImageProcessor:
         """Returns the image processor of the checkpoint in `folder`. Raises `ConfigError` if the family has none."""
-        raise ConfigError(f"a {hf_config.get('model_type')} cannot read images; remove --multimodal-keys")
+        raise ConfigError(f"{hf_config.get('model_type')} does not support images; remove --multimodal-keys")
 
     def tower(
         self, hf_config: HfConfig, weights: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device

@@ -184,7 +184,7 @@ class HttpEngineControl:
             return self._http.request(method, f"/{route}", json=body)
         except httpx.TimeoutException as error:
             raise DeadlineExceeded.waiting(
-                owner="weight sync", for_what=f"engine {self._url} to answer /{route}", limit_s=self._timeout_s
+                owner="weight sync", for_what=f"engine {self._url} to respond to /{route}", limit_s=self._timeout_s
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(

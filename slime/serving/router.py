@@ -164,7 +164,7 @@ class Router(LeasedServer, RouterWorkers):
         """
         clash = sorted(_OWNED & (extra_args or {}).keys())
         if clash:
-            raise ConfigError(f"slime itself sets the router arguments {clash}; leave them out")
+            raise ConfigError(f"slime sets the router arguments {clash} itself; remove them")
         super().__init__(host=host, log_path=log_path)
         self._fixed_port = port
         self._extra = dict(extra_args or {})
@@ -179,7 +179,7 @@ class Router(LeasedServer, RouterWorkers):
 
     def start(self) -> None:
         """Starts the router process and returns immediately. Raises `EngineError` if its fixed port is in use."""
-        assert self._process is None, "the router was started twice; stop() it first"
+        assert self._process is None, "start() was called twice; call stop() first"
         self._lease = lease_ports(1) if self._fixed_port is None else lease_port(self._fixed_port)
         self._metrics_lease = lease_ports(1)
         fields = {**DEFAULTS, **self._extra, "host": in_brackets(self.host), "port": self.port}
@@ -216,7 +216,7 @@ class Router(LeasedServer, RouterWorkers):
             self.workers()
         except KeyRefused as error:
             raise EngineError(
-                f"{error}; leave out the --router-* flags that set its keys and roles, except --router-api-key"
+                f"{error}; remove the --router-* flags that set its keys and roles, except --router-api-key"
             ) from error
         except EngineError:
             pass  # `KeptRouter` retries
@@ -511,7 +511,7 @@ class Routers:
 
     @property
     def problem(self) -> SlimeError | None:
-        """The error of a router that stays dead, if any."""
+        """The error of a permanently failed router, if any."""
         return next((kept.problem for kept in self._kept.values() if kept.problem is not None), None)
 
     def require_alive(self) -> None:

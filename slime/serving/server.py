@@ -85,7 +85,7 @@ def left_out(wanted: Collection[str], folder: Path) -> list[str]:
 
 IMPORTING = "importing SGLang"
 PHASES = (
-    ("Load weight end", "taking memory for its cache"),
+    ("Load weight end", "allocating its cache"),
     ("Load weight begin", "loading weights"),
     ("Init torch distributed begin", "building the model"),
     (WAITING, "waiting for the trainer to lend the GPU"),
@@ -234,7 +234,7 @@ class ServerSpec:
         assert self.gpu_ids is None or len(self.gpu_ids) == ranks // nodes, f"{self.gpu_ids} for {ranks // nodes} ranks"
         clash = sorted(_OWNED & self.extra.keys())
         if clash:
-            raise ConfigError(f"slime itself sets the SGLang arguments {clash}; leave them out")
+            raise ConfigError(f"slime sets the SGLang arguments {clash} itself; remove them")
         if contrary := contradictions(self.layout, self.extra):
             raise ConfigError(
                 f"the SGLang settings {', '.join(f'{name} {self.extra[name]}' for name in contrary)} contradict the "
@@ -243,7 +243,7 @@ class ServerSpec:
         for name in ("dtype", "device"):
             if name in self.extra and self.extra[name] != getattr(self, name):
                 raise ConfigError(
-                    f"the SGLang setting {name} is {self.extra[name]!r}, but slime's own is {getattr(self, name)!r}; "
+                    f"the SGLang setting {name} is {self.extra[name]!r}, but slime uses {getattr(self, name)!r}; "
                     "make them equal"
                 )
 
@@ -406,7 +406,7 @@ class SGLangServer(LeasedServer):
 
         Raises `ConfigError` if this host lacks a package that a paired engine needs.
         """
-        assert self._process is None, "the server was started twice; stop() it first"
+        assert self._process is None, "start() was called twice; call stop() first"
         if problem := pair_problem(self.spec.worker, self.spec.extra, self.spec.device):
             raise ConfigError(problem)
         offsets = DERIVED_OFFSETS if self.spec.layout.dp_size > 1 and self.spec.num_nodes == 1 else ()

@@ -144,7 +144,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
     """Raises `WeightSyncError` if any of `hf_names` is not in `sent`."""
     missing = [name for name in hf_names if name not in sent]
     if missing:
-        raise WeightSyncError(f"the weight sync did not send {listed(missing)}; send every tensor")
+        raise WeightSyncError(f"the weight sync did not send {listed(missing)}; every tensor must be sent")
 
 
 class ExpectedDigests:
@@ -165,7 +165,7 @@ class ExpectedDigests:
         """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate, or has the wrong shape."""
         want = self._table.shape_of(hf_name)
         if hf_name in self._seen:
-            raise WeightSyncError(f"{hf_name} was sent twice in one weight sync; send each tensor once")
+            raise WeightSyncError(f"{hf_name} was sent twice in one weight sync; each tensor must be sent once")
         if tuple(tensor.shape) != want:
             raise WeightSyncError(f"{hf_name} has shape {tuple(tensor.shape)}, expected {want}")
         self._seen.add(hf_name)

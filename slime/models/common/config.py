@@ -93,11 +93,11 @@ def decoder_architecture(config: HfConfig) -> dict[str, Any]:
 def refuse_unsupported(family: Family, config: HfConfig) -> None:
     """Raises `ConfigError` if the config uses a feature that the family does not support."""
     if config.get("use_sliding_window"):
-        raise ConfigError("the checkpoint has use_sliding_window, which this release does not train")
+        raise ConfigError("the checkpoint has use_sliding_window, which this release does not support")
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"the checkpoint has hidden_act {config['hidden_act']!r}; slime supports only silu")
     if biases := [name for name in family.refused_biases if config.get(name)]:
-        raise ConfigError(f"the checkpoint has {' and '.join(biases)}, which this release does not train")
+        raise ConfigError(f"the checkpoint has {' and '.join(biases)}, which this release does not support")
     _refuse_scaling(family, config)
     model_type = config.get("model_type")
     if kinds := sorted(set(config.get("layer_types") or ()) - set(family.layer_kinds)):

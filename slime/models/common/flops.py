@@ -80,7 +80,7 @@ def decoder_flops(config: HfConfig, attention: Callable[[HfConfig, int], Attenti
         per_token = sum(cost.per_token for cost in costs) + sum(mlp_cost(config, layer) for layer in layers)
         per_logit = 2.0 * int(config["hidden_size"]) * int(config["vocab_size"])
     except KeyError as missing:
-        raise ConfigError(f"config.json has no {missing}, which is needed to compute FLOPs") from missing
+        raise ConfigError(f"config.json has no {missing}, which is required to compute FLOPs") from missing
     per_pair: dict[int | None, int] = {}
     for cost in costs:
         for window, multiply_adds in cost.per_pair:

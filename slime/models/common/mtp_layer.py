@@ -57,7 +57,7 @@ class MultiTokenHead(torch.nn.Module):
         sequence parallelism) -> states [T_local, 1, H].
         """
         if self.blind_start:
-            assert packed.positions is not None, "a packed row has the positions of its tokens"
+            assert packed.positions is not None, "a packed row must have token positions"
             embedded = embedded.masked_fill((packed.positions == 0).unsqueeze(1), 0.0)
         embedded = embedded.unsqueeze(1)
         if self.sequence_parallel:

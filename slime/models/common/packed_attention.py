@@ -190,13 +190,13 @@ class PackedAttention(torch.nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
     ) -> Tensor:
-        """query [T, heads, d], key and value of each sequence's keys -> [T, heads, d_v]."""
+        """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d_v]."""
         kernel = REFERENCE if masks is not None else name_of("attention", query)
         if kernel == REFERENCE:
             lengths = packed.query_lengths, packed.key_lengths
             return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
         attend = ops.varlen if kernel == "varlen" else ops.flash
-        assert packed.cu_query is not None and packed.cu_key is not None, "a row on a GPU has no lengths on the GPU"
+        assert packed.cu_query is not None and packed.cu_key is not None, "lengths must be on the GPU"
         return attend(*(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale)
 
 
@@ -226,7 +226,7 @@ class RotatingAttention(SelfAttention):
 
     def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and the output gate, if any."""
-        assert packed.rotary is not None, "the model makes cos and sin before its first layer"
+        assert packed.rotary is not None, "the model computes cos and sin before its first layer"
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         q_weight, k_weight = (_weight_of(norm) for norm in (self.q_layernorm, self.k_layernorm))
         return *split_and_rotate(mixed, self._heads, *packed.rotary, q_weight, k_weight), None
@@ -247,7 +247,7 @@ def _weight_of(norm: torch.nn.Module | None) -> Tensor | None:
     """Returns the weight of a query or key norm, or None if there is no norm."""
     if norm is None or isinstance(norm, IdentityOp):
         return None
-    assert isinstance(norm, RMSNorm), f"the norm of heads is a {type(norm).__name__}: override `rotated` for it"
+    assert isinstance(norm, RMSNorm), f"unsupported head norm {type(norm).__name__}: override `rotated`"
     return norm.weight
 
 

@@ -199,7 +199,7 @@ class LatentAttention(MegatronModule):
     ) -> tuple[Tensor, None]:
         """[T_local, 1, H] -> [T_local, 1, H] (a shard of the row under sequence parallelism), and None for the bias."""
         packed = packed_seq_params
-        assert packed.positions is not None, "a packed row has the positions of its tokens"
+        assert packed.positions is not None, "a packed row must have token positions"
         cos, sin = cos_sin(packed.positions, self.frequencies, self.factor)
         query_latent = None
         if hasattr(self, "linear_q_proj"):

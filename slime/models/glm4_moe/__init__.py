@@ -24,7 +24,7 @@ class Glm4Moe(Family):
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         if hf_config.get("tie_word_embeddings"):
-            raise ConfigError("this glm4_moe has tie_word_embeddings, but the engine would not tie them; untie them")
+            raise ConfigError("this glm4_moe has tie_word_embeddings, which the engine ignores; untie the embeddings")
         return {
             "add_qkv_bias": bool(hf_config.get("attention_bias", False)),
             "qk_layernorm": bool(hf_config.get("use_qk_norm", False)),

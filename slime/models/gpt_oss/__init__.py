@@ -69,7 +69,7 @@ class GptOss(Family):
                     f"this gpt_oss has {name} {hf_config.get(name)}; slime supports only {value}, as released"
                 )
         if hf_config.get("tie_word_embeddings"):
-            raise ConfigError("this gpt_oss has tie_word_embeddings, but the engine would not tie them; untie them")
+            raise ConfigError("this gpt_oss has tie_word_embeddings, which the engine ignores; untie the embeddings")
         if not hf_config.get("layer_types"):
             raise ConfigError("config.json of this gpt_oss has no layer_types, which SGLang requires; add it")
         experts = softmax_experts({**_of_experts(hf_config), "norm_topk_prob": True})

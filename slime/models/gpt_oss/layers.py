@@ -32,7 +32,7 @@ class BiasedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight)
         self.bias = torch.nn.Parameter(torch.empty((num_experts, size_out), dtype=torch.float32, device=device))
         for parameter in (self.weight, self.bias):
-            # Makes the gradient norm count the experts of every tensor-parallel rank.
+            # Makes the gradient norm include the experts of all tensor-parallel ranks.
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -101,7 +101,7 @@ class SinkAttention(PackedAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
     ) -> Tensor:
-        """query [T, heads, d], key and value of each sequence's keys -> [T, heads, d]."""
+        """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d]."""
         assert masks is None, "masks do not work with sinks"
         scale = query.size(-1) ** -0.5
         sinks = (self.sinks / scale).to(query.dtype).expand(query.size(0), -1)

@@ -60,7 +60,7 @@ class WholeNormedAttention(RotatingAttention):
 
     def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], and no gate."""
-        assert packed.rotary is not None, "the model makes cos and sin before its first layer"
+        assert packed.rotary is not None, "the model computes cos and sin before its first layer"
         mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
         heads = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head))
         query, key, value = heads.split([heads.size(-2) - 2, 1, 1], dim=-2)

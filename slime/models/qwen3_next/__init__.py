@@ -58,7 +58,7 @@ class Qwen3Next(Family):
         trained = {"attention_bias": (None, False), "attn_output_gate": (None, True), "output_gate_type": gates}
         for name, allowed in trained.items():
             if hf_config.get(name) not in allowed:
-                raise ConfigError(f"the checkpoint has {name} {hf_config[name]}, which this release does not train")
+                raise ConfigError(f"the checkpoint has {name} {hf_config[name]}, which this release does not support")
         parameters: HfConfig = hf_config.get("rope_parameters") or {}
         rotated = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 0.25))
         settings = {

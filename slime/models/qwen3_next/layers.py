@@ -174,7 +174,7 @@ class GatedAttention(RotatingAttention):
 
     def rotated(self, hidden_states: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """[T_local, 1, H] -> query [T, heads, d], key and value [T, groups, d], gate [T, 1, heads, d]."""
-        assert packed.rotary is not None, "the model makes cos and sin before its first layer"
+        assert packed.rotary is not None, "the model computes cos and sin before its first layer"
         query, key, value, gate = self.get_query_key_value_tensors(hidden_states)
         interleaved = self.config.rotary_interleaved
         query, key = (rotate(x.squeeze(1), *packed.rotary, interleaved=interleaved) for x in (query, key))

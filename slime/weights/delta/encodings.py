@@ -61,7 +61,7 @@ class Streams:
         try:
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= limit:
-                raise WeightSyncError(f"a stream has {size} bytes, above the limit of {limit}; the patch is damaged")
+                raise WeightSyncError(f"a stream of {size} bytes exceeds the limit of {limit}; the patch is damaged")
             content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
         except zstandard.ZstdError as error:
             raise WeightSyncError(f"a stream is not valid zstd ({error}); the patch is damaged") from error
@@ -75,7 +75,7 @@ class Streams:
         """Returns the next `size` raw bytes."""
         part = self._data[self.at : self.at + size]
         if len(part) != size:
-            raise WeightSyncError(f"the patch ends at byte {len(self._data)}, so it is truncated")
+            raise WeightSyncError(f"the patch is truncated at byte {len(self._data)}")
         self.at += size
         return part
 
@@ -130,7 +130,7 @@ def read_positions(form: int, streams: Streams, count: int, size: int) -> Positi
         raise WeightSyncError(f"unknown position format {form}; the patch is damaged")
     if len(at) != count or (count and at[-1] >= size):
         raise WeightSyncError(
-            f"the patch has {len(at)} positions up to {at[-1:]}, but {count} of {size} elements changed"
+            f"expected {count} positions below {size}, got {len(at)} up to {at[-1:]}; the patch is damaged"
         )
     return at.astype(np.uint32)
 
@@ -262,7 +262,7 @@ def encode(name: str, old: Bytes, new: Bytes, width: int) -> tuple[bytes, int]:
 
     `old`, `new`: flat bytes of equal length. `width`: bytes per element.
     """
-    assert len(old) == len(new), f"{len(old)} bytes became {len(new)}"
+    assert len(old) == len(new), f"old has {len(old)} bytes, new has {len(new)}"
     was, now = elements(old, width), elements(new, width)
     chunks = [_chunk(ENCODINGS[name], was[i : i + CHUNK], now[i : i + CHUNK]) for i in range(0, len(was), CHUNK)]
     num_changed = sum(count for _, count in chunks)
@@ -273,7 +273,7 @@ def apply(name: str, data: Bytes, patch: bytes | memoryview, width: int) -> None
     """Applies a patch in place. If the patch is damaged, raises `WeightSyncError` and may leave `data` partly
     changed."""
     if name not in ENCODINGS:
-        raise WeightSyncError(f"a patch has the unknown encoding {name}; the encodings are {', '.join(ENCODINGS)}")
+        raise WeightSyncError(f"unknown patch encoding {name}; supported: {', '.join(ENCODINGS)}")
     if not patch:
         return
     streams, now = Streams(memoryview(patch)), elements(data, width)

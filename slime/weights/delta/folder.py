@@ -113,7 +113,7 @@ class Manifest:
             told = (found["format"], found["compression"], found["digest"])
         except OSError as error:
             raise WeightSyncError(
-                f"{folder} contains no version ({error.strerror}): it was removed or never completed"
+                f"{folder} contains no version ({error.strerror}); it was deleted or never completed"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise WeightSyncError(

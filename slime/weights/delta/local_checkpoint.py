@@ -291,4 +291,4 @@ def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None
     elif len(data) % width_of(entry.dtype) == 0:
         encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))
     if checksum(manifest.checksum, data) != entry.tensor_checksum:
-        raise _Damaged(f"{entry.name} does not have the checksum of version {manifest.version}")
+        raise _Damaged(f"{entry.name} has the wrong checksum after applying version {manifest.version}")

@@ -1,1 +1,1 @@
-"""Quantised checkpoints that engines serve: formats, arithmetic, and the tensors that engines hold."""
+"""Quantised checkpoints for engines: formats, arithmetic, and the tensors to send."""

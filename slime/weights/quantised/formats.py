@@ -88,7 +88,7 @@ class QuantisedFormat(ABC):
     def rows(self, row: Row) -> tuple[Row, ...]:
         """Returns the rows of a quantised row's parts in an engine's table.
 
-        Raises `ConfigError` if engines cannot hold the row quantised.
+        Raises `ConfigError` if engines do not support this row in quantised form.
         """
 
     def row_of_part(self, row: Row, part: int, **changes: Any) -> Row:
@@ -102,7 +102,7 @@ class QuantisedFormat(ABC):
         return dataclasses.replace(row, megatron=megatron, hf=hf, engine=name(row.engine), engines=engines, **changes)
 
     def require_linear(self, row: Row) -> None:
-        """Raises `ConfigError` if engines cannot hold the row quantised."""
+        """Raises `ConfigError` if engines do not support this row in quantised form."""
         if row.stacked or Unit.VOCAB in row.units:
             raise ConfigError(
                 f"{row.hf[0]} is in {self.title}, but engines do not support quantised embeddings, output layers or "
@@ -339,7 +339,7 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
     want = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
     if not found or any(weights.get(key) != value for weights in found for key, value in want.items()):
         raise ConfigError(
-            f"the compressed-tensors checkpoint has {found}; slime reads FP8 with a scale for each output feature, "
+            f"the compressed-tensors checkpoint has {found}; slime reads FP8 with one scale per output feature, "
             "and symmetric INT4 in groups; choose such a checkpoint or one in bfloat16"
         )
 
@@ -497,8 +497,8 @@ class GroupedInt4(QuantisedFormat):
 
 
 KNOWN = (
-    "FP8 with block scales (quant_method 'fp8'), and of compressed-tensors FP8 with a scale for each output feature "
-    "('float-quantized') and INT4 in groups ('pack-quantized')"
+    "FP8 with block scales (quant_method 'fp8'), and from compressed-tensors, FP8 with one scale per output feature "
+    "('float-quantized') or INT4 in groups ('pack-quantized')"
 )
 
 

@@ -117,7 +117,7 @@ class DistributedChannel(Channel):
                 self._group = join_group(self._backend, self._store, world_size, group_name, limit)
             except Exception as error:
                 refusal = invited.exception()
-                failure = EngineError(f"the weight update group {group_name} did not form: {refusal or error}")
+                failure = EngineError(f"could not create the weight update group {group_name}: {refusal or error}")
                 failure.engines = refusal.engines if isinstance(refusal, SlimeError) else ()
                 raise failure from error
             invited.result()

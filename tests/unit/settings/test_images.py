@@ -54,7 +54,7 @@ def test_what_is_not_trained_with_images_is_refused_by_name(words: str, said: st
 
 def test_without_a_template_and_with_another_model_there_are_no_images(tmp_path: Path) -> None:
     assert "needs --apply-chat-template" in refused([*_base(tmp_path), *KEYS[:2]])
-    assert "a qwen3 cannot be trained on images" in refused([*complete(tmp_path / "other"), *KEYS])
+    assert "qwen3 cannot be trained on images" in refused([*complete(tmp_path / "other"), *KEYS])
     codes = {**QWEN3_VL, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert "a quantised hf_checkpoint" in refused([*_base(tmp_path / "codes", codes), *KEYS])
     alone = {**QWEN3_VL["text_config"]}  # type: ignore[dict-item]

@@ -114,7 +114,7 @@ def test_a_damaged_piece_is_refused_or_changes_only_its_tensor(name: str) -> Non
 
 
 def test_an_unknown_encoding_is_refused_and_names_no_code() -> None:
-    with pytest.raises(WeightSyncError, match=r"a patch has the unknown encoding os\.system"):
+    with pytest.raises(WeightSyncError, match=r"unknown patch encoding os\.system"):
         apply("os.system", np.zeros(4, np.uint8), b"1234", 2)
 
 
