@@ -80,6 +80,6 @@ def _report(*, took_effect: bool) -> PatchReport:
         "weight gradients",
         "'gradient_accumulation_fusion set to True but the custom CUDA extension is not found'; without it, "
         "each weight gradient is written in half precision, read back and added",
-        "linear layers add in float32 with torch.addmm if Apex is missing",
+        "linear layers accumulate in float32 with torch.addmm if Apex is missing",
         took_effect=took_effect,
     )

@@ -106,7 +106,7 @@ def _flatten(named_tensors: Sequence[tuple[str, Tensor]]) -> tuple[Tensor, list[
 
 
 def _remove_abandoned() -> None:
-    """Deletes the files of freed buffers, which torch keeps if a receiver was killed before it dropped its reference.
+    """Deletes the files of freed buffers. torch leaks such a file if a receiver is killed while holding a reference.
 
     torch must have freed the buffer first, because it aborts the process if the file is missing. Several threads can
     call this at the same time; whichever pops a name from the table deletes the file.
@@ -200,5 +200,5 @@ digest = _Digest()
 
 
 def warm_digest(device: torch.device) -> None:
-    """Compiles the digest kernel for a GPU in advance, which can take seconds."""
+    """Precompiles the GPU digest kernel, which can take seconds."""
     digest(torch.zeros(4, dtype=torch.uint8, device=device))

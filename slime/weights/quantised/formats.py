@@ -86,7 +86,7 @@ class QuantisedFormat(ABC):
 
     @abstractmethod
     def rows(self, row: Row) -> tuple[Row, ...]:
-        """Returns the rows of a quantised row's parts in an engine's table.
+        """Returns the rows that replace a quantised row in an engine's table, one per part.
 
         Raises `ConfigError` if engines do not support this row in quantised form.
         """

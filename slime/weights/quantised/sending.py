@@ -59,7 +59,7 @@ def quantised_stream(
 
 
 RUNS = 16
-"""Minimum number of runs per bucket, because quantising a run takes `TIMES` its size in memory."""
+"""Minimum number of runs per bucket. Bounds the memory for quantising a run, which is `TIMES` its size."""
 
 
 def quantised_outgoing(weights: Outgoing, quantised: QuantisedFormat | None) -> Outgoing:
