@@ -240,7 +240,7 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
     if not block or len(block) != 2 or min(block) < 1:
         raise ConfigError(
             f"the checkpoint has quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
-            "(two block sizes); choose such a checkpoint or one in bfloat16"
+            "(two block sizes); use a supported format or bfloat16"
         )
     return int(block[0]), int(block[1])
 
@@ -340,7 +340,7 @@ def require_channels(quantisation: Mapping[str, Any]) -> None:
     if not found or any(weights.get(key) != value for weights in found for key, value in want.items()):
         raise ConfigError(
             f"the compressed-tensors checkpoint has {found}; slime reads FP8 with one scale per output feature, "
-            "and symmetric INT4 in groups; choose such a checkpoint or one in bfloat16"
+            "and symmetric INT4 in groups; use a supported format or bfloat16"
         )
 
 
@@ -410,7 +410,7 @@ def group_of(quantisation: Mapping[str, Any]) -> int:
     if len(plain) != len(found) or len(sizes) != 1 or activations or min(sizes) % PER_WORD:
         raise ConfigError(
             f"the compressed-tensors checkpoint has {found}; slime reads symmetric INT4 in groups of one size, "
-            "without quantised activations or activation order; choose such a checkpoint or one in bfloat16"
+            "without quantised activations or activation order; use a supported format or bfloat16"
         )
     return sizes.pop()
 
@@ -524,7 +524,7 @@ def format_of(config: Mapping[str, Any], names: Iterable[str]) -> QuantisedForma
         return GroupedInt4(weights, group_of(found))
     raise ConfigError(
         f"the checkpoint has quant_method={method!r}, format={found.get('format')!r}; slime reads only {KNOWN}; "
-        "choose such a checkpoint or one in bfloat16"
+        "use a supported format or bfloat16"
     )
 
 
