@@ -1,7 +1,7 @@
-"""Converts weights between kinds of folders, and rollouts of the public slime to ours, for `slime convert`.
+"""Implements `slime convert`: converts weights between folder formats, and rollouts from the public slime's format.
 
-Weights are converted one tensor at a time (except to `torch_dist`), without model, ranks or engines. The target folder
-gets its final name once it is complete.
+Weights are converted one tensor at a time (except to `torch_dist`), without a model, ranks or engines. The target
+folder gets its final name once it is complete.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Source:
     table: FamilyTable
     names: tuple[str, ...]
     tensors: Iterable[tuple[str, Tensor]]
-    """(name, full tensor) for `names`; an iterator."""
+    """Iterator over (name, full tensor), for `names`."""
 
 
 def convert(
@@ -63,9 +63,9 @@ def convert(
 ) -> None:
     """Converts `source` and writes `target`.
 
-    `to` is a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep types. For a checkpoint,
+    `to` is a key of `DTYPES`, "fp8", `PEFT`, `TORCH_DIST` or None; the last two keep dtypes. For a checkpoint,
     `hf_checkpoint` is its initial model, which provides the tensors that training does not use; for a `torch_dist`
-    folder, the model with config and tokenizer; for adapters, the base model to name. `model_family` is the value of
+    folder, the model with config and tokenizer; for adapters, the base model to record. `model_family` is the value of
     `--model-family`. `trust_pickle` allows a `torch_dist` folder as source. Raises `CheckpointError` if `target` is not
     empty or `source` is damaged, `ConfigError` for an unknown model, a missing tensor, or pickles without trust.
     """
@@ -99,8 +99,8 @@ def convert(
 def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
     if to in (FP8, TORCH_DIST) and any(row.transposed for rows in table.layers for row in rows):
         raise ConfigError(
-            f"--to {to} does not work with {table.family}: the format has no experts that are stacked [in, out] with "
-            "interleaved gates and values; choose a different --to"
+            f"--to {to} does not work with {table.family}: the format cannot store experts that are stacked [in, out] "
+            "with interleaved gates and values; choose a different --to"
         )
 
 
@@ -125,7 +125,7 @@ def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
 
 
 def described(folder: Path) -> str:
-    """Returns the files, tensors, types and sizes of a folder of weights, as text."""
+    """Returns a text with the files, tensors, dtypes and sizes of a folder of weights."""
     if (megatron := checkpoint_in(folder)) is not None:
         parts = sorted(file for file in megatron.glob("*.distcp"))
         num_bytes = sum(file.stat().st_size for file in parts)
@@ -160,18 +160,18 @@ def _of_checkpoint(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
         config = read_hf_config(str(hf_checkpoint))
         if digest_of(config) != opened.reader.metas[0]["architecture"]:
             raise CheckpointError(
-                f"--hf-checkpoint {hf_checkpoint} is a different model from {opened.assets / 'config.json'}; name the "
+                f"--hf-checkpoint {hf_checkpoint} is a different model from {opened.assets / 'config.json'}; pass the "
                 "folder that the model was loaded from"
             )
         opened.table = opened.table_of(config)
-    # Training updates the master weights. The model itself holds them rounded to fewer bits, as engines served them.
+    # Training updates the master weights. The model's weights are rounded to the training dtype, as in the engines.
     tensors = opened.iter_hf(MASTER if to == "fp32" else MODEL)
     found = _Source(opened.assets, opened.table, opened.table.hf_names, tensors)
     return _with_carried(found, to, hf_checkpoint, stack)
 
 
 def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
-    assert hf_checkpoint is not None, "`check_folders` asks for it"
+    assert hf_checkpoint is not None, "`check_folders` requires it"
     opened = TorchDist(folder, read_hf_config(str(hf_checkpoint)))
     found = _Source(hf_checkpoint, opened.table, opened.table.hf_names, opened.iter_hf())
     has_weights = any(hf_checkpoint.glob("*.safetensors"))
@@ -179,7 +179,7 @@ def _of_torch_dist(folder: Path, to: str | None, hf_checkpoint: Path | None, sta
 
 
 def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, stack: ExitStack) -> _Source:
-    """Adds the tensors of the model's files that training does not use."""
+    """Adds tensors that training does not use, from the model's files."""
     table = found.table
     if hf_checkpoint is None:
         if table.carried and to != TORCH_DIST:
@@ -198,14 +198,14 @@ def _with_carried(found: _Source, to: str | None, hf_checkpoint: Path | None, st
 
 
 def _read_all(read: HfReader, names: Iterable[str], *, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor. `exact` dequantises to float32, because the caller rounds the tensors again."""
+    """Yields (name, tensor). `exact` dequantises to float32, because the caller rounds the tensors again."""
     for name in names:
         yield name, read(name) if exact else read.plain(name)
         read.release()
 
 
 def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in the types of `to`. Wide rows stay wide, also in layers that training does not use."""
+    """Yields tensors in the dtype of `to`. Wide rows keep their dtype, even in layers that training does not use."""
     wide = {_anywhere(name) for e in source.table.entries if e.row.wide for name in e.hf}
     for name, tensor in source.tensors:
         for part, weight in formats.apart(name, tensor) if to == FP8 else [(name, tensor)]:
@@ -221,18 +221,18 @@ def _converted(source: _Source, to: str | None, progress: Progress) -> Iterator[
 
 
 def _anywhere(name: str) -> str:
-    """Replaces numbers in a name, so that all layers have one name."""
+    """Replaces the numbers in a name, so that the name is the same for all layers."""
     return re.sub(r"\d+", "N", name)
 
 
 def _kept(names: Iterable[str]) -> list[str]:
-    """Returns the modules with a matrix that `--to fp8` does not quantise, as engines expect them in the config."""
+    """Returns the modules whose matrix `--to fp8` does not quantise, in the form that engines expect in the config."""
     kept = [name for name in names if not formats.quantises(name)]
     return [n.removesuffix(".weight") for n in kept if n.endswith(".weight") and not n.endswith("norm.weight")]
 
 
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
-    """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`; returns a description.
+    """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`. Returns a description.
 
     Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, and `DataError`
     for samples that cannot be replayed.
@@ -241,7 +241,7 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     rollout = Rollout(source)
     number, num_samples = rollout.rollout_id, rollout.num_samples
     if not isinstance(number, int):
-        raise DataError(f"{source} is the evaluation {number!r}; name the rollout of a step")
+        raise DataError(f"{source} is the evaluation {number!r}; pass the rollout of a step")
 
     def samples() -> Iterator[Any]:
         with Progress("convert", total=num_samples, unit="samples") as progress:
@@ -254,5 +254,5 @@ def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     told = [f"wrote {target}: {num_samples} samples in {len(found.groups)} groups of step {number}"]
     told += [f"  left out: {name} ({count} samples)" for name, count in sorted(found.left_out.items())]
     if found.num_mixed:
-        told.append(f"  {found.num_mixed} samples of several weight versions: their tokens count as the oldest")
+        told.append(f"  {found.num_mixed} samples have several weight versions; all their tokens get the oldest one")
     return "\n".join(told)

@@ -1,7 +1,7 @@
-"""`slime convert IN OUT`: converts weights or a rollout of the public slime.
+"""`slime convert IN OUT`: converts weights, or a rollout of the public slime.
 
-Weights become a Hugging Face folder, optionally with a different dtype, or Megatron's `torch_dist`. A rollout is
-written in our format. Arguments are checked before torch is imported.
+The output for weights is a Hugging Face folder, optionally with a different dtype, or Megatron's `torch_dist`; for a
+rollout, it is a file in slime's format. Arguments are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--hf-checkpoint",
         type=Path,
         help="for a torch_dist folder: the model with config and tokenizer; for a checkpoint or torch_dist folder: "
-        "the source of tensors that training does not use; with peft: the base model",
+        "the source of tensors that training does not use; for peft: the base model",
     )
     parser.add_argument("--model-family", help="your own model family: pkg.module, path/to/file.py, pkg.module:Class")
     parser.add_argument(
@@ -74,28 +74,28 @@ def run(options: argparse.Namespace) -> int:
 def check_rollout(source: Path, target: Path, *, trusted: bool) -> None:
     """Raises `ConfigError` for a file that is missing or not trusted, `CheckpointError` for a target that exists."""
     if not source.is_file():
-        raise ConfigError(f"{source} is not a file; name a rollout that the public slime wrote")
+        raise ConfigError(f"{source} is not a file; pass a rollout written by the public slime")
     require_trust(source, trusted=trusted)
     if target.exists() or target.is_symlink():
-        raise CheckpointError(f"the target {target} already exists; name a new file, OUT.jsonl.zst")
+        raise CheckpointError(f"the target {target} already exists; pass a new file, OUT.jsonl.zst")
 
 
 def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Path | None, *, trusted: bool) -> None:
     """Raises `CheckpointError` or `ConfigError` for arguments that cannot work, without reading weights."""
     is_hf = has_hf_model(str(source))
     if to == "peft" and is_hf:
-        raise CheckpointError(f"--to peft needs adapters, but {source} has none; name a --save folder")
+        raise CheckpointError(f"--to peft needs adapters, but {source} has none; pass a --save folder")
     if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise CheckpointError(f"the target {target} is not empty; name a new folder or empty this one")
+        raise CheckpointError(f"the target {target} is not empty; pass a new folder or empty this one")
     is_megatron = not is_hf and has_megatron_checkpoint(str(source))
     if not is_hf and not is_megatron and not has_checkpoint(str(source)):
-        missing = "holds no checkpoint" if source.is_dir() else "is not a folder"
+        missing = "contains no checkpoint" if source.is_dir() else "is not a folder"
         raise CheckpointError(
-            f"{source} {missing}; name a Hugging Face folder, a --save folder or a step_* folder in one, or a "
+            f"{source} {missing}; pass a Hugging Face folder, a --save folder or a step_* folder in one, or a "
             "torch_dist folder"
         )
     if hf_checkpoint is not None and not has_hf_model(str(hf_checkpoint)):
-        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} has no config.json; name a Hugging Face folder")
+        raise ConfigError(f"--hf-checkpoint {hf_checkpoint} has no config.json; pass a Hugging Face folder")
     if is_megatron:
         require_trust(source, trusted=trusted)
         if hf_checkpoint is None:
@@ -105,4 +105,4 @@ def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Pat
             )
     if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:
         method = str(found.get("quant_method")).upper()
-        raise ConfigError(f"--to fp8 does not work with {source}, which is {method} already; choose a different --to")
+        raise ConfigError(f"--to fp8 does not work with {source}, which is already {method}; choose a different --to")

@@ -1,6 +1,6 @@
 """`slime doctor`: checks whether this machine can run slime, and says how to fix problems.
 
-A check that raises also becomes a finding. Engines are imported in a separate process, so that a crash or a hang is
+An exception in a check is also a finding. Engines are imported in a separate process, so that a crash or a hang is
 reported like any other problem.
 """
 
@@ -29,7 +29,7 @@ TESTED = {
     "ray": ("2.60.0",),
     "transformers": ("5.12.1", "5.19.0"),
 }
-"""Package -> versions that the tests run with."""
+"""Package -> versions covered by the tests."""
 MIN_MEMORY_BYTES = 6 << 30
 MIN_SHM_BYTES = 1 << 30
 IMPORT_LIMIT_S = 180
@@ -106,19 +106,19 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Checks the free space in /dev/shm, which holds Ray's objects and tensors that trainer and engine exchange."""
+    """Checks the free space in /dev/shm, which holds Ray's objects and the tensors exchanged by trainer and engine."""
     free = shutil.disk_usage("/dev/shm").free
     text = f"{free / 2**30:.1f} GiB free in /dev/shm"
     if free < MIN_SHM_BYTES:
         return Finding(
-            "shared memory", WARN, f"{text}; {MIN_SHM_BYTES >> 30} GiB are needed (docker run --shm-size=8g)"
+            "shared memory", WARN, f"{text}; {MIN_SHM_BYTES >> 30} GiB is required (docker run --shm-size=8g)"
         )
     return Finding("shared memory", OK, text)
 
 
 def check_disk() -> Finding:
     free = shutil.disk_usage(".").free
-    return Finding("disk", OK if free > 5 << 30 else WARN, f"{free / 2**30:.0f} GiB free here; the demo writes about 2")
+    return Finding("disk", OK if free > 5 << 30 else WARN, f"{free / 2**30:.0f} GiB free here; the demo writes 2 GiB")
 
 
 def check_temporary_folder() -> Finding:
@@ -135,7 +135,7 @@ def check_temporary_folder() -> Finding:
 
 
 def check_loopback() -> Finding:
-    """Checks that a server on loopback can be reached, because a run's servers listen there."""
+    """Checks that a server on loopback is reachable, because a run's servers listen there."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(1)
@@ -145,7 +145,7 @@ def check_loopback() -> Finding:
     excluded = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
     if proxies and "127.0.0.1" not in excluded:
         return Finding("loopback", WARN, f"{proxies[0]} is set; run: export no_proxy=127.0.0.1,localhost")
-    return Finding("loopback", OK, "ports can be taken and reached")
+    return Finding("loopback", OK, "ports can be opened and reached")
 
 
 def check_sandbox() -> Finding:
@@ -165,17 +165,17 @@ def check_sandbox() -> Finding:
 
 
 def check_pairs(device: str) -> Finding:
-    """Checks that prefill and decode engines can pass keys and values."""
+    """Checks that prefill engines can pass the KV cache to decode engines."""
     from slime.serving.server import DEFAULT, missing_here
 
     missing = missing_here(DEFAULT, device)
     if missing is None:
-        return Finding("pairs", OK, f"prefill and decode engines reach each other by {DEFAULT}")
-    return Finding("pairs", WARN, f"no prefill and decode engines (--prefill-num-servers): {missing}")
+        return Finding("pairs", OK, f"prefill and decode engines can communicate over {DEFAULT}")
+    return Finding("pairs", WARN, f"prefill and decode engines (--prefill-num-servers) do not work: {missing}")
 
 
 def check_import(name: str, code: str) -> Finding:
-    """Runs `code` in a fresh interpreter; the last line of output becomes the detail."""
+    """Runs `code` in a fresh interpreter. The last line of output becomes the finding's detail."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
@@ -196,7 +196,7 @@ CHECKS = (check_memory, check_shared_memory, check_disk, check_temporary_folder,
 
 
 def find_all(device: str, *, engines: bool) -> list[Finding]:
-    """Runs every check in order; a check that raises counts as failed."""
+    """Runs every check in order. A check that raises counts as failed."""
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
     out = _guarded("versions", check_versions)
     out += _guarded("device", lambda: [check_device(device)])
@@ -226,7 +226,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="DIR",
-        help="check only this checkpoint's chat template: which actions of agents keep earlier tokens unchanged",
+        help="check only this checkpoint's chat template: which agent actions leave earlier tokens as is",
     )
 
 
@@ -243,18 +243,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(folder: str) -> int:
-    """Prints which actions of agents a chat template appends; returns 1 if not even plain turns are appended.
+    """Prints which agent actions only append tokens in a chat template; returns 1 if not even plain turns do.
 
     Raises `ConfigError` for a folder without a tokenizer or a chat template.
     """
     from slime.data.checkpoint_template import CheckpointTemplate
 
     if not Path(folder).is_dir():
-        raise ConfigError(f"--template {folder} is not a folder; name the folder of a Hugging Face checkpoint")
+        raise ConfigError(f"--template {folder} is not a folder; pass the folder of a Hugging Face checkpoint")
     files = CheckpointTemplate.of(Path(folder))
     missing = "tokenizer" if not files.has_tokenizer else "chat template" if not files.has_template else ""
     if missing:
-        raise ConfigError(f"--template {folder} has no {missing}; name the folder of a chat model")
+        raise ConfigError(f"--template {folder} has no {missing}; pass the folder of a chat model")
     from transformers import AutoTokenizer
 
     from slime.agent.parsers import FORMATS, format_of

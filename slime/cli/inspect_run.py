@@ -1,4 +1,4 @@
-"""Commands that read a run's folder, even while the run is active: `slime report`, `slime samples`, `slime trace`."""
+"""Commands that read a run folder, even while the run is active: `slime report`, `slime samples`, `slime trace`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def _require_run(folder: Path) -> None:
     """Raises `DataError` if the folder is not a run folder."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; name the folder of a run")
+        raise DataError(f"{folder} is not a folder; pass the folder of a run")
     if any((folder / name).exists() for name in _FILES_OF_RUN):
         return
     runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    do = f"name one of the runs in it: {', '.join(runs[:5])}" if runs else "name the folder of a run (--run-dir)"
+    do = f"pass one of the runs in it: {', '.join(runs[:5])}" if runs else "pass the folder of a run (--run-dir)"
     raise DataError(f"{folder} is not the folder of a run (no run.json and no metrics.jsonl); {do}")
 
 
@@ -58,10 +58,8 @@ def add_samples_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--best", action="store_true", help="only the best of each step")
     parser.add_argument("--worst", action="store_true", help="only the worst of each step")
-    parser.add_argument(
-        "--eval", action="store_true", help="samples of evaluations (default: of training steps, if any)"
-    )
-    parser.add_argument("--dataset", metavar="NAME", help="samples of evaluations on this dataset")
+    parser.add_argument("--eval", action="store_true", help="evaluation samples (default: training samples, if any)")
+    parser.add_argument("--dataset", metavar="NAME", help="evaluation samples of this dataset")
     parser.add_argument("--json", action="store_true", help="one JSON object per line, as in samples.jsonl")
     parser.add_argument("-n", type=int, metavar="N", help=f"at most N, the newest (default: {DEFAULT_NUM})")
 
@@ -73,11 +71,11 @@ def run_samples(options: argparse.Namespace) -> int:
     samples = read_samples(path)
     if not samples:
         raise DataError(
-            f"{options.run_dir} has no samples ({FILE_NAME}): no step is done yet, or the run had --log-samples 0"
+            f"{options.run_dir} has no samples ({FILE_NAME}): no step has finished yet, or the run had --log-samples 0"
         )
     chosen = choose(samples, options)
     if not chosen:
-        raise DataError(f"{path} has no samples of that kind, only {_what_there_is(samples)}; change the flags")
+        raise DataError(f"{path} has no matching samples, only {_what_there_is(samples)}; change the flags")
     num = options.n if options.n is not None else len(chosen) if options.step is not None else DEFAULT_NUM
     chosen = chosen[len(chosen) - num :] if 0 <= num < len(chosen) else chosen
     try:
@@ -93,7 +91,7 @@ def run_samples(options: argparse.Namespace) -> int:
 
 
 def choose(samples: Sequence[ShownSample], options: argparse.Namespace) -> list[ShownSample]:
-    """Returns the samples that the flags select, by step; within a step the best, then the worst, then others."""
+    """Returns the samples selected by the flags, by step; within a step the best, then the worst, then others."""
     evaluations = options.eval or options.dataset is not None or all(s.kind == "eval" for s in samples)
     picks = [name for name in PICKS if getattr(options, name, False)] or PICKS
     chosen = [
@@ -115,7 +113,7 @@ def _what_there_is(samples: Sequence[ShownSample]) -> str:
 
 
 def _show(samples: Sequence[ShownSample], console: Console) -> None:
-    """Prints samples, in colour only on a terminal; control characters are escaped."""
+    """Prints samples. Uses colour only on a terminal; escapes control characters."""
     from rich.text import Text
 
     for position, sample in enumerate(samples):
@@ -149,13 +147,13 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Writes the traces of all launches of a run into one file. Raises `DataError` for a folder without traces."""
+    """Merges the traces of all launches of a run into one file. Raises `DataError` for a folder without traces."""
     _require_run(options.run_dir)
     from slime.observability.spans import read_trace
 
     parts = sorted((options.run_dir / "traces").glob("*.json"))
     if not parts:
-        raise DataError(f"{options.run_dir} has no traces/*.json; name the folder of a run")
+        raise DataError(f"{options.run_dir} has no traces/*.json; pass the folder of a run")
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))

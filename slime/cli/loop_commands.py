@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sync(options: argparse.Namespace) -> int:
-    """Alternates generation and training. Exits by `SystemExit`, like `run_or_exit`."""
+    """Alternates generation and training. Exits with `SystemExit`, like `run_or_exit`."""
     from slime.cli.loops.train import train
 
     import_from_here()
@@ -28,7 +28,7 @@ def run_sync(options: argparse.Namespace) -> int:
 
 
 def run_async(options: argparse.Namespace) -> int:
-    """Generates while it trains. Exits by `SystemExit`, like `run_or_exit`."""
+    """Generates while it trains. Exits with `SystemExit`, like `run_or_exit`."""
     from slime.cli.loops.train_async import train_async
 
     import_from_here()
@@ -39,7 +39,7 @@ def run_async(options: argparse.Namespace) -> int:
 def import_from_here() -> None:
     """Lets every process of the run import users' modules from the working folder (`my_hooks:reward`).
 
-    PYTHONPATH comes before the standard library. Raises `ConfigError` for a module that would replace one of Python's.
+    PYTHONPATH precedes the standard library, so a module that would shadow one of Python's raises `ConfigError`.
     """
     here = str(Path.cwd())
     named = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

@@ -36,16 +36,16 @@ class Command:
     """One line for `slime --help`."""
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Returns the exit code (0 done, 1 something is wrong, 2 wrong usage)."""
+    """Returns the exit code (0 success, 1 failure, 2 usage error)."""
     words: Literal["own", "more", "all"] = "own"
-    """The accepted arguments. own: the flags that `add_flags` declares. more: also other arguments, which go to
-    `options.words`. all: every argument after the name goes to `options.words`, including `--help`."""
+    """The accepted arguments. own: the flags declared by `add_flags`. more: also other arguments, which are stored in
+    `options.words`. all: every argument after the name is stored in `options.words`, including `--help`."""
 
 
 COMMANDS = (
     Command(
         "train",
-        "train: generate and train in turn (train.py)",
+        "train: alternate generation and training (train.py)",
         loop_commands.add_flags,
         loop_commands.run_sync,
         words="all",
@@ -60,20 +60,18 @@ COMMANDS = (
     Command(
         "serve", "serve engines and router without training, until Ctrl-C", serve.add_flags, serve.run, words="more"
     ),
-    Command(
-        "rerun", "run again with the settings recorded in a run's folder", rerun.add_flags, rerun.run, words="more"
-    ),
+    Command("rerun", "repeat a run with the settings recorded in its folder", rerun.add_flags, rerun.run, words="more"),
     Command("recipe", "run a recipe that comes with slime", recipe.add_flags, recipe.run, words="more"),
     Command(
         "report",
-        "make report.html, report.png and report.md of a run folder",
+        "write report.html, report.png and report.md for a run folder",
         inspect_run.add_report_flags,
         inspect_run.run_report,
     ),
     Command("samples", "print a run's best and worst samples", inspect_run.add_samples_flags, inspect_run.run_samples),
     Command(
         "trace",
-        "make a trace of all launches of a run, for ui.perfetto.dev",
+        "merge the traces of all launches of a run, for ui.perfetto.dev",
         inspect_run.add_trace_flags,
         inspect_run.run_trace,
     ),
@@ -98,13 +96,13 @@ COMMANDS = (
     ),
     Command("doctor", "check this machine: versions, device, memory, ports, engines", doctor.add_flags, doctor.run),
     Command("schemas", "compare the flag schemas with the installed engines", schemas.add_flags, schemas.run),
-    Command("upgrade-check", "try newer engines beside the installed ones", upgrade_check.add_flags, upgrade_check.run),
+    Command("upgrade-check", "try newer versions of the engines", upgrade_check.add_flags, upgrade_check.run),
 )
 """Every command, in the order of `slime --help`."""
 
 
 class _Once(argparse._StoreAction):
-    """Refuses a second value of a flag, because argparse would silently drop the first value."""
+    """Refuses a second value for a flag, because argparse would silently drop the first one."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None

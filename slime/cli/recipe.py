@@ -17,11 +17,11 @@ def names() -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags after it are for the loop")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(names())}; flags after it are passed to the loop")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replaces this process by the recipe's script.
+    """Replaces this process with the recipe's script.
 
     The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
     unknown recipe and for wrong flags, before anything is prepared.
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"there is no recipe {options.name}; choose from {', '.join(names())}")
     parse_words([word for word in options.words if word != EXPLAIN])
     script = RECIPES / options.name / "run.sh"
-    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might find a different slime
+    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might import a different slime
     path = os.pathsep.join(filter(None, (this_slime, os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PY": sys.executable, "PYTHONPATH": path}
     os.execvpe("bash", ["bash", str(script), *options.words], environment)

@@ -1,7 +1,7 @@
-"""`slime rerun RUN [flags]`: launches a run again in a new folder, with the settings recorded in its folder.
+"""`slime rerun RUN [flags]`: repeats a run in a new folder, with the settings recorded in the run's folder.
 
-The recorded command line is parsed in its working folder; further flags override it. Outputs in the run's own folder
-move to the new folder. All differences from the recorded launch are listed before anything starts.
+The recorded command line is parsed in its original working folder; additional flags override it. Outputs inside the run
+folder are redirected to the new folder. All differences from the recorded launch are listed before anything starts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},
     **{"environment": dict, "versions": dict, "host": dict},
 }
-"""Key in the record of a launch -> type of the value."""
+"""Key in the record of a launch -> type of its value."""
 LOOPS = {"train": True, "train-async": False}
 """Command -> whether its loop is synchronous."""
 
@@ -48,16 +48,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "run",
         type=Path,
         metavar="RUN",
-        help="folder of the run; flags after it override the recorded flags of the loop",
+        help="folder of the run; flags after it override the recorded ones",
     )
     parser.add_argument("--start", type=int, default=0, help="number of the launch, for a resumed run (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the differences and starts the run. Raises `DataError` without a run, and the loop's `ConfigError`."""
+    """Prints the differences and starts the run. Raises `DataError` for a missing run, and the loop's `ConfigError`."""
     again = prepare(options.run.resolve(), options.start, list(options.words))
     print(again.heading)
-    print("\n".join(f"  {line}" for line in again.told or ("nothing that was recorded has changed",)))
+    print("\n".join(f"  {line}" for line in again.told or ("nothing recorded has changed",)))
     print(f"in {Path.cwd()}: slime {again.loop} {shlex.join(again.words)}", flush=True)
     _become(again)
     return 0
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A run to start again from the current folder and environment."""
+    """A run to repeat in the current working folder and environment."""
 
     heading: str
     loop: str
@@ -76,7 +76,7 @@ class Again:
 
 
 def prepare(folder: Path, number: int, given: list[str]) -> Again:
-    """Prepares the rerun. Changes to its working folder, and sets recorded variables that are not set here."""
+    """Prepares the rerun. Changes to the recorded working folder, and sets recorded variables that are unset."""
     start = recorded_start(folder, number)
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
@@ -95,7 +95,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     words = [*own, *place, "--run-dir", str(target), *([OVERRIDE, *more] if more else [])]
     settings = _json_object(folder / "starts" / str(number) / "args.json")
     if not isinstance(settings.get("run_dir"), str):
-        raise DataError(f"args.json of start {number} of {folder} has no run_dir; restore the file from a copy")
+        raise DataError(f"args.json of start {number} of {folder} has no run_dir; restore the file from a backup")
     told = differences(start, settings, words, synchronous=LOOPS[loop])
     told += [f"{flag} was a secret and is not recorded; set it again if needed" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
@@ -103,7 +103,7 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
 
 
 def _become(again: Again) -> None:
-    """Replaces this process by a new interpreter, so that paths and threads follow the recorded environment."""
+    """Replaces this process with a new interpreter, so that paths and threads follow the recorded environment."""
     root = str(Path(__file__).parents[2])
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path if root in path else [*path, root])}
@@ -116,7 +116,7 @@ def num_starts(folder: Path) -> int:
 
 
 def recorded_start(folder: Path, number: int) -> dict[str, Any]:
-    """Returns the record of a launch. Raises `DataError` without a record, or if an earlier release recorded less."""
+    """Returns the record of a launch. Raises `DataError` if there is none, or if an earlier release recorded less."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
         raise DataError(
@@ -125,12 +125,12 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
     start = starts[number]
     if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:
         raise DataError(
-            f"run.json of {folder} has no {missing[0]} of launch {number}: the file is damaged, or an earlier "
-            "release wrote it; start the run by its command line"
+            f"run.json of {folder} has no {missing[0]} of launch {number}: the file is damaged, or an earlier release "
+            "wrote it; start the run from its command line"
         )
     words = [str(word) for word in start["command"]]
     if words[:1] != ["slime"] or not LOOPS.keys() & {*words[1:2]}:
-        raise DataError(f"run.json of {folder} names no command of slime; start the run by its command line")
+        raise DataError(f"run.json of {folder} does not contain a slime command; start the run from its command line")
     return start
 
 
@@ -141,7 +141,7 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
         raise DataError(f"{folder} has no run.json; name the folder of a run")
     found = _json_object(record).get("starts")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
-        raise DataError(f"{record} has no list of starts; restore the file, or start the run by its command line")
+        raise DataError(f"{record} has no list of starts; restore the file, or start the run from its command line")
     return found
 
 
@@ -150,9 +150,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}); restore it from a copy") from error
+        raise DataError(f"{path} cannot be read as JSON ({error}); restore it from a backup") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} is not a JSON object; restore the file from a copy")
+        raise DataError(f"{path} is not a JSON object; restore the file from a backup")
     return found
 
 
@@ -179,7 +179,7 @@ def resumes_itself(words: list[str]) -> bool:
 
 
 def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """Returns the flags that load the same checkpoint as the recorded launch; empty if that launch began at step 0.
+    """Returns the flags that load the checkpoint that the recorded launch loaded; empty if that launch began at step 0.
 
     Raises `DataError` if neither the record nor the arguments name the checkpoint.
     """
@@ -206,10 +206,10 @@ def _first_step(folder: Path, number: int) -> int | None:
 
 
 def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
-    """Returns the recorded arguments, with outputs in the run's folder moved to the new folder.
+    """Returns the recorded arguments, with outputs in the run folder moved to the new folder.
 
-    Leaves out outputs that are `given` now. A `--load` of the run's own `--save` moves with `--save`. Raises
-    `ConfigError` for an output in a different place that already exists.
+    Drops outputs that `given` sets. A `--load` of the run's own `--save` moves with `--save`. Raises `ConfigError` for
+    an existing output outside the run folder.
     """
     again = {name for name in OUTPUTS if flag_value(given, name) is not None}
     out: list[str] = []
@@ -228,7 +228,7 @@ def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]
 
 
 def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """Returns the place of an output that only this run may write; None if each launch uses a new place."""
+    """Returns the path of an output that only this run may write; None if each launch uses a new path."""
     if name not in SHARED_OUTPUTS:
         return place
     experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
@@ -236,25 +236,25 @@ def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
 
 
 def moved_path(value: str, old: Path, new: Path) -> str:
-    """Returns the path, moved from the old folder to the new folder if the path lies in the old folder."""
+    """Returns the path, moved from the old folder to the new one if it is inside the old folder."""
     path = Path(value).absolute()
     return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
 
 
 def _require_free(name: str, path: Path) -> None:
-    """Raises `ConfigError` for a place that is not empty."""
+    """Raises `ConfigError` for a path that is not empty."""
     found = glob.glob(re.sub(r"\{\w+\}", "*", glob.escape(str(path))))
     if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
-            f"{flag} {path} is not empty: the rerun would overwrite or mix its content; give a different {flag}"
+            f"{flag} {path} is not empty: the rerun would overwrite or mix its content; set a different {flag}"
         )
 
 
 # --- differences from the recorded launch
 
 OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
-"""Settings that differ in every launch, or follow the run's folder."""
+"""Settings that differ in every launch, or depend on the run folder."""
 
 
 def differences(
@@ -270,7 +270,7 @@ def differences(
     args = parse_args(
         [w for w in words if w not in ("--explain", "--help", "-h", "--version")], synchronous=synchronous
     )
-    check_hooks(args)  # imports the users' modules, whose files are compared
+    check_hooks(args)  # imports the users' modules, so that their files are compared
     now = plain(args.to_json_dict())
     return [
         *_settings(_in_place_of(settings, Path(settings["run_dir"]).absolute(), Path(args.run_dir)), now),
@@ -333,7 +333,7 @@ def _files(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) 
 
 
 def _variables(found: Mapping[str, str], start: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables, without the parts of PYTHONPATH that the commands add."""
+    """Returns the variables, without the PYTHONPATH entries that the commands add."""
     own = {start["cwd"], str(Path(__file__).parents[2])}
     path = [part for part in found.get("PYTHONPATH", "").split(os.pathsep) if part and part not in own]
     return {**found, "PYTHONPATH": os.pathsep.join(path)}

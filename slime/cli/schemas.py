@@ -1,16 +1,16 @@
 """`slime schemas`: writes or checks the flags of the installed engines.
 
-    slime schemas --write     after another version of an engine was installed
-    slime schemas             prints what differs; exit code 1 if anything does
+    slime schemas --write     after a different version of an engine was installed
+    slime schemas             prints the differences; exit code 1 if there are any
 
-slime brings the flags of the versions in its window (slime/settings/schemas/*.json). `--write` keeps those of another
-version in the user's cache.
+slime ships the flags of the versions that it supports (slime/settings/schemas/*.json). `--write` stores those of
+another version in the user's cache.
 
-The command line is parsed from these files, so parsing imports no engine. Megatron's flags are every field of its
-config classes plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` goes the
-other way); fields that a command line cannot express (callables, process groups) are listed as omitted. The flags of
-SGLang and the router come from their argument parsers, under their own names; reading the files adds --sglang- and
---router-. A deprecated flag keeps its name, so that the engine gets what the user wrote.
+The command line is parsed from these files, so parsing imports no engine. Megatron's flags are all fields of its config
+classes, plus the launch flags that scripts use (`slime.training.model.megatron_config.config_kwargs` is the inverse).
+Fields that a command line cannot express (callables, process groups) are listed as omitted. The flags of SGLang and the
+router come from their argument parsers, under their own names; reading the files adds --sglang- and --router-. A
+deprecated flag keeps its name, so that the engine receives what the user wrote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.settings.schema import PACKAGES, SCHEMA_DIR, file_name, made_here
 
 
 def build_all() -> dict[str, dict[str, Any]]:
-    """Returns owner -> schema of the installed package. Slow, because all packages are imported."""
+    """Returns owner -> schema of the installed package. Slow, because it imports all packages."""
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         from slime.compat.sglang_cpu import activate
 
@@ -234,7 +234,7 @@ def _entry(field: dataclasses.Field[Any], shape: dict[str, Any], doc: str) -> di
 
 
 def config_classes() -> dict[str, type]:
-    """Returns the config classes with flags. A field of several classes is described by the first class."""
+    """Returns the config classes with flags. A field of several classes is described by the first one."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -301,7 +301,7 @@ def _sglang_entry(action: argparse.Action) -> dict[str, Any] | None:
 
 
 def _choices(action: argparse.Action) -> list[Any] | None:
-    """Returns the choices in the parser's order; sorts a set, so that every host writes the same file."""
+    """Returns the choices in the parser's order. Sorts a set, so that every host writes the same file."""
     if not action.choices:
         return None
     words = list(action.choices)
@@ -314,7 +314,7 @@ def _entries(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
 
 
 def build_sglang() -> dict[str, Any]:
-    """Returns the schema of the installed SGLang. The import takes seconds; on a CPU the stand-ins must be active."""
+    """Returns the schema of the installed SGLang. The import takes seconds, and on a CPU needs slime's stand-ins."""
     from importlib.metadata import version
 
     from sglang.srt.server_args import ServerArgs

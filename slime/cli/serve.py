@@ -1,12 +1,12 @@
 """`slime serve` and `slime weights-agent`.
 
 `slime serve [TOPOLOGY.yaml] --hf-checkpoint DIR --port N [flags]` runs engines and routers without training, until
-Ctrl-C. It uses the loop's own mode for that (`--debug-rollout-only --num-rollout 0`) and accepts the loop's other
-flags. The file has the format of `--sglang-config`; with it, the policy's checkpoint is optional.
+Ctrl-C. It runs the loop with `--debug-rollout-only --num-rollout 0` and accepts the loop's other flags. The file has
+the format of `--sglang-config`; with it, the policy's checkpoint is optional.
 
 `slime weights-agent` loads the weights that a trainer writes to a folder into one engine, until Ctrl-C. A run starts it
-next to its own engines; for external engines, start it by hand on the engine's host. The agent reads the
-engine's key from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine has one key for everything.
+next to its own engines; for external engines, start it manually on the engine's host. The agent reads the engine's key
+from SLIME_ENGINE_ADMIN_API_KEY, or from SLIME_ENGINE_API_KEY if the engine uses one key for everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _port(text: str) -> int:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """Returns the flags of the loop. Flags that turn training off come last, to override flags of a training run."""
+    """Returns the loop's flags. Those that turn training off come last, to override the flags of a training run."""
     words: list[str] = options.words
     if words and not words[0].startswith("-"):
         words = [*_of_topology(words[0], words[1:]), *words[1:]]
@@ -82,7 +82,7 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
         "--local-dir",
         required=True,
         metavar="DIR",
-        help="a folder on this host for the checkpoint that the engine loads; agents of one host may share it",
+        help="a folder on this host for the checkpoint that the engine loads; agents on the same host can share it",
     )
     parser.add_argument(
         "--limit-s", type=float, default=300.0, help="time limit of each request to the engine (default 300)"

@@ -1,15 +1,14 @@
-"""`slime upgrade-check`: tries newer engines beside the installed ones, and says what breaks.
+"""`slime upgrade-check`: tests newer engine versions next to the installed ones, and reports what breaks.
 
     slime upgrade-check sglang==0.5.24
     slime upgrade-check sglang==0.5.24 transformers==5.20.0 --names-only
     slime upgrade-check megatron-core==0.20.0 --output upgrade.md
     slime upgrade-check --jobs 8
 
-It makes a virtual environment with the candidates in front of the installed packages, so nothing installed changes.
-Without candidates it checks the installed versions.
-First it tries every name, hook, route and field that slime touches (`slime.compat.touched`, a minute). Then, in a
-checkout of the repository, it runs the contract tests of `CHECKS` with the candidates: every family and every way to
-send weights. The exit code is 0 if all pass, else 1.
+It creates a virtual environment in which the candidates shadow the installed packages, so nothing installed changes.
+Without candidates, it checks the installed versions. First it checks every name, hook, route and field that slime
+touches (`slime.compat.touched`, a minute). Then, in a checkout of the repository, it runs the contract tests of
+`CHECKS` with the candidates: every family and every weight transport. The exit code is 0 if all pass, else 1.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 """Row of the table -> contract tests."""
 NAMES_LIMIT_S = 600.0
 NOT_PINNED = ("torch", "torchvision", "torchaudio")
-"""Packages that are not replaced, although SGLang pins them, because their builds belong to the machine."""
+"""Packages that are never replaced, even if SGLang pins them, because their builds are specific to the machine."""
 OK, BAD, UNKNOWN = "✓", "✗", "?"
 
 
@@ -84,15 +83,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "candidates",
         nargs="*",
         metavar="PACKAGE==VERSION",
-        help="packages to try, or wheel files; none: the installed versions",
+        help="packages or wheel files to test (default: the installed versions)",
     )
     parser.add_argument(
-        "--names-only", action="store_true", help="try names, hooks, routes and settings only: a minute"
+        "--names-only", action="store_true", help="check only names, hooks, routes and settings, which takes a minute"
     )
     parser.add_argument("--only", metavar="ROW", action="append", help="run only this row of the table (repeatable)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows that run at the same time (default: 1)")
-    parser.add_argument("--venv", type=Path, metavar="DIR", help="keep the virtual environment here, and use it again")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table, in Markdown")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="rows to run in parallel (default: 1)")
+    parser.add_argument("--venv", type=Path, metavar="DIR", help="create the virtual environment here, and reuse it")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this Markdown file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
             failed |= any(row.sign == BAD for row in table)
     if options.output:
         options.output.write_text(text + "\n")
-    print(f"\n{'something breaks' if failed else 'all that was tried works'}")
+    print(f"\n{'some checks failed' if failed else 'all checks passed'}")
     return int(failed)
 
 
@@ -124,14 +123,14 @@ def _chosen(only: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
 
 
 class Venv:
-    """A virtual environment with candidates in front of the installed packages."""
+    """A virtual environment in which candidates shadow the installed packages."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.python = folder, folder / "bin" / "python"
         self._site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
 
     def install(self, candidates: Sequence[str]) -> None:
-        """Installs the candidates without their requirements, then the versions that they pin of installed packages."""
+        """Installs the candidates without dependencies, then the versions that they pin for installed packages."""
         if not self.python.is_file():
             self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
             self._site.joinpath("installed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
@@ -140,11 +139,11 @@ class Venv:
         print(f"installing {', '.join(candidates)} into {self.folder}", flush=True)
         self._pip(candidates)
         if pins := list(self.pins()):
-            print(f"with what they pin: {', '.join(pins)}", flush=True)
+            print(f"with pinned dependencies: {', '.join(pins)}", flush=True)
             self._pip(pins)
 
     def pins(self) -> Iterator[str]:
-        """Yields NAME==VERSION of each installed package of which a candidate needs another version."""
+        """Yields the requirement for each installed package whose version does not satisfy a candidate."""
         for candidate in metadata.distributions(path=[str(self._site)]):
             for line in candidate.requires or ():
                 try:
@@ -167,7 +166,7 @@ class Venv:
         return found
 
     def checked(self, rows: Mapping[str, tuple[str, ...]], scratch: Path, jobs: int = 1) -> list[Row]:
-        """Runs the contract tests of each row with the candidates, and prints each result when it is there."""
+        """Runs the contract tests of each row with the candidates. Prints each result as soon as it is available."""
         if not (ROOT / "tests" / "contract").is_dir():
             raise ConfigError(f"{ROOT} has no tests; run this command in a checkout of the repository, or --names-only")
 

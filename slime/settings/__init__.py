@@ -1,6 +1,6 @@
-"""Settings of a run: `parse_args(argv) -> Args`, and the user hooks that they name.
+"""Run settings: `parse_args(argv) -> Args`, and the loading of the user hooks that they name.
 
-Imports no torch, transformers, Ray or engine, so that a wrong flag is reported immediately.
+Does not import torch, transformers, Ray or an engine, so a wrong flag is reported immediately.
 """
 
 from __future__ import annotations

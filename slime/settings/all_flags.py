@@ -1,14 +1,14 @@
 """Builds the `FlagTable` of the whole command line: slime's groups, registry entries, Megatron, SGLang, router.
 
-A group's field declared with `chosen_from` names an entry of a registry (`slime.core.registry`), by its registered name
-or by the import path of a user's class. An entry's fields are settings like any other. If several entries inherit a
-field from one base, the field is one setting. An entry may declare the field again to change its default or derivation.
-The new declaration applies when the entry is chosen.
+A group's field declared with `chosen_from` selects an entry of a registry (`slime.core.registry`), by its registered
+name or by the import path of a user's class. The fields of entries are settings too. A field that several entries
+inherit from one base class is a single setting. An entry can redeclare the field to change its default or derivation;
+the redeclaration applies when that entry is chosen.
 
 Invariants
-1. Each name is one setting, declared by one group or by one base class of entries. Declarations in two base classes are
-   an error.
-2. An entry's field with the name of a group's setting takes that setting's value.
+1. Each setting is declared by exactly one group or one base class of entries. If two base classes declare the same
+   name, an error is raised.
+2. If an entry's field has the same name as a group's setting, the field takes that setting's value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Fields = dict[str, dataclasses.Field[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """A setting that chooses entries of a registry."""
+    """A setting whose value selects registry entries."""
 
     setting: str
     registry: Registry[Any]
@@ -47,13 +47,13 @@ class Chooser:
 
     @property
     def what(self) -> str:
-        """Returns what the names stand for, for messages."""
+        """Returns the noun that messages put before a name."""
         return self.setting if self.chosen_by is None else self.chosen_by.what
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """An entry that declares or inherits a given field."""
+    """A registry entry that declares or inherits a field."""
 
     chooser: Chooser
     entry: type
@@ -64,21 +64,21 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An entry that the settings choose."""
+    """A registry entry selected by the settings."""
 
     chooser: Chooser
     name: str
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """Returns the message of the entry's own `check(settings) -> str | None`, if any, as a list."""
+        """Returns the message of the entry's `check(settings) -> str | None`, if it has one, as a list."""
         if not hasattr(self.entry, "check"):
             return []
         message = self.chooser.registry.build(self.name, settings).check(settings)
         if message is None or isinstance(message, str):
             return [message] if message else []
         kind = type(message).__name__
-        return [f"the check of {self.chooser.what} {self.name} returned a {kind}; return one message, or None"]
+        return [f"check() of {self.chooser.what} {self.name} returned a {kind}; it must return a message or None"]
 
 
 class Components:
@@ -87,7 +87,7 @@ class Components:
     def __init__(self, groups: Sequence[type], user_entries: Iterable[tuple[str, str]] = ()) -> None:
         """Collects the settings. `user_entries` are (setting, import path) pairs of entries to load.
 
-        Raises `ConfigError` if a path has no entry, or if two base classes declare the same field.
+        Raises `ConfigError` if a path does not lead to an entry, or if two base classes declare the same field.
         """
         self.groups = tuple(groups)
         declarations = [field for group in self.groups for field in own_fields(group)]
@@ -104,7 +104,7 @@ class Components:
         for chooser in self.choosers:
             built_in = f"{chooser.registry.package}."
             for entry in dict.fromkeys(entry for _, entry in chooser.registry):
-                if f"{entry.__module__}.".startswith(built_in):  # users' entries count only if the settings name them
+                if f"{entry.__module__}.".startswith(built_in):  # user entries are added only if named
                     self._add(chooser, entry, str(entry.name))
         for setting, path in user_entries:
             chooser = next(c for c in self.choosers if c.setting == setting)
@@ -128,7 +128,7 @@ class Components:
             yield from self._choices(chooser, settings)
 
     def field_of(self, name: str, settings: Any) -> dataclasses.Field[Any]:
-        """Returns the declaration of a setting. If several entries declare it, that of the chosen entry counts."""
+        """Returns the declaration of a setting; if several entries declare it, that of the chosen entry."""
         if name in self.own:
             return self.own[name]
         readers = self._readers[name]
@@ -145,8 +145,8 @@ class Components:
             docs = field_docs(root) if with_docs else {}
             if with_docs:
                 labels = ", ".join(dict.fromkeys(reader.label for reader in readers))
-                docs[name] = f"{docs.get(name, '')} Read by {labels}.".strip()
-            heading = f"{registry.what.capitalize()}: settings of the entries of {registry.flag}"
+                docs[name] = f"{docs.get(name, '')} Used by {labels}.".strip()
+            heading = f"{registry.what.capitalize()}: settings of {registry.flag} entries"
             out += [
                 dataclasses.replace(flag, limits=ANY)
                 for flag in flags_of(root, heading=heading, docs=docs)
@@ -187,7 +187,7 @@ def named(value: Any) -> tuple[str, ...]:
 
 
 def entries_named_on(words: Sequence[str], components: Components) -> dict[str, tuple[str, ...]]:
-    """Returns setting -> import paths of users' entries on a command line. Ignores all other flags."""
+    """Returns setting -> import paths of user entries named on a command line. Ignores all other flags."""
     spellings = {f"--{c.setting.replace('_', '-')}": c for c in components.choosers}
     out: dict[str, tuple[str, ...]] = {}
     for position, word in enumerate(words):
@@ -201,7 +201,7 @@ def entries_named_on(words: Sequence[str], components: Components) -> dict[str, 
 
 
 def entries_named_in(content: Mapping[str, Any], components: Components) -> dict[str, tuple[str, ...]]:
-    """Returns setting -> import paths of users' entries in the content of a settings file."""
+    """Returns setting -> import paths of user entries named in a settings file."""
     plain = {str(key).replace("-", "_"): value for key, value in content.items()}
     found = {c: plain[c.setting] for c in components.choosers if c.setting in plain}
     return {c.setting: _paths(c, [v for v in named(value) if isinstance(v, str)]) for c, value in found.items()}
@@ -219,22 +219,22 @@ def _registry(path: str) -> Registry[Any]:
 
 
 UserEntries = tuple[tuple[str, str], ...]
-"""(setting, import path) of users' entries."""
+"""(setting, import path) of user entries."""
 
 
 @cache
 def components(user_entries: UserEntries = ()) -> Components:
-    """Returns slime's settings, including those of `user_entries`. Raises `ConfigError` if a path has no entry."""
+    """Returns slime's settings, including those of `user_entries`. Raises `ConfigError` for a path without an entry."""
     return Components([group.settings for group in GROUPS], user_entries)
 
 
 def components_with(named: Mapping[str, tuple[str, ...]]) -> Components:
-    """Does the same as `components` for the import paths that `entries_named_on` and `entries_named_in` return."""
+    """Calls `components` with the import paths returned by `entries_named_on` and `entries_named_in`."""
     return components(tuple((setting, path) for setting, paths in named.items() for path in paths))
 
 
 def components_of(args: Args) -> Components:
-    """Does the same as `components` for the users' entries that resolved settings name."""
+    """Calls `components` with the user entries named in resolved settings."""
     values = {c.setting: getattr(args, c.setting) for c in components().choosers}
     return components_with(entries_named_in(values, components()))
 
@@ -252,7 +252,7 @@ def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tu
 
 @cache
 def engine_flags(owner: str) -> tuple[Flag, ...]:
-    """Returns the flags of megatron, sglang or router that a user may give."""
+    """Returns the flags of megatron, sglang or router that users can set."""
     own = components().own if owner == "megatron" else {}
     spelled = {name for flag in own_flags() for name in flag.names}
     theirs = (f for f in flags_of_owner(owner) if f.dest not in OWNED[owner] and f.dest not in own)
@@ -261,7 +261,7 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """Returns all flags. A spelling that slime and an engine share means slime's flag."""
+    """Returns all flags. If slime and an engine share a spelling, it refers to slime's flag."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 
@@ -273,7 +273,7 @@ def secret_settings(known: Components | None = None) -> frozenset[tuple[str, str
 
 
 def registered_names(flag: Flag) -> tuple[str, ...]:
-    """Returns the names of registered entries that a flag accepts; empty if the flag does not choose entries."""
+    """Returns the registered names that a flag accepts; empty if the flag does not select registry entries."""
     known = components()
     if flag.owner != "slime" or flag.dest not in known.own or not declared(known.own[flag.dest]).chosen_from:
         return ()

@@ -1,11 +1,11 @@
 """`Args`: every resolved setting of a run, flat, typed, frozen and picklable.
 
 Invariants
-1. Everything is resolved: a setting that the user left out has its default or a derived value; `origins` says which,
-   and why.
-2. `getattr(args, name)` finds slime's own fields first, then entries' settings, then Megatron's, then the user's
-`custom` ones.
-3. `Args` that are written as JSON and read again equal the original, except for secrets.
+1. Every setting has its final value. A setting that the user did not set has its default or a derived value; `origins`
+   records which one, and why.
+2. `getattr(args, name)` looks up slime's own fields first, then registry entries' settings, then Megatron's, then the
+   user's `custom` ones.
+3. A JSON round trip preserves everything except secrets.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
 
 
 class Passthrough(Mapping[str, Any]):
-    """A read-only, picklable mapping from field name to value for one owner; suggests a name for a missing key.
+    """A read-only, picklable mapping from field name to value, for one owner's settings.
 
-    Values are JSON data; `dict(settings)` is a plain copy.
+    Values are JSON data; `dict(settings)` is a plain copy. The error for a missing key suggests a similar name.
     """
 
     __slots__ = ("_owner", "_values")
@@ -54,11 +54,11 @@ class Passthrough(Mapping[str, Any]):
             return self._values[name]
         except KeyError:
             near = nearest(name, self._values)
-            hint = f"; the nearest is {near!r}" if near else ""
+            hint = f"; did you mean {near!r}?" if near else ""
             raise KeyError(f"args.{self._owner} has no setting {name!r}{hint}") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Does the same as `dict.get`. Every step calls it, so it does not search for the nearest name."""
+        """Works like `dict.get`. Called in every step, so it does not search for a similar name."""
         return self._values.get(name, default)
 
     def __contains__(self, name: object) -> bool:
@@ -78,11 +78,11 @@ class Passthrough(Mapping[str, Any]):
 
 
 MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
-"""The fields of `Args` that hold other owners' settings, or facts about settings."""
+"""Fields of `Args` that hold other owners' settings, or metadata about settings."""
 NOT_A_SETTING = ("command",)
 """Fields of `Args` that record where its values came from."""
 _BEHIND = ("components", "megatron", "custom")
-"""Mappings that attribute access searches, in this order."""
+"""Mappings searched on attribute access, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,25 +118,25 @@ class Args(
     """All settings of one run. User hooks receive it as `args`."""
 
     components: Passthrough = field(default_factory=lambda: Passthrough("components", {}))
-    """Settings of registry entries (an estimator's, a loss's), by name."""
+    """Settings of registry entries, such as the advantage estimator, by name."""
     megatron: Passthrough = field(default_factory=lambda: Passthrough("megatron", {}))
-    """Every Megatron setting by config field name, including the architecture; dtypes and enums by name."""
+    """Every Megatron setting by config field name, including the architecture. Dtypes and enums are stored by name."""
     sglang: Passthrough = field(default_factory=lambda: Passthrough("sglang", {}))
-    """ServerArgs fields given with --sglang-*, and the dtype."""
+    """ServerArgs fields set with --sglang-*, and the dtype."""
     router: Passthrough = field(default_factory=lambda: Passthrough("router", {}))
-    """Router settings given with --router-*."""
+    """Router settings set with --router-*."""
     custom: Passthrough = field(default_factory=lambda: Passthrough("custom", {}))
-    """The user's own settings, from the key `custom` of --custom-config-path."""
+    """The user's own settings: the key `custom` and the unknown keys of --custom-config-path."""
     critic: Passthrough = field(default_factory=lambda: Passthrough("critic", {}))
     """Megatron settings of the critic that differ from the policy's; applied by `slime.settings.roles.critic_args`."""
     command: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """`slime train ...`: the command line of these settings, including secrets. Not in `args.json`."""
+    """The command line, starting with `slime train`, including secrets. Not written to `args.json`."""
     idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
-    """Setting -> its value and why it has no effect, for given settings without effect."""
+    """Setting -> value and reason, for settings that the user set but that have no effect."""
     origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
-    if not TYPE_CHECKING:  # strict typing sees only the fields; names behind a mapping are for users' hooks
+    if not TYPE_CHECKING:  # type checkers see only the fields; lookup in the mappings is for user hooks
 
         def __getattr__(self, name: str) -> Any:
             # Python calls this only for names that are not fields. pickle and copy look up dunder names before
@@ -153,9 +153,9 @@ class Args(
         return not self.origins.get(name, "default").startswith(("default", "derived", "HF config"))
 
     def replace(self, **changes: Any) -> Args:
-        """Returns a copy with changed values. Settings of registry entries and Megatron are accepted by name.
+        """Returns a copy with changed values. Settings of registry entries and Megatron can be passed by name.
 
-        Derives and checks nothing else. Raises `ConfigError` for an unknown name.
+        Does not derive or check anything else. Raises `ConfigError` for an unknown name.
         """
         own = {f.name for f in dataclasses.fields(self)}
         for owner in ("components", "megatron"):
@@ -164,7 +164,7 @@ class Args(
             if inner:
                 changes[owner] = Passthrough(owner, {**changes.get(owner, mapping), **inner})
         if unknown := set(changes) - own:
-            raise ConfigError(f"Args.replace knows no settings {sorted(unknown)}; correct the names")
+            raise ConfigError(f"Args.replace got unknown settings {sorted(unknown)}; correct the names")
         return dataclasses.replace(self, **changes)
 
     def without_secrets(self) -> Args:

@@ -1,6 +1,6 @@
-"""Turns a command line into `Args`, prints help texts, and reports a program's errors.
+"""Parses command lines into `Args`, prints help texts, and reports a program's errors.
 
-Imports no torch, transformers, Ray or engine, so that a wrong flag is reported immediately.
+Does not import torch, transformers, Ray or an engine, so a wrong flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from slime.settings.schema import load, owned_spellings
 def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
     """Returns the resolved settings of a run.
 
-    `argv`: the arguments after the program's name; None: those in `sys.argv`. `synchronous` selects the loop of
-    train.py, otherwise that of train_async.py. For --help [topic], --version and --explain, prints the text and raises
-    `SystemExit(0)`. Raises one `ConfigError` that lists all problems.
+    `argv` defaults to `sys.argv[1:]`. `synchronous` selects the loop of train.py instead of train_async.py. For --help
+    [topic], --version and --explain, prints the text and raises `SystemExit(0)`. Raises one `ConfigError` that lists
+    all problems.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     text = help_or_version(words)
@@ -84,7 +84,7 @@ EXPLAIN = "--explain"
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:
-    """Parses a command line and its --custom-config-path file. Each value is checked on its own.
+    """Parses a command line and its --custom-config-path file. Checks each value, but no combinations of values.
 
     Raises one `ConfigError` that lists all problems.
     """
@@ -101,7 +101,7 @@ def parse_words(words: Sequence[str]) -> _Parsed:
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
-    """Does the same as `parse_args`, but prints one message on stderr and exits with code 2 after a user error."""
+    """Calls `parse_args`. After a user error, prints one message to stderr and exits with code 2."""
     try:
         return parse_args(argv, synchronous=synchronous)
     except (ConfigError, HookError) as error:
@@ -109,10 +109,10 @@ def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) ->
 
 
 def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None, *, synchronous: bool = True) -> None:
-    """Parses the command line and runs `main(args)`. Prints one message on stderr if either fails.
+    """Parses the command line and runs `main(args)`. If either fails, prints one message to stderr.
 
-    Exit codes: 0 done, 1 the run failed (its traceback is in the driver's log), 2 a user error (`ConfigError`,
-    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other error is raised with its traceback.
+    Exit codes: 0 success, 1 the run failed (its traceback is in the driver's log), 2 user error (`ConfigError`,
+    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other exception propagates.
     """
     logs = None
     try:
@@ -124,18 +124,18 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
 
 
 def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
-    """Exits with the message and code that `run_or_exit` describes, or raises `end` again.
+    """Prints the message for `end` and exits with the code listed in `run_or_exit`, or re-raises `end`.
 
     Call it in the `except` block that handles `end`.
     """
     if isinstance(end, KeyboardInterrupt | Terminated):
-        said, code = ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+        said, code = ("terminated by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
         where = f"; its files are in {logs.parent}" if logs is not None and logs.is_dir() else ""
         _stop(f"{said}; the run and all its processes have stopped{where}{_notes(end)}", code)
     if isinstance(end, ConfigError | HookError):
         _stop(f"{type(end).__name__}: {end}{_notes(end)}", 2)
     if isinstance(end, SlimeError):
-        _stop(f"{type(end).__name__}: {end}{_notes(end)}\nlogs of every process: {logs}", 1)
+        _stop(f"{type(end).__name__}: {end}{_notes(end)}\nlogs of all processes: {logs}", 1)
     raise end
 
 
@@ -162,14 +162,14 @@ TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
 _INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
            --rollout-batch-size N --num-rollout N [--flag value ...]
 
-  --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default), of an engine, the hooks, or all
+  --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default) or an engine, the hooks, or all
   --help public                                     what differs from the public slime, flag by flag
   --explain                                         print every resolved value and where it came from, then exit
   --version                                         print versions, then exit
-  --override                                        flags after it replace those before it; otherwise a flag with two
-                                                    values is an error
+  --override                                        later flags override earlier ones; without it, two different
+                                                    values for one flag are an error
 """
-_AT_FILE = "@FILE reads the value from a file, because every user of the host can see command lines (ps)."
+_AT_FILE = "Use @FILE to read the value from a file, because every user of the host can see command lines (ps)."
 
 
 def help_or_version(words: Sequence[str]) -> str | None:
@@ -190,7 +190,7 @@ def help_or_version(words: Sequence[str]) -> str | None:
 def help_text(topic: str) -> str:
     """Returns the text of one help topic. Raises `ConfigError` for an unknown topic."""
     if topic not in TOPICS:
-        raise ConfigError(f"--help has no topic {topic}; its topics are {', '.join(TOPICS)}")
+        raise ConfigError(f"--help has no topic {topic}; choose from {', '.join(TOPICS)}")
     if topic == "public":
         return tables()
     parts = [_INTRO]
@@ -247,7 +247,7 @@ def _default(flag: Flag) -> str:
 
 
 def explain_args(args: Args) -> str:
-    """Returns every resolved value with its origin, one per line; values that are not defaults come first."""
+    """Returns every resolved value with its origin, one per line, defaults last."""
     secrets = secret_settings(components_of(args))
     rows: list[tuple[str, tuple[str, str], Any]] = [
         (one.name, ("slime", one.name), getattr(args, one.name))
@@ -263,15 +263,15 @@ def explain_args(args: Args) -> str:
         shown = HIDDEN if key in secrets and value is not None else json_line(value)
         lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
     idle = [f"  {name} {text}" for name, text in args.idle.items()]
-    told = ["Given, without effect:", *idle, ""] if idle else []
-    return "\n".join([*told, "Given, read and derived:", *lines[False], "", "Defaults:", *lines[True]])
+    told = ["Set, but without effect:", *idle, ""] if idle else []
+    return "\n".join([*told, "Set, loaded and derived:", *lines[False], "", "Defaults:", *lines[True]])
 
 
 def json_line(value: Any) -> str:
     return json.dumps(value, default=list) if isinstance(value, (dict, list, tuple)) else str(value)
 
 
-# --- Command lines, grouped by flag, so that flags can be removed or replaced
+# --- Editing of command lines: finds, removes and replaces flags
 
 
 def groups(words: Sequence[str]) -> list[list[str]]:

@@ -1,7 +1,7 @@
-"""Conditions that settings of several groups need, and rules about model folders.
+"""Conditions shared by the settings of several groups, and rules about model folders.
 
-A Megatron checkpoint is a folder of pickles, which no run reads (law 10). `slime convert` converts it to a Hugging Face
-folder. Hugging Face folders are read directly.
+Runs read Hugging Face folders. They never read Megatron checkpoints, which contain pickles (law 10); `slime convert`
+converts those to Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slime.settings.args import Args
 
 ESTIMATORS = "slime.algorithms.advantages:ESTIMATORS"
-"""Import path of the estimator registry, which this package may not import directly."""
+"""Import path of the estimator registry, because the import contract forbids importing it directly."""
 
 
 def estimator_of(s: Any) -> Any:
@@ -30,7 +30,7 @@ def estimator_of(s: Any) -> Any:
 
 
 def fine_tunes(s: Any) -> bool:
-    """Returns whether the run is supervised fine-tuning: it trains on given texts, without sampling or rewards."""
+    """Returns whether the run is supervised fine-tuning, which trains on given texts without sampling or rewards."""
     return bool(s.loss_type == "sft_loss")
 
 
@@ -40,7 +40,7 @@ def minimises_policy_loss(s: Any) -> bool:
 
 
 def minimises_custom_loss(s: Any) -> bool:
-    """Returns whether a user's function computes the loss of sampled tokens."""
+    """Returns whether a user function computes the loss of sampled tokens."""
     return bool(s.loss_type == "custom_loss")
 
 
@@ -55,7 +55,7 @@ def has_policy_term(s: Any) -> bool:
 
 
 def has_kl(s: Any) -> bool:
-    """Returns whether a KL to the reference is computed."""
+    """Returns whether a KL term with the reference is computed."""
     return bool(s.kl_coef) or (s.use_kl_loss and minimises_policy_loss(s))
 
 
@@ -65,15 +65,14 @@ def has_reference(s: Any) -> bool:
 
 
 def lends_at_start(s: Any) -> bool:
-    """Returns whether training ranks lend their GPUs before engines first allocate memory; false on a CPU."""
+    """Returns whether training ranks release their GPUs before engines first allocate memory. False on a CPU."""
     return bool(s.device == "cuda" and s.offload_train and not s.debug_train_only)
 
 
 def shares_gpus(s: Any, model: ServedModel) -> bool:
     """Returns whether some engines of `model` share GPUs (on a CPU: slots) with the trainer.
 
-    With `--colocate`, engines share training GPUs in topology order, regardless of their model, until all training
-    GPUs are shared.
+    With `--colocate`, engines of all models are placed on the training GPUs in topology order, until those are used up.
     """
     return any(begin < _num_shared(s) for begin, _ in _gpus_of(s, model))
 
@@ -152,11 +151,11 @@ def what_to_give(folder: str) -> str:
     )
     if path.name.endswith(_MEGATRON_SUFFIX):
         origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))
-        made_of = f"no conversion is needed: name the Hugging Face folder from which it was made, {origin}"
-        return f"{made_of}, or the folder that this command writes: {convert}" if convert else made_of
+        made_of = f"no conversion is needed: pass the Hugging Face folder that it was converted from, {origin}"
+        return f"{made_of}, or the output folder of this command: {convert}" if convert else made_of
     if convert:
-        return f"name the Hugging Face folder that this command writes: {convert}"
-    return download_hint(folder) or "name a folder in Hugging Face format"
+        return f"pass the Hugging Face folder that this command writes: {convert}"
+    return download_hint(folder) or "pass a folder in Hugging Face format"
 
 
 def folders_exist(args: Args) -> str | None:
@@ -164,7 +163,7 @@ def folders_exist(args: Args) -> str | None:
     for name in names:
         folder = getattr(args, name)
         if folder is not None and not Path(folder).is_dir():
-            do = "name an existing folder, or leave it out" if name == "load" else what_to_give(folder)
+            do = "pass an existing folder, or omit the flag" if name == "load" else what_to_give(folder)
             return f"{name} {folder} is not a folder; {do}"
     return None
 
@@ -174,7 +173,7 @@ def folders_are_models(args: Args) -> str | None:
         folder = getattr(args, name)
         if folder is None or not Path(folder).is_dir() or has_hf_model(folder):
             continue
-        kind = "is a Megatron checkpoint of pickles" if has_megatron_checkpoint(folder) else "has no config.json"
+        kind = "is a pickled Megatron checkpoint" if has_megatron_checkpoint(folder) else "has no config.json"
         return f"{name} {folder} {kind}; {what_to_give(folder)}"
     return None
 
@@ -190,7 +189,7 @@ def initial_weights_fit(args: Args) -> str | None:
     one = differing[0]
     return (
         f"the initial weights {folder} (--load or --ref-load) have {one} {theirs.get(one)}, but hf_checkpoint "
-        f"{args.hf_checkpoint} has {ours[one]}; use models of one architecture"
+        f"{args.hf_checkpoint} has {ours[one]}; use models with the same architecture"
     )
 
 

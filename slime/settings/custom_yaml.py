@@ -21,11 +21,11 @@ _FLAG = "--custom-config-path"
 
 FREE = "custom."
 """Prefix that marks the user's own keys among the names of settings."""
-NEAR = "; a setting of a similar name is "
+NEAR = "; a similar setting is "
 """Message text before the name of a similar setting."""
 
 Given = dict[tuple[str, str], Any]
-"""(owner, dest) -> value, as the user gave it."""
+"""(owner, dest) -> value, as the user set it."""
 
 
 def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
@@ -44,11 +44,11 @@ def merge_config(
 ) -> tuple[Given, dict[str, Any]]:
     """Returns `given` merged with the file's settings, and the user's own keys. Adds to `origins`.
 
-    Raises `ConfigError` for invalid settings, also if the command line gives a setting a different value.
+    Raises `ConfigError` for invalid settings, and for settings with a different value on the command line.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
-        raise ConfigError(f"{path}: custom is {custom!r}, which is not a mapping; write names and values below it")
+        raise ConfigError(f"{path}: custom is {custom!r}, but must be a mapping from names to values")
     merged, own, problems = dict(given), dict(custom), []
     seen: dict[tuple[str, str], str] = {}
     for key, value in content.items():
@@ -56,7 +56,7 @@ def merge_config(
             continue
         if is_free(table, str(key)):
             own[str(key)] = value
-            origins["custom", str(key)] = f"{value}, which needs your own function to read it{_near(table, str(key))}"
+            origins["custom", str(key)] = f"{value}, which needs a user function that reads it{_near(table, str(key))}"
             continue
         try:
             (owner, dest), typed = setting_of(table, str(key), value, given, where=f"{path}: {key}")
@@ -64,7 +64,7 @@ def merge_config(
             problems.append(str(error))
             continue
         if (other := seen.setdefault((owner, dest), str(key))) != str(key):
-            problems.append(f"{path}: {other} and {key} are one setting; keep one")
+            problems.append(f"{path}: {other} and {key} are the same setting; keep one")
         merged[owner, dest] = typed
         origins[owner, dest] = f"{path}"
     refuse(problems)

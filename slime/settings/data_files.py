@@ -1,12 +1,11 @@
-"""Resolves the name of a data set to its files or scheme, and counts its rows.
+"""Resolves the name of a dataset to its files or data scheme, and counts its rows.
 
-A name is a file, a folder, a glob of files, or a scheme with arguments (`rg:spell_backward?size=500`, see
-`slime.data.schemes`). It may end in a slice of rows, `@[a:b]`. zstandard and pyarrow are imported only to read their
-files.
+A name is a file, a folder, a glob, or a scheme with arguments (`rg:spell_backward?size=500`, see `slime.data.schemes`),
+optionally followed by a slice of rows, `@[a:b]`. zstandard and pyarrow are imported only when a file needs them.
 
 Invariants
-1. The files of a folder or glob are read in the text order of their paths; a slice counts rows across all of them.
-2. A folder holds one split in one format. A folder that may hold the same rows twice, or held-out rows, is refused.
+1. Files of a folder or glob are read in lexicographic order of their paths; a slice indexes the rows of all files.
+2. A folder holds one split in one format. A folder that may contain duplicate or held-out rows is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from slime.core.files import download_hint
 from slime.core.registry import load_object
 
 SCHEMES = "slime.data.schemes:SCHEMES"
-"""Import path of the registry of data schemes, which this package may not import directly."""
+"""Import path of the data scheme registry, because the import contract forbids importing it directly."""
 ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
 """File name suffixes of readable data files."""
 
@@ -34,7 +33,7 @@ _SCHEME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*):(?P<rest>.+)$", re.DOTALL)
 _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
 _SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _SPLITS |= dict.fromkeys(("eval", "heldout"), "eval")
-"""Word in a file's name -> the split that it means."""
+"""Word in a file name -> split."""
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -68,7 +67,7 @@ def open_lines(path: Path) -> Generator[bytes]:
 
 
 def split_spec(spec: str) -> tuple[str, slice]:
-    """Does the same as `split_slice`, but returns the name as written instead of a `Path`."""
+    """Splits a name like `split_slice`, but returns the name as written instead of a `Path`."""
     _, rows = split_slice(spec)
     return (_SLICE.match(spec) or {"path": spec})["path"], rows
 
@@ -83,7 +82,7 @@ def scheme_of(spec: str) -> tuple[Any, str] | None:
     if found is None or Path(name).exists():
         return None
     if found["rest"].startswith("//"):
-        raise ConfigError(f"{name} is a URL; download the file, and name its path")
+        raise ConfigError(f"{name} is a URL; download the file and pass its path")
     return load_object(SCHEMES).get(found["name"])(), found["rest"]
 
 
@@ -110,11 +109,11 @@ def files_of(spec: str) -> list[Path]:
         return _files_in(path)
     found = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
     if glob.has_magic(name) and not found:
-        raise ConfigError(f"{name} matches no file; correct the pattern")
+        raise ConfigError(f"{name} matches no files; correct the pattern")
     if path.exists():
-        raise ConfigError(f"{name} is a pipe or a device; write the rows into a .jsonl or .parquet file")
+        raise ConfigError(f"{name} is a pipe or a device; write the rows to a .jsonl or .parquet file")
     if not found:
-        what_to_do = download_hint(name, dataset=True) or "name a .jsonl or .parquet file"
+        what_to_do = download_hint(name, dataset=True) or "pass a .jsonl or .parquet file"
         raise ConfigError(f"{name} does not exist; {what_to_do}")
     return found
 
@@ -124,8 +123,8 @@ def _files_in(folder: Path) -> list[Path]:
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name.endswith(ENDINGS))
     if not files:
         below = sorted({p.parent for p in folder.rglob("*") if p.name.endswith(ENDINGS)})
-        where = f"name one of {', '.join(map(str, below[:4]))}" if below else "put .jsonl or .parquet files into it"
-        raise ConfigError(f"folder {folder} holds no {', '.join(ENDINGS)} file; {where}")
+        where = f"pass one of {', '.join(map(str, below[:4]))}" if below else "put .jsonl or .parquet files into it"
+        raise ConfigError(f"folder {folder} has no {', '.join(ENDINGS)} file; {where}")
     of_split: dict[str, Path] = {}
     for file in files:
         of_split.setdefault(_split_of(file), file)
@@ -135,7 +134,7 @@ def _files_in(folder: Path) -> list[Path]:
         before, train, _ = wanted.name.partition("train")
         pattern = f"{before}train*" if train else wanted.name
         raise ConfigError(
-            f"folder {folder} holds files of several splits ({named}), which would be read as one; use a pattern: "
+            f"folder {folder} has files of several splits ({named}), which would be read as one; use a pattern: "
             f"'{folder}/{pattern}'"
         )
     endings = sorted({next(e for e in ENDINGS if p.name.endswith(e)) for p in files})
@@ -153,7 +152,7 @@ def _split_of(file: Path) -> str:
 
 
 def check_data(spec: str, *, held_out: bool) -> None:
-    """Raises `ConfigError` if the data do not exist. Does not open files."""
+    """Raises `ConfigError` if the dataset does not exist. Does not open files."""
     found = scheme_of(spec)
     if found is None:
         files_of(spec)
@@ -171,9 +170,9 @@ def count_file_rows(path: Path) -> int:
 
 
 def count_rows(spec: str) -> int:
-    """Counts the rows of a data set, or of its slice, before any filter.
+    """Counts the rows of a dataset, or of its slice, before any filter.
 
-    Raises `ConfigError` if a file is missing or cannot be read, or if the scheme has no such data set.
+    Raises `ConfigError` if a file is missing or cannot be read, or if the scheme has no such dataset.
     """
     _, rows = split_spec(spec)
     found = scheme_of(spec)
@@ -192,7 +191,7 @@ def count_rows(spec: str) -> int:
 def first_row_names(spec: str, key: str) -> bool:
     """Returns whether the text of the first row contains `key`.
 
-    Returns True if the row cannot be read, and False for a scheme, whose rows name no grader.
+    Returns True if the row cannot be read, and False for a scheme, because its rows do not name a grader.
     """
     try:
         if scheme_of(spec) is not None:

@@ -2,11 +2,11 @@
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
-      datasets:                                  # a list with names, or a mapping from names
+      datasets:                                  # a list of named entries, or a mapping by name
         - {name: aime, path: aime.jsonl, rm_type: math}
 
-A setting comes from the dataset's entry, else from `defaults`, else from the command line. Names and types are checked
-as strictly as flags.
+A setting is taken from the dataset's entry, else from `defaults`, else from the command line. Names and types are
+checked as strictly as flags.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class EvalDatasetConfig:
     """One evaluation dataset and how it is sampled. `_SETTINGS` lists the settings that supply default values."""
 
     name: str
-    """Unique; metrics are `eval/<name>`."""
+    """Unique, because metrics are named `eval/<name>`."""
     path: str
     """A file, folder, glob or scheme, with an optional `@[start:stop]`, like `--prompt-data`."""
     rm_type: str | None = None
-    """The grader of rows whose metadata names none."""
+    """Grader for rows whose metadata does not name one."""
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] | None = None
-    """Keys and values that are set in the metadata of each row."""
+    """Metadata entries to set in each row."""
     input_key: str
     label_key: str | None
     tool_key: str | None
@@ -49,7 +49,7 @@ class EvalDatasetConfig:
     apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any] | None
     max_prompt_len: int | None
-    """In tokens; longer prompts are left out. If the file sets `max_context_len`, at most `max_context_len - 1`."""
+    """In tokens; longer prompts are dropped. At most `max_context_len - 1` if the file sets `max_context_len`."""
     n_samples_per_eval_prompt: int
     """Executions per prompt. pass@k is reported for each power of two up to this number."""
     temperature: float
@@ -91,7 +91,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"several evaluation datasets have the name {twice[0]!r} and would share metrics; rename one")
+        raise ConfigError(f"several evaluation datasets are named {twice[0]!r} and would share metrics; rename one")
     made = []
     for entry in entries:
         own = defaults | entry
@@ -105,7 +105,7 @@ def eval_datasets(args: Args) -> tuple[EvalDatasetConfig, ...]:
 
 
 def _grader_of(path: str, args: Args) -> str | None:
-    """Returns the scheme's grader; None if the prompt data have the same grader: then the run's grader applies."""
+    """Returns the scheme's grader, or None if the prompt data has the same one, so that the run's grader applies."""
     grader = grader_of_data(path)
     return None if grader == grader_of_data(args.prompt_data) else grader
 
@@ -131,14 +131,14 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
     """Returns the entry below a dataset's name. Raises `ConfigError` if it is not a mapping."""
     if found is not None and not isinstance(found, Mapping):
-        raise ConfigError(f"{where} is {found!r}, which is not a mapping; write path: FILE below it")
+        raise ConfigError(f"{where} is {found!r}, but must be a mapping, such as path: FILE")
     return found or {}
 
 
 @cache
 def _flags() -> tuple[Flag, ...]:
     """Returns the fields as flags. Each number has the range of the setting that supplies its default."""
-    from slime.settings.all_flags import own_flags  # imports the groups, which import this module
+    from slime.settings.all_flags import own_flags  # avoids a circular import
 
     limits = {field: flag.limits for flag in own_flags() for field, name in _SETTINGS.items() if name == flag.dest}
     return tuple(

@@ -1,8 +1,8 @@
 """Declares settings as dataclass fields, and generates flags and help texts from the declarations.
 
-A group (or a registry entry) is a frozen dataclass. Each field declares everything about one setting: type, default,
-range, condition, derivation, and its help text in the string literal below it. That literal is read from the source
-only when the user asks for help.
+A group (or a registry entry) is a frozen dataclass. Each field declares one setting: its type, default, range,
+conditions, derivation, and its help text in the string literal below it. That literal is read from the source only when
+the user asks for help.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ class _Unset:
 
 
 UNSET: Final = _Unset()
-"""Stands for a value that counts as not set (`--device auto`)."""
+"""Sentinel for a value that counts as not set, such as `--device auto`."""
 
 
 def is_on(value: Any) -> bool:
-    """Is the default `asks`: None and False request nothing, so they are never reported as without effect."""
+    """Returns whether `value` requests anything: None and False do not. This is the default of `asks`."""
     return value is not None and value is not False
 
 
 def is_not_zero(value: Any) -> bool:
-    """Is `asks` for a coefficient or count: zero requests nothing."""
+    """Returns whether a coefficient or count requests anything: zero does not."""
     return bool(value)
 
 
 def always(value: Any) -> bool:
-    """Is `asks` for a switch: switching a feature off is a request, too."""
+    """Returns True, for a switch: switching a feature off is also a request."""
     return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """A condition that must hold for a setting to act."""
+    """A condition that must hold for a setting to take effect."""
 
     acts: Callable[[Any], bool]
     """(resolved settings) -> whether the condition holds."""
     text: str
-    """The condition as text after "which needs ", or a clause that begins with "which"."""
+    """The condition, phrased to follow "which needs ", or a whole clause that begins with "which"."""
 
     @property
     def clause(self) -> str:
-        """Why the setting has no effect, as a clause that follows its value."""
+        """The reason why the setting has no effect, phrased to follow its value."""
         return self.text if self.text.startswith("which ") else f"which needs {self.text}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adjusted:
-    """A value that replaces a given or derived one because of other settings."""
+    """A replacement for a set or derived value, because of other settings."""
 
     value: Any
     why: str
@@ -79,7 +79,7 @@ class Adjusted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChosenBy:
-    """Chooses a registry entry by a function of all settings, instead of the setting's own value."""
+    """Selects a registry entry with a function of all settings, instead of the setting's own value."""
 
     name: Callable[[Any], str | None]
     """(settings) -> the entry's name; None chooses no entry."""
@@ -89,10 +89,10 @@ class ChosenBy:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A field's declaration beyond its type: the arguments of `opt` and `derived`, stored in the field's metadata."""
+    """A field's declaration, except its type: the arguments of `opt` and `derived`, stored in the field's metadata."""
 
     default: Any = None
-    """The value if the user sets none and `compute` returns None."""
+    """The value if the user does not set one and `compute` returns None."""
     names: tuple[str, ...] = ()
     """Additional spellings of the flag."""
     off_names: tuple[str, ...] = ()
@@ -103,27 +103,27 @@ class Declared:
     append: bool = False
     """The value is a tuple; each occurrence of the flag adds one entry."""
     within: Range | None = None
-    """The range of a number, usually a constant of `slime.settings.flags`. Replaces the four bounds below."""
+    """The range of a number, usually a constant from `slime.settings.flags`. Overrides the four bounds below."""
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
     form: Form | None = None
-    """The check of a text value: `url_form` or `host_form`."""
+    """Check for a text value: `url_form` or `host_form`."""
     needs: Need | tuple[Need, ...] = ()
-    """Conditions that must all hold for the setting to act. Messages name the first condition that fails."""
+    """Conditions that must all hold for the setting to take effect. Messages show the first one that fails."""
     asks: Callable[[Any], bool] = is_on
-    """Whether a value requests something. If not, the run does not report the value as without effect."""
+    """Whether a value requests anything. Values that do not are never reported as having no effect."""
     chosen_from: str | None = None
     """The registry whose entries the value names, as `pkg.module:REGISTRY`."""
     chosen_by: ChosenBy | None = None
-    """Chooses the entry instead of the value. The value then only registers the user's own entry."""
+    """Selects the entry instead of the value, which then only registers a user's entry."""
     compute: Compute | None = None
-    """Computes the value if the user sets none. If it returns None, `default` is used."""
+    """Computes the value if the user does not set one. If it returns None, `default` is used."""
     why: Why = ""
     """The reason for the computed value."""
     canonical: Callable[[Any], Any] | None = None
-    """Converts a given value to its canonical spelling; `UNSET` drops it."""
+    """Converts a value to its canonical form. Returning `UNSET` discards the value."""
     adjust: Callable[[Any, Any], Adjusted | None] | None = None
     """(value, settings) -> the replacement, or None to keep the value."""
     required: str = ""
@@ -179,8 +179,8 @@ opt = _opt(Declared)
 derived = _derived(Declared)
 """`derived(compute, why, ...)` declares a field that is computed from other settings if the user does not set it.
 
-`compute` gets the settings, each derived when it is read (`s.name`, `s.megatron["name"]`, `s.was_given("name")`). If it
-returns None, `default` is used. --explain shows `why`. The keyword arguments are the fields of `Declared`."""
+`compute` receives the settings and resolves what it reads (`s.name`, `s.megatron["name"]`, `s.was_given("name")`).
+If it returns None, `default` is used. --explain shows `why`. The keyword arguments are the fields of `Declared`."""
 
 
 def internal(compute: Compute | None = None, why: str = "") -> Any:
@@ -200,7 +200,7 @@ def _kind(hint: Any) -> tuple[str, str | None, tuple[Any, ...] | None, bool]:
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [a for a in typing.get_args(hint) if a is not type(None)]
-        assert len(members) == 1, f"a field must have one type, or one type or None, not {hint}"
+        assert len(members) == 1, f"a field must have a single type, optionally with None, not {hint}"
         hint, optional = members[0], True
     origin = typing.get_origin(hint)
     if origin is Literal:
@@ -298,12 +298,12 @@ def refuse_if(holds: Callable[[Any], Any], message: str | Callable[[Any], str]) 
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A setting of Megatron or SGLang that slime computes if the user does not set it."""
+    """A Megatron or SGLang setting that slime computes if the user does not set it."""
 
     owner: Literal["megatron", "sglang"]
     name: str
     compute: Compute
-    """(settings, each derived when it is read) -> value. None keeps the owner's default."""
+    """(settings, resolved lazily) -> value. None keeps the owner's default."""
     why: Why
     """Shown by --explain."""
 

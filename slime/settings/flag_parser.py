@@ -1,9 +1,9 @@
-"""`FlagTable`: the strict parser, which turns a command line into values of flags.
+"""`FlagTable`: a strict parser for command lines.
 
 Invariants
-1. A flag must be written in full: prefixes are not accepted. An unknown flag is an error with a suggestion.
-2. A setting that is set twice, even in two spellings, must have the same value both times. Flags after `--override`
-   replace earlier flags, so a script can end with `--override "$@"`.
+1. Flags cannot be abbreviated. The error for an unknown flag suggests a similar one.
+2. A setting that is set twice, even with different spellings, must get the same value both times. Flags after
+   `--override` replace earlier flags, so a script can end with `--override "$@"`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FlagTable:
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags: tuple[Flag, ...] = tuple(flags)
         self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, whether this spelling switches it on). A shared spelling means the first flag."""
+        """Spelling -> (flag, whether this spelling switches it on). The first flag gets a shared spelling."""
         for flag in self.flags:
             if flag.internal:
                 continue
@@ -61,8 +61,8 @@ class FlagTable:
     ) -> dict[tuple[str, str], Any]:
         """Returns the values on a command line, by (owner, dest).
 
-        `owned` maps the flags that slime sets itself to advice, `elsewhere` the flags of other programs. Raises one
-        `ConfigError` that lists all mistakes.
+        `owned` and `elsewhere` map flags to advice: those that slime sets itself, and those of other programs. Raises
+        one `ConfigError` that lists all mistakes.
         """
         out: dict[tuple[str, str], Any] = {}
         problems: list[str] = []
@@ -74,7 +74,7 @@ class FlagTable:
     def _parse_part(
         self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
     ) -> dict[tuple[str, str], Any]:
-        """Returns the values of the arguments between two `OVERRIDE`s. Appends mistakes to `problems`."""
+        """Parses the arguments between two `OVERRIDE`s. Appends error messages to `problems`."""
         out: dict[tuple[str, str], Any] = {}
         spelled: dict[tuple[str, str], str] = {}
         position = 0
@@ -156,7 +156,7 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 def _keep(
     out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
 ) -> None:
-    """Stores the value of one occurrence. `said` is the user's text.
+    """Stores the value of one occurrence of a flag. `said` is the text that the user wrote.
 
     Raises `ConfigError` if an earlier occurrence has a different value.
     """
@@ -173,7 +173,7 @@ def _keep(
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-"""Values with which other programs switch a flag on and off."""
+"""Values that switch a flag on or off in other programs."""
 
 
 def _about_switch(flag: Flag, name: str, word: str, *, on: bool) -> str:
@@ -191,7 +191,7 @@ def _about_strays(words: Sequence[str], elsewhere: Mapping[str, str]) -> Iterato
         w: elsewhere[name] for w in words if "=" in w and (name := w.partition("=")[0].lstrip("+-")) in elsewhere
     }
     for word, answer in answered.items():
-        yield f"{word!r} is not a flag; settings are written --name value: {answer}"
+        yield f"{word!r} is not a flag; write settings as --name value: {answer}"
     others = " ".join(word for word in words if word not in answered)
     if others:
-        yield f"{others!r} belongs to no flag; write each setting as --name value"
+        yield f"{others!r} does not belong to a flag; write each setting as --name value"

@@ -1,7 +1,7 @@
-"""One command-line flag, the ranges of numbers, and the conversion of arguments to values.
+"""Defines command-line flags and the ranges of numbers, and converts arguments to values.
 
 Invariants
-1. A value is converted and checked in the same way from the command line and from YAML.
+1. Values from the command line and from YAML are converted and checked in the same way.
 2. A secret can be passed as @FILE, because every user of the host can read command lines.
 """
 
@@ -23,7 +23,7 @@ from slime.core.processes import ip_of
 from slime.core.text import HIDDEN, nearest, shorten
 from slime.core.user_files import Doubled, parse_json, read_small
 
-# --- Ranges of numbers. Bounds are far beyond today's machines, so a value outside them is a typing mistake.
+# --- Ranges of numbers. Bounds are far beyond today's machines, so a value outside them is a typo.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Range:
     le: float | None = None
 
     def problem(self, value: Any) -> str | None:
-        """Returns what is wrong with a number, as text after "NAME is VALUE, "; None if allowed or not a number."""
+        """Returns the problem, phrased to follow "NAME is VALUE, "; None if `value` is allowed or is not a number."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
         if not math.isfinite(value):
@@ -58,7 +58,7 @@ def _plain(bound: float) -> str:
 
 ANY = Range()
 COUNT = Range(ge=1, le=1_000_000)
-"""A number of prompts, samples, processes, hosts or files, in one step or one cluster."""
+"""Number of prompts, samples, processes, hosts or files per step or cluster."""
 COUNT_OR_NONE = Range(ge=0, le=1_000_000)
 STEPS = Range(ge=1, le=1_000_000_000)
 STEPS_OR_NONE = Range(ge=0, le=1_000_000_000)
@@ -71,17 +71,17 @@ SECONDS = Range(ge=0.01, le=30 * 86_400.0)
 SECONDS_OR_NONE = Range(ge=0, le=30 * 86_400.0)
 FRACTION = Range(ge=0, le=1)
 COEFFICIENT = Range(ge=0, le=1_000)
-"""The coefficient of a term of a loss or reward."""
+"""Coefficient of a loss or reward term."""
 BOUND = Range(ge=0, le=1e9)
-"""The bound of a ratio. It may be large, because some users switch a bound off with a large number."""
+"""Bound on a ratio. Large values are allowed, because some users disable a bound that way."""
 RATE = Range(ge=0, le=100)
 PORT = Range(ge=1, le=65_535)
 SEED = Range(ge=0, le=2**32 - 1)
-"""The seeds that numpy accepts."""
+"""Range of seeds that numpy accepts."""
 WHOLE = Range(ge=0, le=2**31 - 1)
-"""The default range of an engine's integer."""
+"""Default range of an engine's integer flags."""
 WHOLE_OR_OFF = Range(ge=-1, le=2**31 - 1)
-"""The same as `WHOLE`, but -1 is also allowed and has a special meaning, such as off."""
+"""Like `WHOLE`, but also allows -1, which has a special meaning, such as off."""
 REAL = Range(ge=0, le=1e12)
 
 _MEGATRON: Mapping[str, Range] = {
@@ -136,7 +136,7 @@ def range_of(owner: str, dest: str, kind: str) -> Range:
 
 
 Form = Callable[[str], "str | None"]
-"""A check of a text value: returns what is wrong, as text after "NAME is TEXT, "; None if it is allowed."""
+"""A check of a text value. Returns the problem, phrased to follow "NAME is TEXT, ", or None."""
 
 
 def url_form(text: str) -> str | None:
@@ -153,7 +153,7 @@ def host_form(text: str) -> str | None:
     """Accepts an IP address or a host name."""
     if ip_of(text) is not None or (_HOST_NAME.fullmatch(text) and not text.rpartition(".")[2].isdecimal()):
         return None
-    return "which is neither an IP address nor the name of a host; use one, such as 127.0.0.1"
+    return "which is neither an IP address nor a host name; use one, such as 127.0.0.1"
 
 
 _HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.(?!-)[a-z0-9_-]{1,63})*\.?", re.IGNORECASE)
@@ -209,14 +209,14 @@ class Flag:
     limits: Range = ANY
     """Range of a number. For a registry entry's setting it is `ANY`; the chosen entry's range is checked later."""
     form: Form | None = None
-    """The check of a text value."""
+    """Check for a text value."""
     of_strings: bool = False
     """The value is a JSON object with string values."""
     optional: bool = False
     """The word `none` is accepted as None."""
     required: bool = False
     derived: bool = False
-    """slime computes the value if the user sets none; --explain says why."""
+    """slime computes the value if the user does not set one; --explain shows the reason."""
     secret: bool = False
     """Whether the value is masked wherever it is written. @FILE reads the value from a file."""
     internal: bool = False
@@ -234,9 +234,9 @@ MOST_SECRET_BYTES = 65_536
 MOST_KEY = 4096
 """Length limit of a key, in characters. Servers accept headers of 8 kB."""
 _KEY = "api_key"
-"""Secrets with this suffix in their name are sent as bearer tokens."""
+"""Secrets whose name ends in this suffix are sent as bearer tokens."""
 FILE_MARK = "@"
-"""Prefix of a file name that stands for the file's content."""
+"""Prefix of a file name whose content is the value."""
 
 
 def shown(flag: Flag, value: Any) -> str:
@@ -296,15 +296,15 @@ _WANTED: Mapping[str, str] = {
     "float_or_json": "a number or a JSON list",
     "str_or_json": "text or a JSON list",
 }
-"""Kind of a flag -> the values that it accepts, for messages."""
+"""Kind of a flag -> description of its values, for messages."""
 
 
 def convert(flag: Flag, text: str, *, where: str) -> Any:
-    """Converts one argument of the command line to a value, or to one element of a list. Raises `ConfigError`."""
+    """Converts one command-line argument to a value, or to one element of a list. Raises `ConfigError`."""
     if flag.optional and not (flag.is_list or flag.append) and text.lower() == "none":
         return None
     if "\0" in text:
-        raise ConfigError(f"{where} is {shown(flag, text)}, which contains a character of code 0; remove it")
+        raise ConfigError(f"{where} is {shown(flag, text)}, which contains a null character; remove it")
     if flag.secret and text.startswith(FILE_MARK):
         text = _read_secret(text.removeprefix(FILE_MARK), where=where)
     if flag.secret and flag.dest.endswith(_KEY):
@@ -341,7 +341,7 @@ def _read_secret(name: str, *, where: str) -> str:
         text = read_small(Path(name).expanduser(), MOST_SECRET_BYTES).decode().strip()
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; name the file of the secret") from None
+        raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; pass a readable file") from None
     if not text:
         raise ConfigError(f"{where} is @{name}, an empty file; write the secret into it")
     return text

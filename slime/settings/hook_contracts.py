@@ -1,8 +1,8 @@
 """Loads user hooks by path and checks their signatures against contracts.
 
-A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module. So hooks are
-loaded by `check_hooks`, before the run starts any process, and by `load_hook`, where they are used, but never while the
-command line is parsed.
+A path is `pkg.mod:fn`, `pkg.mod.fn` or `path/to/file.py:fn`. Loading a hook imports the user's module, so hooks are
+never loaded while the command line is parsed. `check_hooks` loads all of them before the run starts any process, and
+`load_hook` loads one where it is used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HookContract:
         return f"{how}({parts})"
 
     def refused(self, wrong: str) -> HookError:
-        """Returns the error for a hook that breaks the contract. `wrong`: the hook's path and the problem."""
+        """Returns the error for a hook that breaks the contract. `wrong` is the hook's path and the problem."""
         return HookError(f"--{self.flag.replace('_', '-')} {wrong}; write {self.shape}")
 
 
@@ -113,7 +113,7 @@ def load_hook(path: str, kind: str) -> Callable[..., Any]:
 
     Raises `HookError` if it cannot be loaded, or does not match the contract of `kind` (a key of `CONTRACTS`).
     """
-    assert kind in CONTRACTS, f"no hook of kind {kind!r}; kinds are {sorted(CONTRACTS)}"
+    assert kind in CONTRACTS, f"unknown hook kind {kind!r}; choose from {sorted(CONTRACTS)}"
     contract = CONTRACTS[kind]
     hook = _find(path, contract)
     if contract.is_class:
@@ -150,7 +150,7 @@ def _configured(args: Args) -> list[tuple[str, str]]:
 
 
 def runs_user_code(args: Args) -> bool:
-    """Returns whether a hook or a chosen registry entry is the user's code, which is any import path outside slime."""
+    """Returns whether a hook or a chosen registry entry is user code: any import path outside slime."""
     chosen = {c.setting: getattr(args, c.setting) for c in components().choosers}
     entries = [path for paths in entries_named_in(chosen, components()).values() for path in paths]
     return any(not path.startswith("slime.") for path in [*entries, *(path for path, _ in _configured(args))])

@@ -1,10 +1,10 @@
-"""Megatron's settings: which ones have an effect in this trainer, under which conditions, and which ones slime fixes.
+"""Megatron's settings: which ones take effect in this trainer, under which conditions, and which ones slime fixes.
 
-The trainer builds Megatron's configuration objects from all settings, but uses only some of Megatron's modules. slime
-has its own norm, core attention, latent attention, expert routing, log-probs and outer loop, and does not use
-Transformer Engine. So `need_of` applies one rule: a flag acts only if it is in `ACTING`, or if it is in `CONDITIONS`
-and its condition holds. Any other given flag is listed at start. A flag for a different model, optimizer or layout is
-refused instead (`FIXED`, `UNSUPPORTED`).
+The trainer builds Megatron's config objects from all settings, but uses only some of Megatron's modules. slime has its
+own norm, core attention, latent attention, expert routing, log-probs and outer loop, and does not use Transformer
+Engine. `need_of` therefore applies one rule: a flag takes effect only if it is in `ACTING`, or if it is in `CONDITIONS`
+and its condition holds. Any other flag that the user sets is listed when the run starts. Flags for a different model,
+optimizer or layout are refused instead (`FIXED`, `UNSUPPORTED`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ACTING = frozenset(
         *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     }
 )
-"""Megatron's flags that act in every run, or that a rule refuses in runs where they cannot act."""
+"""Megatron flags that take effect in every run, or that a rule refuses where they cannot."""
 
 _LISTED_THOUGH_FIXED = ("moe_enable_deepep", "transformer_impl")
-"""Fixed settings that do not change what the trainer computes, so other values are listed instead of refused."""
+"""Fixed settings that do not change what the trainer computes, so a different value is listed instead of refused."""
 
 _UNUSED = "a feature of Megatron that this trainer does not use"
 
@@ -44,31 +44,31 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
         *("beta_", "mscale", "original_max_position_embeddings", "rope_type", "rotary_scaling_factor"),
     ),
     "Megatron's own cross entropy; slime computes log-probs itself": ("cross_entropy_loss_fusion",),
-    "inference by Megatron; SGLang samples": ("flash_decode", "inference_"),
-    "random initial weights; slime's come from the checkpoint": ("embedding_init_", "init_method_std", "init_model_"),
+    "Megatron's inference; SGLang does the sampling": ("flash_decode", "inference_"),
+    "random initial weights; slime loads a checkpoint": ("embedding_init_", "init_method_std", "init_model_"),
     "an optimizer other than Adam": ("muon_", "sgd_"),
-    "DeepEP, which the trainer does not use; tokens reach their experts by all-to-all": (
+    "DeepEP, which the trainer does not use; it dispatches tokens by all-to-all": (
         *("moe_deepep_", "moe_enable_deepep", "moe_flex_", "moe_hybridep_"),
     ),
-    "which changes nothing: --optimizer-cpu-offload always pins and overlaps its copies": (
+    "which changes nothing: --optimizer-cpu-offload always pins memory and overlaps its copies": (
         *("overlap_cpu_optimizer_", "pin_cpu_", "use_torch_optimizer_for_cpu_offload"),
     ),
-    "which changes nothing: slime always multiplies and orders the rows of experts with its own kernels": (
+    "which changes nothing: slime always uses its own kernels for grouped GEMM and token permutation": (
         *("moe_grouped_gemm", "moe_permute_fusion", "moe_use_legacy_grouped_gemm"),
     ),
-    "which changes nothing: interleaved pipeline stages always overlap their exchanges, others never": (
+    "which changes nothing: interleaved pipeline stages always overlap P2P communication, others never do": (
         "overlap_p2p_comm",
     ),
-    "rows of one length; slime packs samples of any length": ("seq_length",),
+    "sequences of equal length; slime packs samples of any length": ("seq_length",),
 }
-"""A feature of Megatron that the trainer does not use -> prefixes of the flags that only this feature would read.
+"""A Megatron feature that the trainer does not use -> prefixes of the flags that only this feature reads.
 
-Other unused flags get the general text `_UNUSED`.
+Other unused flags get the generic text `_UNUSED`.
 """
 
 
 def _balances(s: Any) -> bool:
-    """Returns whether experts are load-balanced: by an auxiliary loss with a coefficient, or by sinkhorn."""
+    """Returns whether experts are load-balanced, by sinkhorn or by an auxiliary loss with a nonzero coefficient."""
     return bool(s.megatron["moe_aux_loss_coeff"]) or "sinkhorn" in str(s.megatron["moe_router_load_balancing_type"])
 
 
@@ -89,7 +89,7 @@ def _warms_up(s: Any) -> bool:
 
 
 def _recomputes_modules(s: Any) -> bool:
-    """`moe_layer_recompute` is Megatron's older name for selective recompute of experts."""
+    """Returns whether recompute is selective; `moe_layer_recompute` is Megatron's older name for experts."""
     return s.megatron["recompute_granularity"] == "selective" or bool(s.megatron["moe_layer_recompute"])
 
 
@@ -113,7 +113,8 @@ _CONDITIONAL: Mapping[Need, str] = {
     ),
     Need(
         lambda s: bool(s.megatron["num_moe_experts"]) and s.megatron["moe_token_dispatcher_type"] != "flex",
-        "an MoE checkpoint; the value flex also needs DeepEP, which the trainer does not use: tokens go by all-to-all",
+        "an MoE checkpoint; the value flex also needs DeepEP, which the trainer does not use: it dispatches by "
+        "all-to-all",
     ): "moe_token_dispatcher_type",
     Need(_is_on("multi_latent_attention"), "a checkpoint with latent attention"): (
         "kv_lora_rank q_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
@@ -129,7 +130,7 @@ _CONDITIONAL: Mapping[Need, str] = {
     Need(_is_on("recompute_granularity"), "--recompute-granularity"): (
         "num_microbatches_with_partial_activation_checkpoints"
     ),
-    Need(_decays, "a learning rate that decays: --lr-decay-style other than constant"): "min_lr",
+    Need(_decays, "learning-rate decay: --lr-decay-style other than constant"): "min_lr",
     Need(
         lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
         "a schedule with a length: --lr-decay-style other than constant, or --lr-warmup-fraction",
@@ -171,13 +172,13 @@ _CONDITIONAL: Mapping[Need, str] = {
         "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps"
     ),
 }
-"""A condition -> the flags that act only under it."""
+"""Condition -> flags that take effect only if it holds."""
 
 CONDITIONS: Mapping[str, Need] = {name: need for need, names in _CONDITIONAL.items() for name in names.split()}
 
 
 def need_of(name: str) -> Need | None:
-    """Returns what a Megatron flag needs to act; None if it always acts, or if values that cannot act are refused."""
+    """Returns a flag's condition; None if the flag always takes effect, or is refused where it cannot."""
     if name in CONDITIONS:
         return CONDITIONS[name]
     fixed = name in FIXED or name in UNSUPPORTED
@@ -193,7 +194,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
     "optimizer": ("adam", "the distributed optimizer supports adam"),
     "grad_reduce_in_fp32": (True, "sums of many micro-batches lose precision in bf16"),
-    "average_in_collective": (False, "losses already contain the denominators of the whole step"),
+    "average_in_collective": (False, "losses are already divided by the denominators of the whole step"),
     "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "attention_dropout": (0.0, "dropout makes trainer and engine disagree"),
     "transformer_impl": ("local", "runs without Transformer Engine, on CPU and GPU alike"),
@@ -228,10 +229,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_aux_loss_coeff": (0.0, "it would make a token's gradient depend on the other tokens of its micro-batch"),
     "moe_router_load_balancing_type": ("none", "there is no load-balancing loss"),
     "moe_router_bias_update_rate": (0.0, "the bias comes from the checkpoint, as in the engines"),
-    "moe_router_force_load_balancing": (False, "it routes randomly"),
+    "moe_router_force_load_balancing": (False, "it routes tokens at random"),
     "moe_enable_routing_replay": (
         False,
-        "slime's router replays by --use-routing-replay and --use-rollout-routing-replay",
+        "slime's router has --use-routing-replay and --use-rollout-routing-replay",
     ),
     "moe_router_topk_limited_devices": (None, "expert groups come from the checkpoint"),
     "moe_apply_probs_on_input": (False, "no supported family does this"),
@@ -259,10 +260,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "use_kitchen": (False, "needs a package that the trainer does not use"),
     "use_kitchen_attention": (False, "needs a package that the trainer does not use"),
     "nccl_ub": (False, "registered buffers cannot be offloaded"),
-    "disable_symmetric_registration": (False, "goes with nccl_ub"),
+    "disable_symmetric_registration": (False, "only used with nccl_ub"),
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp", "fsdp_double_buffer", "fsdp_manual_registration"),
-        (False, "the trainer shards by the distributed optimizer, not by FSDP"),
+        (False, "the trainer shards with the distributed optimizer, not with FSDP"),
     ),
     "data_parallel_sharding_strategy": ("no_shard", "a setting of FSDP"),
     "outer_dp_sharding_strategy": ("no_shard", "a setting of FSDP"),
@@ -270,23 +271,23 @@ FIXED: dict[str, tuple[Any, str]] = {
     "preserve_fp32_weights": (True, "a setting of FSDP"),
     "suggested_communication_unit_size": (None, "a setting of FSDP"),
 }
-"""Settings that the trainer fixes; the trainer reads the values here. A flag with a different value is refused."""
+"""Settings whose value the trainer fixes, with the reason. A flag with a different value is refused."""
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose precision in bf16"),
-    **dict.fromkeys(("fp8", "fp4"), (None, "this release does not train it")),
+    **dict.fromkeys(("fp8", "fp4"), (None, "not supported in this release")),
     "cpu_offloading": (False, "needs Transformer Engine"),
 }
 """The same as `FIXED`, for settings that the trainer leaves at Megatron's default."""
 
 SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
-    "lr": (1e-6, "a usual RL learning rate for a pretrained model"),
+    "lr": (1e-6, "a typical RL learning rate for a pretrained model"),
     "min_lr": (0.0, "Megatron's launch default"),
-    "lr_decay_style": ("constant", "RL has no natural end to decay to"),
+    "lr_decay_style": ("constant", "RL training has no natural end"),
     "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
-    "bf16": (True, "the training dtype unless --fp16 or --no-bf16"),
+    "bf16": (True, "the training dtype, unless --fp16 or --no-bf16 is set"),
     "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
     "mtp_loss_scaling_factor": (0.2, "RL scripts that omit the flag expect this value"),
-    "gradient_accumulation_fusion": (True, "a GPU adds weight gradients in float32 inside the product; no Apex"),
+    "gradient_accumulation_fusion": (True, "GPU kernels accumulate weight gradients in float32, without Apex"),
     **FIXED,
 }

@@ -1,7 +1,7 @@
-"""Flags of the public slime that have a different meaning here, and advice for flags of other programs.
+"""Flags of the public slime with a different meaning here, and advice for flags of other programs.
 
 `slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
-flag that is in no table means the same in both.
+flag that is not in any table means the same in both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DIFFERENT: Mapping[str, str] = {
         "accepted if they agree with `config.json`, otherwise refused"
     ),
     "`--attention-backend`, `--transformer-impl`, `--moe-enable-deepep` and other flags of Megatron": (
-        "listed as without effect, with the reason; refused with `--strict`"
+        "reported as having no effect, with the reason; refused with `--strict`"
     ),
     "`--moe-router-dtype fp32`": (
-        "router logits in float32, even if the model uses its own dtype; engines keep their dtype, and the mismatch is "
-        "measured"
+        "router logits in float32, even if the model uses a different dtype; engines keep their dtype, and the "
+        "mismatch is measured"
     ),
     "`--ref-load X`": (
         "the trainer's initial weights, and the reference: a folder in Hugging Face format. For a `torch_dist` folder: "
@@ -36,7 +36,7 @@ DIFFERENT: Mapping[str, str] = {
         "slime's own checkpoints. Use `--save-hf` for Hugging Face folders, and `slime convert X OUT --to torch_dist` "
         "for Megatron"
     ),
-    "a tool that converts to or from `torch_dist`": "`slime convert`, which needs no GPUs and no ranks",
+    "a tool that converts to or from `torch_dist`": "`slime convert`, which needs no GPUs or ranks",
     "`--save-debug-rollout-data X.pt`": (
         "the same path, but ending in `.jsonl.zst` (`.npz` for `--save-debug-train-data`), without pickles"
     ),
@@ -48,23 +48,23 @@ DIFFERENT: Mapping[str, str] = {
         "([vision.md](vision.md))"
     ),
     "`--eval-prompt-data FILE`": "a dataset named aime",
-    "`--eval-prompt-data` without `--eval-interval`": "listed as without effect",
+    "`--eval-prompt-data` without `--eval-interval`": "reported as having no effect",
     "`--eval-prompt-data` under `--loss-type sft_loss`": "the held-out loss",
     "`--custom-config-path` with keys that name no setting": (
-        "your own settings, available as `args.name` if the run has one of your functions; the run lists them when it "
-        "starts"
+        "your own settings, available as `args.name` if the run uses a function of your own; the run lists them when "
+        "it starts"
     ),
     "`--megatron-config-path`": (
-        "settings of one role; shared settings, such as parallel sizes, are refused if they differ from the run's. The "
-        "critic's `load` is `--critic-load`"
+        "settings of one role; shared settings, such as parallel sizes, must equal the run's. The critic's `load` is "
+        "`--critic-load`"
     ),
-    "`--balance-by-flops`": "`--balance-data`, which always balances by floating-point operations",
+    "`--balance-by-flops`": "same as `--balance-data`, which always balances by FLOPs",
     "`--kl-loss-type`": "the default is low_var_kl; k1 with a coefficient is refused",
     "`--kl-coef`": "takes effect with every estimator",
     "`--actor-num-gpus-per-node`": "the default is 1",
     "`--rollout-max-response-len`": (
         "the default is 1024; it limits each response, as in the public slime; `--rollout-max-total-response-len` "
-        "limits a whole execution"
+        "limits an entire execution"
     ),
     "`--rollout-max-context-len`, `--eval-max-context-len`": (
         "also limit generation: a response ends when its conversation reaches this length"
@@ -84,7 +84,7 @@ DIFFERENT: Mapping[str, str] = {
         "refused, because some executions would never be trained, and slime drops nothing"
     ),
     "`--offload`, `--offload-train`, `--offload-rollout` without `--colocate`": (
-        "listed as without effect, because nothing else needs the memory"
+        "reported as having no effect, because nothing else needs the memory"
     ),
     "`--n-samples-per-prompt 1` with normalised rewards": "refused, because every advantage would be zero",
     "`--update-weights-interval` in train.py": "refused unless it is 1, because every step syncs",
@@ -95,40 +95,40 @@ DIFFERENT: Mapping[str, str] = {
         "`log_probs` are named `old_log_probs` ([customization.md](customization.md#advantages-and-losses))"
     ),
     "`--custom-rm-path`": (
-        "called with one sample at a time, even for a fan-out (with `--group-rm`: all samples of a prompt), in a "
-        "separate process, with the limit `--reward-timeout-s`"
+        "called in a separate process with one sample at a time, even for a fan-out (with `--group-rm`: all samples "
+        "of a prompt); `--reward-timeout-s` limits each call"
     ),
     "`--profile-target`, `--memory-snapshot-dir`": (
-        "traces are in the run folder, and by default so are snapshots; all three parts are traced; `rollout` is a "
-        "further target"
+        "traces, and by default snapshots, are written to the run folder; all three targets are supported; `rollout` "
+        "is an additional target"
     ),
     "`--sglang-router-ip`, `--sglang-router-port`": "the router must require a key, `--router-api-key`",
     "`--rollout-external-engine-addrs`": (
         "the run contacts engines when it starts, not while it parses flags. Engines need a few flags "
-        "([topologies.md](topologies.md#engines-that-run-already)), and may exit, come back, join and leave"
+        "([topologies.md](topologies.md#engines-that-run-already)), and can join, leave, exit and come back"
     ),
 }
 """Flags as written in a script -> what they do here, and why. In the order of docs/migration.md."""
 
 _INSTEAD_OF_REFUSED = {
-    "use --model-family, your own family: a model that only the trainer can build has no engine, checkpoint or "
-    "export": "custom-model-provider-path",
-    "leave out --prompt-data, with your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
+    "use --model-family with your own family: a model that only the trainer can build cannot be served, saved or "
+    "exported": "custom-model-provider-path",
+    "omit --prompt-data, and use your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
     "use --load-debug-rollout-data, which replays rollouts without engines": "load-forge-rollout-data",
     "use --offload-train, which leaves the GPU to the engines": "release-train",
-    "use --adam-beta1 0 --adam-beta2 0, which make the same update; --use-precision-aware-optimizer and "
-    "--optimizer-cpu-offload make their state small": "use-stateless-adam",
-    "use --rollout-num-workers, whose processes send requests from all hosts": "use-distributed-post",
+    "use --adam-beta1 0 --adam-beta2 0, which give the same update; --use-precision-aware-optimizer and "
+    "--optimizer-cpu-offload reduce the memory of the state": "use-stateless-adam",
+    "use --rollout-num-workers, which sends requests from several processes": "use-distributed-post",
     "use --router-request-timeout-secs": "sglang-router-request-timeout-secs",
     "drop it: a folder in Hugging Face format holds one set of weights": "ref-ckpt-step opd-teacher-ckpt-step",
-    "drop it: a run checks itself, see --mismatch-limit": (
+    "drop it: every run checks itself, see --mismatch-limit": (
         "ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-train-rollout-logprob-abs-diff-threshold"
     ),
-    "drop it: the trainer has no kernels of DeepGEMM; the mismatch to the engine is measured in every step": (
+    "drop it: the trainer has no DeepGEMM kernels; the mismatch with the engine is measured in every step": (
         "megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers "
         "megatron-deepgemm-moe-forward-modules"
     ),
-    "use --opd-teacher-url of an SGLang server with the teacher, or --opd-type megatron": (
+    "use --opd-teacher-url with an SGLang server that serves the teacher, or --opd-type megatron": (
         "teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-label-reduction-chunk-size "
         "teacher-sample-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s "
         "megatron-server-warmup"
@@ -147,8 +147,8 @@ _INSTEAD_OF_FOREIGN = {
     "use --eval-prompt-data NAME FILE, and --eval-interval": (
         "eval-data eval-dataset val-data test-data val-files val-file data.val_files"
     ),
-    "use --rollout-batch-size, counted in prompts per step; use --global-batch-size for the samples of an optimizer "
-    "step, all devices together, and --micro-batch-size or --max-tokens-per-gpu for those of a forward pass": (
+    "use --rollout-batch-size for the prompts per step, --global-batch-size for the samples per optimizer step "
+    "(all devices together), and --micro-batch-size or --max-tokens-per-gpu for a forward pass": (
         "batch-size train-batch-size mini-batch-size per-device-train-batch-size"
     ),
     "use --num-epoch, or --num-rollout for a number of steps": (
@@ -157,7 +157,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --num-rollout; each step has --num-steps-per-rollout optimizer steps": (
         "steps num-steps max-iters iterations total-steps exit-interval max-steps trainer.total_training_steps"
     ),
-    "use --n-samples-per-prompt, the samples of each prompt": (
+    "use --n-samples-per-prompt, the number of samples per prompt": (
         "group-size num-samples n-samples samples-per-prompt num-generations actor_rollout_ref.rollout.n"
     ),
     "use --lr-decay-style: constant, linear, cosine, inverse-square-root or WSD": (
@@ -169,17 +169,17 @@ _INSTEAD_OF_FOREIGN = {
     "use --clip-grad": (
         "grad-clip clip-grad-norm gradient-clipping max-norm max-grad-norm actor_rollout_ref.actor.grad_clip"
     ),
-    "use --eps-clip, and --eps-clip-high for the upper side": (
+    "use --eps-clip, and --eps-clip-high for the upper bound": (
         "clip-ratio clip-range cliprange clip-eps eps-clip-low-high epsilon actor_rollout_ref.actor.clip_ratio"
     ),
-    "use --kl-coef for a penalty inside the reward, or --use-kl-loss --kl-loss-coef for a term of the loss": (
+    "use --kl-coef for a penalty in the reward, or --use-kl-loss --kl-loss-coef for a loss term": (
         "kl-beta kl-penalty kl-loss-weight init-kl-coef beta"
     ),
-    "use --rollout-max-response-len, in tokens of each response (--rollout-max-total-response-len: of all its turns)": (
+    "use --rollout-max-response-len for the tokens per response (--rollout-max-total-response-len: of all turns)": (
         "max-tokens max-new-tokens max-response-len max-response-length generate-max-len max-completion-length "
         "data.max_response_length"
     ),
-    "use --rollout-max-prompt-len, in tokens; longer prompts are left out, not shortened": (
+    "use --rollout-max-prompt-len, in tokens; longer prompts are dropped, not truncated": (
         "max-prompt-len max-input-length prompt-max-len max-prompt-length data.max_prompt_length"
     ),
     "use --rollout-max-context-len for prompt and response together": "max-len max-seq-len max-model-len max-length",
@@ -221,8 +221,8 @@ _INSTEAD_OF_FOREIGN = {
         "tokenizer tokenizer-type tokenizer-model tokenizer-name-or-path"
     ),
     "use --ref-load DIR": "ref-model",
-    "use --global-batch-size for the samples of an optimizer step, all devices together, and --micro-batch-size or "
-    "--max-tokens-per-gpu for those of a forward pass": "micro-train-batch-size",
+    "use --global-batch-size for the samples per optimizer step (all devices together), and --micro-batch-size or "
+    "--max-tokens-per-gpu for a forward pass": "micro-train-batch-size",
     "drop it: the engines batch requests themselves": "micro-rollout-batch-size",
     "use --lr": "actor-learning-rate learning-rate actor_rollout_ref.actor.optim.lr",
     "use --critic-lr": "critic-learning-rate critic.optim.lr",
@@ -239,34 +239,32 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: config.json has the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
     "drop it: the trainer has its own attention": "use-flash-attn use-mcore-models attn-implementation",
     "drop it: checkpoints have one format": "ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save",
-    "drop it: a checkpoint is loaded completely, or refused, with the name of the missing entry": (
-        "dist-ckpt-strictness"
-    ),
-    "use --no-save-optim, which leaves both out": "no-save-rng",
-    "use --freeze-params-name-list, with patterns of names": "freeze-all-layers",
-    "use --virtual-pipeline-model-parallel-size, the stages of each rank": "num-layers-per-virtual-pipeline-stage",
+    "drop it: loading fails if the checkpoint lacks an entry": "dist-ckpt-strictness",
+    "use --no-save-optim, which also omits the RNG": "no-save-rng",
+    "use --freeze-params-name-list with name patterns": "freeze-all-layers",
+    "use --virtual-pipeline-model-parallel-size, the stages per rank": "num-layers-per-virtual-pipeline-stage",
     "use --custom-config-path": "yaml-cfg",
-    "drop it: --sglang-ep-size divides experts among the ranks of an engine": "sglang-enable-deepep-moe",
+    "drop it: --sglang-ep-size distributes experts over the ranks of an engine": "sglang-enable-deepep-moe",
     "drop it: every step is logged": "log-interval timing-log-level log-throughput logging-steps",
     "use --recompute-granularity selective": "recompute-activations",
-    "drop it: an evaluation covers its whole data set": "eval-iters",
+    "drop it: an evaluation covers its entire dataset": "eval-iters",
     "use --save DIR --save-interval N with --load DIR: a run that was stopped resumes from its newest checkpoint": (
         "exit-duration-in-mins"
     ),
     "use --loss-type sft_loss": "sft",
-    "drop it: Python decides when training ranks collect garbage": "manual-gc",
-    "drop it: the norm of gradients is logged, as train/grad_norm, but not that of parameters": "log-params-norm",
-    "use --use-tensorboard: the times of every step are among the metrics, as perf/...": "log-timers-to-tensorboard",
-    "use --use-pytorch-profiler, whose traces name the parts of a step": "nvtx-ranges",
+    "drop it: training ranks use Python's automatic garbage collection": "manual-gc",
+    "drop it: only the gradient norm is logged, as train/grad_norm": "log-params-norm",
+    "use --use-tensorboard: the timings of every step are logged as perf/...": "log-timers-to-tensorboard",
+    "use --use-pytorch-profiler, whose traces label the phases of a step": "nvtx-ranges",
     "use --use-pytorch-profiler, or --record-memory-history": "profile use-memory-profiler",
     "use --wandb-dir": "wandb-save-dir",
-    "use --actor-num-nodes for the hosts that train, and --actor-num-gpus-per-node for the GPUs of each": (
+    "use --actor-num-nodes for the training hosts, and --actor-num-gpus-per-node for the GPUs per host": (
         "nnodes num-nodes n-gpus-per-node nproc-per-node trainer.nnodes"
     ),
-    "drop it: the engines batch the requests of an evaluation themselves": "per-device-eval-batch-size",
-    "use --global-batch-size for the samples of an optimizer step, all devices together, and --micro-batch-size or "
-    "--max-tokens-per-gpu for those of a forward pass; accumulation follows": "gradient-accumulation-steps",
-    "use --rollout-batch-size, counted in prompts per step; use --n-samples-per-prompt, the samples of each prompt": (
+    "drop it: the engines batch evaluation requests themselves": "per-device-eval-batch-size",
+    "use --global-batch-size for the samples per optimizer step (all devices together), and --micro-batch-size or "
+    "--max-tokens-per-gpu for a forward pass; gradient accumulation follows from them": "gradient-accumulation-steps",
+    "use --rollout-batch-size for the prompts per step, and --n-samples-per-prompt for the samples per prompt": (
         "generation-batch-size"
     ),
     "use --num-steps-per-rollout: optimizer steps per generated batch, each on different samples": (
@@ -279,14 +277,14 @@ _INSTEAD_OF_FOREIGN = {
     ),
     "use --adam-eps": "adam-epsilon",
     "drop it: the optimizer is Adam": "optim",
-    "use --lora-rank N; giving it switches adapters on": "use-peft use-lora lora-r actor_rollout_ref.model.lora_rank",
-    "drop it: adapters are trained without dropout, so that the engines compute what is trained": "lora-dropout",
+    "use --lora-rank N, which also enables adapters": "use-peft use-lora lora-r actor_rollout_ref.model.lora_rank",
+    "drop it: adapters are trained without dropout, so that the engines compute the same model": "lora-dropout",
     "drop it: weights are trained in --bf16, --fp16 or float32": "load-in-4bit load-in-8bit",
     "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (
         "gradient-checkpointing actor_rollout_ref.model.enable_gradient_checkpointing"
     ),
     "use --ref-update-interval, in steps": "sync-ref-model ref-model-sync-steps",
-    "drop it: SGLang is the engine, and its settings are described by --help sglang": (
+    "drop it: SGLang is the only engine; --help sglang lists its settings": (
         "use-vllm vllm-mode vllm-server-host vllm-server-port actor_rollout_ref.rollout.name"
     ),
     "use --sglang-mem-fraction-static": "vllm-gpu-memory-utilization actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -294,18 +292,18 @@ _INSTEAD_OF_FOREIGN = {
         "vllm-tensor-parallel-size actor_rollout_ref.rollout.tensor_model_parallel_size"
     ),
     "use --sglang-context-length": "vllm-max-model-length",
-    "drop it: slime trains only its own model families, with its own code": "trust-remote-code",
-    "drop it: the distributed optimizer shards already; for more see --tensor-model-parallel-size": (
+    "drop it: slime trains only models that it implements itself": "trust-remote-code",
+    "drop it: the distributed optimizer already shards its state; see also --tensor-model-parallel-size": (
         "deepspeed fsdp fsdp-config zero-stage"
     ),
     "use --run-dir DIR": "logging-dir",
     "use --save-keep-last": "save-total-limit",
-    "drop it: train.py trains; --num-rollout 0 evaluates only": "do-train",
+    "drop it: train.py always trains, except with --num-rollout 0, which only evaluates": "do-train",
     "use --input-key": "data.prompt_key",
     "use --rollout-batch-size, counted in prompts per step": "data.train_batch_size",
     "use --kl-coef": "algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward",
-    "use --global-batch-size for the samples of an optimizer step, all devices together, and --micro-batch-size or "
-    "--max-tokens-per-gpu for those of a forward pass; verl counts it in prompts": (
+    "use --global-batch-size for the samples per optimizer step (all devices together), and --micro-batch-size or "
+    "--max-tokens-per-gpu for a forward pass; verl counts it in prompts": (
         "actor_rollout_ref.actor.ppo_mini_batch_size"
     ),
     "use --micro-batch-size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -320,7 +318,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --loss-aggregation": "actor_rollout_ref.actor.loss_agg_mode",
     "use --rollout-temperature": "actor_rollout_ref.rollout.temperature",
     "use --custom-rm-path path/to/file.py:fn": "custom_reward_function.path",
-    "drop it: a first evaluation precedes training, without --skip-eval-before-train": "trainer.val_before_train",
+    "drop it: a run evaluates before training, unless --skip-eval-before-train is set": "trainer.val_before_train",
 }
 """Advice -> flags of other programs (TRL, OpenRLHF, Megatron-LM), without leading dashes, and verl's dotted names."""
 
@@ -333,8 +331,8 @@ REFUSED: Mapping[str, str] = _by_name(_INSTEAD_OF_REFUSED)
 FOREIGN_NAMES: Mapping[str, str] = {**REFUSED, **_by_name(_INSTEAD_OF_FOREIGN)}
 """Flag of another program -> advice, for messages about unknown flags.
 
-No name is accepted as an alias. Many names have almost the same meaning (a batch counted per device, a penalty inside
-the reward), and the difference would go unnoticed. The advice states the difference.
+None of these names is accepted as an alias, because many have a slightly different meaning (a batch size per device, a
+penalty in the reward) that would go unnoticed. The advice states the difference.
 """
 
 
@@ -343,9 +341,9 @@ def tables() -> str:
     parts = [
         "These flags are accepted, but have a different or additional meaning:",
         _table(("in a script", "in slime"), list(DIFFERENT.items())),
-        "These flags are accepted and listed as without effect; `--strict` refuses them:",
+        "These flags are accepted but reported as having no effect; `--strict` refuses them:",
         _table(("in a script", "why"), list(_without_effect())),
-        "These flags are refused by name, and the message says what to do:",
+        "These flags are refused, with a message that says what to do:",
         refused_table(),
     ]
     return "\n\n".join(parts)

@@ -1,14 +1,13 @@
-"""Resolves given values to `Args`: adds defaults, derived values and the checkpoint's architecture, then checks them.
+"""Resolves the user's values to `Args`: adds defaults, derived values and the checkpoint's architecture, then checks.
 
 Invariants
-1. Each setting is computed when it is first read, and only then, so derivations need no order. Its origin is recorded
-   at the same time.
-2. Settings that derive from each other in a circle raise an error that names the circle, instead of recursing.
-3. A setting without effect is listed when the run starts (refused with --strict). The setting is then resolved as if
-   the user had not set it, so it has no effect wherever it is read.
+1. Each setting is computed once, when it is first read, so derivations need no order. Its origin is recorded at the
+   same time.
+2. A cycle of derivations raises an error that names the cycle, instead of recursing.
+3. A setting without effect is listed when the run starts (refused with --strict). It is then resolved as if the user
+   had not set it, so it has no effect wherever it is read.
 4. The checkpoint defines the architecture. A flag that agrees with it, in any notation, is accepted. A flag that
-   contradicts it is refused, unless the flag does nothing in this kind of model. Then the flag is listed as without
-   effect.
+   contradicts it is refused, or listed as having no effect if this kind of model does not use it.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Resolver:
     """The settings of one run during resolution.
 
     `s.name` is a setting of slime or of a registry entry, else Megatron's. `s.megatron["name"]` and `s.sglang["name"]`
-    are settings of the engines. A value is the given value, else the derived value, else the default; a field's
-    `adjust` may then replace the value.
+    are settings of the engines. The user's value takes precedence over the derived value, which takes precedence over
+    the default. A field's `adjust` can then replace the value.
     """
 
     def __init__(
@@ -49,8 +48,9 @@ class Resolver:
     ) -> None:
         """Stores the inputs; computes nothing yet.
 
-        `given`: values by name, or by `owner.name` for engines. `origins`: where the user set each value. `megatron`:
-        Megatron's defaults and their origins by name. `passed`: settings that slime computes for Megatron and SGLang.
+        `given`: the user's values by name, or by `owner.name` for engines. `origins`: where the user set each.
+        `megatron`: Megatron's defaults and their origins by name. `passed`: settings that slime computes for Megatron
+        and SGLang.
         """
         self.components = components
         self.origins: dict[str, str] = {}
@@ -73,19 +73,19 @@ class Resolver:
         raise AttributeError(f"there is no setting {name!r}")
 
     def was_given(self, name: str) -> bool:
-        """Returns whether the user gave this setting. Engine settings are `owner.name`."""
+        """Returns whether the user set this. Engine settings are `owner.name`."""
         return name in self._given
 
     def given(self, name: str) -> Any:
         return self._given.get(name)
 
     def fix(self, owner: str, name: str, value: Any, origin: str) -> None:
-        """Sets an engine's setting, overriding a given value."""
+        """Sets an engine's setting, overriding the user's value."""
         self._values[f"{owner}.{name}"] = value
         self.origins[f"{owner}.{name}"] = origin
 
     def names(self, owner: str) -> list[str]:
-        """Returns the names of an engine's settings that have a value or may get one."""
+        """Returns the names of an engine's settings that have or can get a value."""
         known = dict.fromkeys(self._defaults) if owner == "megatron" else {}
         known |= dict.fromkeys(name for of, name in self._passed if of == owner)
         spelled = (*self._given, *self._values)
@@ -145,7 +145,7 @@ class Resolver:
 
 
 class _Owner(Mapping[str, Any]):
-    """A mapping of one engine's settings. Reading a setting computes it."""
+    """A mapping of one engine's settings, computed when they are read."""
 
     def __init__(self, resolver: Resolver, owner: str) -> None:
         self._resolver, self._owner = resolver, owner
@@ -165,16 +165,16 @@ class _Owner(Mapping[str, Any]):
 
 
 def _canonical(components: Components, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the given values, converted to their canonical spelling."""
+    """Yields the user's values in canonical form."""
     for name, value in given.items():
         says = declared(components.own[name]) if name in components.own else Declared()
         yield name, value if says.canonical is None else says.canonical(value)
 
 
 def own_settings_without_effect(settings: Resolver, components: Components) -> dict[str, str]:
-    """Returns the given settings of slime and registry entries that have no effect.
+    """Returns the settings of slime and registry entries that the user set but that have no effect.
 
-    Maps each name to the given value (masked if secret) and the reason.
+    Maps each name to the user's value (masked if secret) and the reason.
     """
     out = {}
     for name in (*components.own, *components.of_entries()):
@@ -187,10 +187,10 @@ def own_settings_without_effect(settings: Resolver, components: Components) -> d
 
 
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
-    """Returns why a setting has no effect, as a clause ("which needs ..."); None if it acts.
+    """Returns why a setting has no effect, as a clause ("which needs ..."); None if it takes effect.
 
-    A setting acts if the conditions of its declaration hold. An entry's setting also needs a chosen entry with that
-    setting.
+    A setting takes effect if the conditions in its declaration hold. An entry's setting also requires that an entry
+    with this setting is chosen.
     """
     needs = declared(components.field_of(name, settings)).conditions
     missing = _first_missing(needs, settings)
@@ -209,9 +209,9 @@ def _first_missing(needs: tuple[Need, ...], settings: Any) -> str | None:
 
 
 def _choices_with(name: str, components: Components) -> Iterator[str]:
-    """Yields `SETTING a or b` for each setting that can choose entries with the field `name`.
+    """Yields `SETTING a or b` for each setting that can select entries with the field `name`.
 
-    An entry's switch, if there is one, follows the entry's name in parentheses.
+    If an entry has a switch, it follows the entry's name in parentheses.
     """
     by_chooser: dict[str, dict[str, None]] = {}
     for reader in components.readers(name):
@@ -223,9 +223,9 @@ def _choices_with(name: str, components: Components) -> Iterator[str]:
 
 
 def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[str, str]:
-    """Does the same as `own_settings_without_effect` for Megatron's flags.
+    """Returns the Megatron settings that the user set but that have no effect, like `own_settings_without_effect`.
 
-    A flag with Megatron's or slime's default value requests nothing, so it is not reported.
+    Skips flags set to Megatron's or slime's default, because they request nothing.
     """
     out = {}
     for flag in flags:
@@ -239,7 +239,7 @@ def engine_settings_without_effect(args: Args, flags: Iterable[Flag]) -> dict[st
 
 
 def check_required(settings: Any, components: Components) -> None:
-    """Raises one `ConfigError` that names all required settings that are neither given nor derived."""
+    """Raises one `ConfigError` that names all required settings that are neither set nor derived."""
     wanted = {name: declared(field).required for name, field in components.own.items() if declared(field).required}
     missing = [text for name, text in wanted.items() if getattr(settings, name) in (None, "")]
     if missing:
@@ -247,7 +247,7 @@ def check_required(settings: Any, components: Components) -> None:
 
 
 def validate(args: Args, components: Components, *, synchronous: bool = True, problems: Iterable[str] = ()) -> None:
-    """Checks all rules. Raises one `ConfigError` with `problems` and everything that the rules report."""
+    """Checks all rules. Raises one `ConfigError` that lists `problems` and all violated rules."""
     rules: list[Rule] = [rule for group in GROUPS for rule in group.rules]
     rules += [*RULES, *(SYNC_RULES if synchronous else ASYNC_RULES)]
     checks: list[Callable[[], Iterable[str | None]]] = [
@@ -268,14 +268,14 @@ def validate(args: Args, components: Components, *, synchronous: bool = True, pr
 
 
 def of_chosen_entries(args: Args, components: Components) -> Iterator[str]:
-    """Yields the problems that the chosen entries report, if the setting that chooses them acts."""
+    """Yields the problems reported by chosen entries, if the setting that chooses them takes effect."""
     for choice in components.chosen(args):
         if what_is_missing(choice.chooser.setting, args, components) is None:
             yield from choice.problems(args)
 
 
 def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Yields a message for each number given for an entry's setting that is outside the chosen entry's range."""
+    """Yields a message for each number that the user set outside the range of the chosen entry."""
     for name in components.of_entries():
         if settings.was_given(name) and (problem := _problem_of(name, settings, components)) is not None:
             where = settings.origins[name]
@@ -284,7 +284,7 @@ def given_out_of_range(settings: Any, components: Components) -> Iterator[str]:
 
 
 def derived_out_of_range(settings: Any, components: Components) -> Iterator[str]:
-    """Yields a message for each acting derived number outside its range, with the source of the derivation."""
+    """Yields a message for each derived number that takes effect and is outside its range."""
     for name in (*components.own, *components.of_entries()):
         problem = None if settings.was_given(name) else _problem_of(name, settings, components)
         if problem is not None and what_is_missing(name, settings, components) is None:
@@ -299,7 +299,7 @@ def _problem_of(name: str, settings: Any, components: Components) -> str | None:
 
 
 def without_effect(args: Args) -> Iterator[str]:
-    """Yields an error message about settings without effect if --strict is on."""
+    """If --strict is set, yields a message that lists the settings without effect."""
     if args.strict and args.idle:
         told = "; ".join(f"{name} {text}" for name, text in args.idle.items())
         yield f"--strict refuses settings without effect: {told}; drop them, or set what they need"
@@ -315,11 +315,11 @@ ARCHITECTURE_NEEDS: Mapping[str, Need] = {
         "a softmax router; this checkpoint has a sigmoid router",
     ),
 }
-"""Megatron setting defined by the checkpoint -> when it acts. Conditions get the architecture, not the settings."""
+"""Megatron setting defined by the checkpoint -> condition, which receives the architecture instead of the settings."""
 
 CHOICES: Mapping[str, tuple[Any, ...]] = {"moe_router_dtype": ("fp32",)}
-"""Megatron setting defined by the checkpoint -> other values that a flag may choose, because they change only the
-precision."""
+"""Megatron setting defined by the checkpoint -> other values that a flag can set, because only the precision changes.
+"""
 
 _PATTERNS: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda frequency, layer: layer % frequency == 0,
@@ -380,7 +380,7 @@ def _evaluated(node: ast.expr) -> Any:
             return left + right
         if isinstance(node.op, ast.Mult) and isinstance(left, list) != isinstance(right, list):
             return left * right
-    raise ValueError("no pattern of layers")
+    raise ValueError("not a layer pattern")
 
 
 _MOST = 10_000
@@ -397,14 +397,14 @@ def resolve(
 ) -> Args:
     """Returns the settings of a run. Raises one `ConfigError` that lists all problems.
 
-    `given` and `origins` are the values and where the user set each, by (owner, dest). `custom` holds the user's own
-    settings. `synchronous` selects the rules of train.py, otherwise those of train_async.py.
+    `given` maps (owner, dest) to the user's value, and `origins` to where the user set it. `custom` holds the user's
+    own settings. `synchronous` selects the rules of train.py instead of train_async.py.
     """
     values = {_spelled(owner, dest): value for (owner, dest), value in given.items()}
     where = {_spelled(owner, dest): text for (owner, dest), text in origins.items()}
     resolver = resolver_of(components, values, where)
     check_required(resolver, components)
-    list(components.chosen(resolver))  # raises for an unknown name, even of a setting that does not act
+    list(components.chosen(resolver))  # raises for an unknown name, even if the setting has no effect
     too_many = a_step_is_finite(resolver)
     refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])
     args, idle, problems = _without_idle(components, values, where)
@@ -426,8 +426,8 @@ def _without_idle(
 ) -> tuple[Args, dict[str, str], list[str]]:
     """Returns (settings, setting -> why it has no effect, contradictions with the checkpoint).
 
-    Drops the settings without effect and resolves again, until all remaining settings act, because a setting may need
-    a dropped setting (a reference needs a KL).
+    Drops settings without effect and resolves again until all remaining ones take effect, because a setting may depend
+    on a dropped one (a reference needs a KL).
     """
     idle: dict[str, str] = {}
     while True:
@@ -442,7 +442,7 @@ def _without_idle(
 
 
 def resolver_of(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
-    """Returns a resolver of the values from command line and file, still without the checkpoint's architecture."""
+    """Returns a resolver for the user's values, before the checkpoint's architecture is added."""
     return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
 
 
@@ -463,7 +463,7 @@ def _spelled(owner: str, dest: str) -> str:
 def _passed() -> dict[tuple[str, str], Passed]:
     rules = [rule for group in GROUPS for rule in group.passed]
     out: dict[tuple[str, str], Passed] = {(rule.owner, rule.name): rule for rule in rules}
-    assert len(out) == len(rules), "a setting of an engine is derived in two places"
+    assert len(out) == len(rules), "two groups derive the same engine setting"
     return out
 
 

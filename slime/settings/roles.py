@@ -1,4 +1,4 @@
-"""`--megatron-config-path`: Megatron settings for only one role, the policy or the critic.
+"""`--megatron-config-path`: Megatron settings for a single role, the policy or the critic.
 
 The file has a list under `megatron`, with at most one entry per role:
 
@@ -7,9 +7,9 @@ The file has a list under `megatron`, with at most one entry per role:
         role: critic
         overrides: {lr: 1.0e-5, lr_warmup_iters: 10}
 
-For its role, an override replaces the command line's value. Values are parsed like flags. Each role is resolved and
-checked like a whole run; the critic's learning rate becomes its `lr`. Both roles share ranks, batches and model, so the
-file may repeat settings of ranks, batches and model only with the run's values.
+An override replaces the command line's value for its role, and is parsed like a flag. Each role is resolved and checked
+like a full run, with the critic's learning rate as its `lr`. Both roles share ranks, batches and model, so the file can
+only repeat the run's values for those.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ MAY_DIFFER = (
 )
 """Settings that may differ between roles: optimizer, schedule, and how forward and backward passes save memory."""
 _OF_CRITIC = {"lr": "critic_lr", "load": "critic_load"}
-"""Name in the critic's entry -> the equivalent setting with a flag."""
+"""Name in the critic's entry -> equivalent setting on the command line."""
 _PLACES = ("num_nodes", "num_gpus_per_node")
 """Keys of the public format that have no effect here, because both roles run on the same ranks."""
 _RATE, _FLOOR = ("megatron", "lr"), ("megatron", "min_lr")
 _LAYOUT = ("parallel", "pipeline", "context", "stage")
-"""Words that identify settings which split the model over ranks."""
+"""Words in the names of settings that split the model over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A line of the file that repeats a setting of both roles."""
+    """An override of a setting that both roles share."""
 
     key: tuple[str, str]
     """(owner, dest)"""
@@ -78,7 +78,7 @@ def resolve_roles(
 ) -> Args:
     """Returns the settings of a run, including the per-role settings of `--megatron-config-path`.
 
-    `given` and `origins` are the values and where the user set each; `resolve` is `slime.settings.resolve.resolve`.
+    `given` and `origins` hold the user's values and where they were set; `resolve` is `slime.settings.resolve.resolve`.
     Raises `ConfigError`.
     """
     path = given.get(("slime", "megatron_config_path"))
@@ -131,7 +131,7 @@ def _at_its_rate(
 
 
 def _repeats(line: _Shared, args: Args, given: Given) -> bool:
-    """Returns whether the line has the same value as the run, given or resolved."""
+    """Returns whether the line has the run's value, either as the user wrote it or resolved."""
     owner, dest = line.key
     has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
     return bool(line.value == has or (line.key in given and given[line.key] == line.value))
@@ -166,8 +166,8 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
     entries = content.get("megatron")
     if set(content) != {"megatron"} or not isinstance(entries, list):
         raise ConfigError(
-            f"{path} has the keys {sorted(map(str, content))}, but needs the one key megatron, a list of entries with "
-            "role and overrides; correct it"
+            f"{path} has the keys {sorted(map(str, content))}, but must have only the key megatron, with a list of "
+            "entries with role and overrides"
         )
     roles: dict[str, _Role] = {}
     problems: list[str] = []
@@ -176,7 +176,7 @@ def _read(path: str, table: FlagTable, given: Given) -> dict[str, _Role]:
         try:
             role, values = _entry(entry, where)
             if role in roles:
-                raise ConfigError(f"{where} is a second entry of role {role}; write one entry for each role")
+                raise ConfigError(f"{where} is a second entry for role {role}; write one entry per role")
             roles[role] = _role(role, values, table, given, where=f"{where}.overrides")
         except ConfigError as error:
             problems.append(str(error))
@@ -188,13 +188,13 @@ def _entry(entry: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the role and overrides of an entry. Raises `ConfigError` for a malformed entry."""
     if not isinstance(entry, dict) or entry.get("role") not in _ROLES:
         role = entry.get("role") if isinstance(entry, dict) else entry
-        raise ConfigError(f"{where} has the role {role!r}; write the role {' or '.join(_ROLES)}, and overrides")
+        raise ConfigError(f"{where} has the role {role!r}; set role to {' or '.join(_ROLES)}, and add overrides")
     if unknown := [str(key) for key in entry if key not in _ENTRY]:
         raise ConfigError(f"{where} has the unknown keys {', '.join(unknown)}; choose from {', '.join(_ENTRY)}")
     given = [key for key in ("overrides", "args") if key in entry]
     values = entry[given[0]] if given else {}
     if len(given) > 1 or not isinstance(values, dict):
-        raise ConfigError(f"{where} has {' and '.join(given)} {values!r}; write overrides as one mapping of names")
+        raise ConfigError(f"{where} has {' and '.join(given)} {values!r}; write overrides as one mapping")
     return str(entry["role"]), values
 
 
@@ -207,7 +207,7 @@ def _role(role: str, values: Mapping[str, Any], table: FlagTable, given: Given, 
     for key, value in values.items():
         name = str(key)
         if name in _PLACES:
-            idle[name] = f"{value}, which needs separate ranks; policy and critic share the trainer's ranks"
+            idle[name] = f"{value}, which needs separate ranks; policy and critic share ranks"
             continue
         if role == "critic" and name == "save":
             idle[name] = f"{value}, which needs separate checkpoints; each checkpoint in --save holds both roles"
@@ -243,7 +243,7 @@ def _setting(
         near = table.nearest("--" + name.replace("_", "-"))
         hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role has {', '.join(MAY_DIFFER)}"
         raise ConfigError(f"{where} is not a setting; {hint}")
-    shared = "ranks, which are split in one way" if any(w in dest for w in _LAYOUT) else "this setting"
+    shared = "the parallel layout" if any(w in dest for w in _LAYOUT) else "this setting"
     key, typed = setting_of(table, name, value, {}, where=where)
-    wrong = f"{where} is {shown(found[0], typed)}, but the run has a different value, and roles share {shared}"
+    wrong = f"{where} is {shown(found[0], typed)}, but the run has a different value, and both roles share {shared}"
     return _Shared(key, typed, f"{wrong}; set it with a flag")

@@ -1,7 +1,7 @@
-"""Rules that involve several groups of settings. The rules of a single group are in its file.
+"""Rules that involve several groups of settings. Rules of a single group are in the group's module.
 
-The rules find combinations that cannot work in one or both loops, lengths beyond the model's context, and free keys
-that no code reads. They take microseconds, because they read only config.json and the first row of the data.
+They reject combinations that cannot work in one or both loops, lengths beyond the model's context, and free keys that
+nothing reads. They take microseconds, because they read only config.json and the first row of the data.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def _one_schedule(args: Args) -> str | None:
     name = args.rollout_schedule
     if load_object(SCHEDULES).get(name).continuous != args.fully_async:
         switch = "--fully-async" if args.fully_async else "--no-fully-async"
-        return f"--rollout-schedule {name} contradicts {switch} (or the function that means it); drop one of the two"
+        return f"--rollout-schedule {name} contradicts {switch} (or the function that implies it); drop one of the two"
     if name != "function" and args.rollout_function_path != DEFAULT_ROLLOUT:
         return (
             f"--rollout-schedule {name} does not call --rollout-function-path {args.rollout_function_path}; only the "
-            "schedule function does: drop one of the two"
+            "schedule named function does. Drop one of the two"
         )
     return None
 
@@ -59,8 +59,8 @@ def _worker_has_its_own_ways(args: Args) -> str | None:
     if not wrong and not fine_tunes(args):
         return None
     return (
-        f"--fully-async does not work with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker is the rollout "
-        "function and keeps max_groups_in_flight groups; drop one of the two"
+        f"--fully-async does not work with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker replaces the "
+        "rollout function and keeps max_groups_in_flight groups in flight; drop one of the two"
     )
 
 
@@ -73,8 +73,8 @@ def _bounds_are_possible(args: Args) -> str | None:
         )
     if args.fully_async and bound is not None and bound < (interval := args.update_weights_interval) - 1:
         return (
-            f"max_weight_staleness {bound} does not allow update_weights_interval {interval}: before a weight sync "
-            f"engines are {interval - 1} versions behind, and a step would wait forever; raise it"
+            f"max_weight_staleness {bound} is too low for update_weights_interval {interval}: engines are "
+            f"{interval - 1} versions behind before a weight sync, so a step would wait forever; raise it"
         )
     return None
 
@@ -82,19 +82,19 @@ def _bounds_are_possible(args: Args) -> str | None:
 _BOTH: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.rollout_function_path == FULLY_ASYNC,
-        "--no-fully-async contradicts --rollout-function-path of the fully async worker; drop one of the two",
+        "--no-fully-async contradicts the fully async --rollout-function-path; drop one of the two",
     ),
     _one_schedule,
     _worker_has_its_own_ways,
     _bounds_are_possible,
     refuse_if(
         lambda s: s.pause_generation_mode == "in_place" and s.sglang["chunked_prefill_size"] != -1,
-        "--sglang-chunked-prefill-size does not work with --pause-generation-mode in_place: weights of several "
-        "versions could read one prompt, and the sample's versions would not show it; drop it or use retract",
+        "--sglang-chunked-prefill-size does not work with --pause-generation-mode in_place: several weight versions "
+        "could prefill one prompt, which the sample would not record; drop it or use retract",
     ),
     refuse_if(
         lambda s: s.fully_async and s.keep_old_actor,
-        "--keep-old-actor keeps one old policy, but with --fully-async weights of several versions sample a batch; use "
+        "--keep-old-actor keeps one old policy, but with --fully-async several weight versions sample a batch; use "
         "--use-tis or --use-rollout-logprobs",
     ),
 )
@@ -112,7 +112,7 @@ SYNC_RULES: tuple[Rule, ...] = (
     ),
     refuse_if(
         lambda s: s.fully_async,
-        "--fully-async does not work with train.py, which generates and trains in turn; use train_async.py",
+        "--fully-async does not work with train.py, which alternates generation and training; use train_async.py",
     ),
 )
 """Rules of train.py."""
@@ -125,8 +125,8 @@ ASYNC_RULES: tuple[Rule, ...] = (
     ),
     refuse_if(
         lambda s: not s.fully_async and s.max_weight_staleness is not None,
-        "--max-weight-staleness does not work with train_async.py, which takes a batch before the weights exist that "
-        "the batch will train; add --fully-async or use train.py",
+        "--max-weight-staleness does not work with train_async.py, which samples a batch before the weights that it "
+        "will train exist; add --fully-async or use train.py",
     ),
 )
 """Rules of train_async.py."""
@@ -135,7 +135,7 @@ ASYNC_RULES: tuple[Rule, ...] = (
 
 
 def free_keys_have_a_reader(args: Args) -> str | None:
-    """A free key needs a user function that may read it; otherwise it is probably a misspelt setting."""
+    """A free key needs a user function that can read it; otherwise it is probably a misspelt setting."""
     found = {name.removeprefix(FREE): text for name, text in args.idle.items() if name.startswith(FREE)}
     if not found or runs_user_code(args):
         return None
@@ -198,7 +198,7 @@ def _too_long(kind: str, conversation: int | None, answer: int, of_what: str, co
     if not wrong:
         return None
     return (
-        f"{name} {value}{of_what} is too long: prompt and response together are at most {context} tokens in this model "
+        f"{name} {value}{of_what} is too long: this model supports at most {context} tokens of prompt plus response "
         "(config.json, or --sglang-context-length), and engines refuse longer requests; lower "
         f"--{name.replace('_', '-')}"
     )
@@ -216,11 +216,11 @@ def _leaves_executions(s: Any) -> bool:
 
 
 def a_step_is_finite(settings: Any) -> str | None:
-    """The number of executions per step is bounded. Checked before other settings are derived from that number."""
+    """Limits the number of executions per step. Checked before other settings are derived from that number."""
     most = int(EXECUTIONS.le or 0)
     if _executions(settings) <= most:
         return None
-    return f"{_product(settings)} executions are too many: a step has at most {most}; lower one of the two"
+    return f"{_product(settings)} executions are too many: the limit per step is {most}; lower one of the two"
 
 
 def _product(s: Any) -> str:
@@ -236,7 +236,7 @@ def _steps_contradict(s: Any) -> bool:
 
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
-    """With top-p or top-k, the trainer's log-probs are of the truncated distribution, the engines' of the full one."""
+    """The trainer computes log-probs of the distribution after top-p and top-k, engines those of the full one."""
     if fine_tunes(args) or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
@@ -245,8 +245,8 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
         return None
     return (
         f"{', '.join(wrong)} does not work with rollout_top_p {args.rollout_top_p} and rollout_top_k "
-        f"{args.rollout_top_k}: the trainer's log-probs are of the truncated distribution, but those of the engine and "
-        "the reference are of the full one; drop top-p and top-k, or use --kl-coef for a reference"
+        f"{args.rollout_top_k}: the trainer computes log-probs over the truncated distribution, but the engine and "
+        "the reference over the full one; drop top-p and top-k, or use --kl-coef for a reference"
     )
 
 
@@ -293,7 +293,7 @@ def rewards_are_defined(args: Args) -> str | None:
         return None
     if first_row_names(args.prompt_data or "", "rm_type"):
         return None
-    return "nothing scores samples; set --rm-type or --custom-rm-path"
+    return "nothing would score the samples; set --rm-type or --custom-rm-path"
 
 
 def prompts_exist(args: Args) -> str | None:
@@ -326,7 +326,7 @@ def _held_out(settings: Any) -> list[tuple[str, str, bool]]:
 
 
 def _missing(data: list[tuple[str, str, bool]]) -> str | None:
-    """Reports the first data set that does not exist. `data`: (name for messages, spec, whether it is held out)."""
+    """Reports the first dataset that does not exist. `data`: (name for messages, spec, whether it is held out)."""
     for name, spec, held_out in data:
         try:
             check_data(spec, held_out=held_out)
@@ -343,14 +343,14 @@ def export_replaces_nothing_else(args: Args) -> str | None:
         exports = _export_folders(args.save_hf)
     except ValueError as error:
         return (
-            f"save_hf {args.save_hf} is not valid: braces may only hold {{rollout_id}}, or {{rollout_id:06d}}, not "
+            f"save_hf {args.save_hf} is not valid: braces can only contain {{rollout_id}}, or {{rollout_id:06d}}, not "
             f"{error}; correct it"
         )
     for name, path in _in_use(args):
         if exports.fullmatch(os.path.realpath(path)):
             return (
                 f"save_hf {args.save_hf} is or contains {name} {path}: an export replaces its whole folder and would "
-                "delete that; use a separate folder"
+                "delete it; use a separate folder"
             )
     return None
 
@@ -419,8 +419,8 @@ RULES: tuple[Rule, ...] = (
     *conditions.RULES,
     refuse_if(
         lambda s: s.start_rollout_id is not None and s.load is not None and not s.finetune,
-        "start_rollout_id {s.start_rollout_id} does not work with load {s.load}, because the checkpoint says which "
-        "step is next; drop it, or add --finetune to load only the weights",
+        "start_rollout_id {s.start_rollout_id} does not work with load {s.load}, because the checkpoint determines "
+        "the next step; drop it, or add --finetune to load only the weights",
     ),
     export_replaces_nothing_else,
     responses_fit_the_model,

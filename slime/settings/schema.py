@@ -1,8 +1,7 @@
-"""Loads the flags of Megatron, SGLang and the router from JSON files, and gets facts about a checkpoint from
-`slime.models`.
+"""Loads the flags of Megatron, SGLang and the router from JSON files, and queries `slime.models` about checkpoints.
 
-`slime.cli.schemas` writes the JSON files, so this module imports no engine and a command line is parsed quickly. This
-package may not import `slime.models` directly, so this module loads it by its import path.
+`slime.cli.schemas` writes the JSON files, so that a command line is parsed quickly, without importing an engine. The
+import contract forbids importing `slime.models` directly, so this module loads it by its import path.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
 _DTYPE = "use --bf16, --fp16 or --no-bf16."
 _PORTS = "ports are allocated per run."
 _HOSTS = "placement chooses the hosts of an engine."
-_PLACEMENT = "placement decides it."
+_PLACEMENT = "it follows from placement."
 _JOIN = "workers join after their first verified weight sync."
 _PAIRS = "use --prefill-num-servers, or worker_type in --sglang-config."
 
@@ -44,13 +43,13 @@ OWNED: dict[str, dict[str, str]] = {
         "model_path": "use --hf-checkpoint.",
         "tp_size": "use --rollout-num-gpus-per-engine.",
         "device": "use --device.",
-        "host": "servers listen on addresses of the run.",
+        "host": "the run chooses the servers' addresses.",
         **dict.fromkeys(("port", "nccl_port", "disaggregation_bootstrap_port"), _PORTS),
         "dist_init_addr": "addresses are allocated per run.",
         **dict.fromkeys(("nnodes", "node_rank"), _HOSTS),
         **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _PLACEMENT),
         "random_seed": "use --rollout-seed.",
-        "weight_version": "the weight sync counts versions.",
+        "weight_version": "weight syncs set the version.",
         "skip_server_warmup": "an engine serves only after its first verified weight sync.",
         "skip_tokenizer_init": "slime already sends and receives token ids.",
         "enable_memory_saver": "use --offload-rollout.",
@@ -60,7 +59,7 @@ OWNED: dict[str, dict[str, str]] = {
     "router": {
         **dict.fromkeys(("worker_urls", "prefill", "decode", "service_discovery"), _JOIN),
         "prometheus_port": _PORTS,
-        "prometheus_host": "the router listens on an address of the run.",
+        "prometheus_host": "the run chooses the router's address.",
         "mini_lb": "this release starts the standard router.",
         "pd_disaggregation": _PAIRS,
     },
@@ -88,9 +87,9 @@ RENAMED = {
         "nsa-decode-backend": "dsa-decode-backend",
     }
 }
-"""Owner -> flag of an older version -> its name in the newest. Both are accepted, because launch scripts have both."""
+"""Owner -> flag of an older version -> its newest name. Both are accepted, because launch scripts use both."""
 PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
-"""Owner -> the package that its flags come from, if slime works with several versions of the package."""
+"""Owner -> package that defines its flags, for packages of which slime supports several versions."""
 
 
 def file_name(owner: str, version: Version | None) -> str:
@@ -101,8 +100,8 @@ def file_name(owner: str, version: Version | None) -> str:
 def load(owner: str) -> dict[str, Any]:
     """Returns the schema of megatron, sglang or router for the installed version of its package.
 
-    `slime schemas --write` makes the schema of a version that slime does not bring along. Without it, returns that of
-    the nearest version.
+    `slime schemas --write` generates the schema of a version that slime does not ship. Without it, the nearest shipped
+    version is used.
     """
     data: dict[str, Any] = json.loads(_file(owner).read_text())
     return data
@@ -121,13 +120,13 @@ def _file(owner: str) -> Path:
 
 
 def made_here() -> Path:
-    """Returns the folder with the schemas that this user has made."""
+    """Returns the folder with the schemas that this user generated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "schemas"
 
 
 @cache
 def flags_of_owner(owner: str) -> tuple[Flag, ...]:
-    """Returns all flags of one owner, with prefixed spellings. Includes those that slime sets itself."""
+    """Returns all flags of one owner, with prefixed spellings, including those that slime sets itself."""
 
     def spelled(names: list[str]) -> tuple[str, ...]:
         return tuple(PREFIX[owner] + name.replace("_", "-") for name in names)

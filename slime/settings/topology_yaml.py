@@ -36,19 +36,19 @@ _FLAG = "--sglang-config"
 _MODEL_KEYS = {"name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups"}
 _GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 _OF_ALL = {
-    "api_key": "requests carry one key for all engines; use --sglang-api-key",
-    "admin_api_key": "weight syncs carry one key for all engines; use --sglang-admin-api-key",
+    "api_key": "requests use one key for all engines; use --sglang-api-key",
+    "admin_api_key": "weight syncs use one key for all engines; use --sglang-admin-api-key",
     "dtype": "weights are sent in the dtype of the run; use --sglang-dtype",
 }
 """ServerArgs that a group cannot override -> why, and what to use instead."""
 
 
 def topology_of(args: Args) -> Topology:
-    """Returns the topology that the settings ask for. Raises `ConfigError` for an invalid file."""
+    """Returns the topology described by the settings. Raises `ConfigError` for an invalid file."""
     if args.debug_train_only:
         return Topology(())
     path = str(args.hf_checkpoint)
-    if args.rollout_external_engine_addrs:  # their sizes are not known until they respond
+    if args.rollout_external_engine_addrs:  # their sizes are unknown until they respond
         return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
         return read_topology(
@@ -75,27 +75,28 @@ def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:
 def read_topology(file: str, *, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
     """Reads the models of a file.
 
-    `num_gpus_per_engine` is the default of groups; `trains` is whether the run has a trainer. Raises `ConfigError` that
-    names the place in the file.
+    `num_gpus_per_engine` is the default of groups; `trains` is whether the run has a trainer. Raises `ConfigError` with
+    the location in the file.
     """
     return _meant(read_text(file, _FLAG, "YAML file"), file, hf_checkpoint, num_gpus_per_engine, trains)
 
 
 @lru_cache(maxsize=16)
 def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, trains: bool) -> Topology:
-    """Does the same as `read_topology` for the content of the file, cached."""
+    """Parses the file's content for `read_topology`. Cached."""
     entries = _entries(text, file)
     models = tuple(
         _model(entry, f"{file}: sglang[{i}]", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries)
     )
     names = [model.name for model in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{file}: two models have the name {twice[0]!r}, but requests name the model; rename one")
+        raise ConfigError(f"{file}: two models are named {twice[0]!r}, but requests select a model by name; rename one")
     policies = [model.name for model in models if model.trained]
     if trains and len(policies) != 1:
         raise ConfigError(
-            f"{file}: update_weights is true for {', '.join(policies) or 'no model'}, but the trainer sends weights to "
-            "one model; set it to true for the model with the path of --hf-checkpoint, and to false for the others"
+            f"{file}: update_weights is true for {', '.join(policies) or 'no model'}, but the trainer sends weights "
+            "to exactly one model; set it to true for the model whose path is --hf-checkpoint, and to false for "
+            "others"
         )
     return Topology(models)
 
@@ -123,7 +124,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
     fields = _known(entry, _MODEL_KEYS, where)
     name = _typed(fields, "name", str, where)
     if not name:
-        raise ConfigError(f"{where} has no name; add one, because requests name the model")
+        raise ConfigError(f"{where} has no name; add one, because requests select a model by name")
     where = f"{where} ({name})"
     path = _typed(fields, "model_path", str, where) or hf_checkpoint
     same = path.rstrip("/") == hf_checkpoint.rstrip("/")
@@ -135,7 +136,7 @@ def _model(entry: Any, where: str, hf_checkpoint: str, width: int) -> ServedMode
             "trainer has no weights for it; drop one of the two"
         )
     if "server_groups" in fields and "engine_groups" in fields:
-        raise ConfigError(f"{where} has server_groups and engine_groups, which mean the same; keep one")
+        raise ConfigError(f"{where} has server_groups and engine_groups, which are synonyms; keep one")
     groups = fields.get("server_groups", fields.get("engine_groups"))
     if not isinstance(groups, list) or not groups:
         raise ConfigError(f"{where} has no server_groups; add a list of entries with num_gpus")
@@ -154,12 +155,12 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
     worker = Worker(kind)
     if worker is Worker.ENCODER:
         raise ConfigError(
-            f"{where} has the worker_type encoder, an engine for only the vision part of a model, which this release "
-            "does not start; use regular engines, which encode images themselves"
+            f"{where} has the worker_type encoder, which this release does not support; use regular engines, which "
+            "encode images themselves"
         )
     num_gpus = _positive(fields, "num_gpus", where)
     if num_gpus is None:
-        raise ConfigError(f"{where} has no num_gpus; set it to the total number of GPUs of all engines of the group")
+        raise ConfigError(f"{where} has no num_gpus; set it to the total number of GPUs of the group's engines")
     each = _positive(fields, "num_gpus_per_engine", where) or (1 if worker is Worker.PLACEHOLDER else width)
     if num_gpus % each:
         raise ConfigError(f"{where}: num_gpus {num_gpus} is not a multiple of num_gpus_per_engine {each}; change one")
@@ -167,11 +168,11 @@ def _group(entry: Any, where: str, width: int) -> EngineGroup:
 
 
 def _overrides(given: Any, where: str) -> dict[str, Any]:
-    """Returns the given ServerArgs by field name, type-checked."""
+    """Returns the overridden ServerArgs by field name, type-checked."""
     from slime.settings.schema import OWNED, flags_of_owner
 
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} is {given!r}, which is not a mapping; write ServerArgs by name")
+        raise ConfigError(f"{where} is {given!r}, but must be a mapping of ServerArgs by name")
     flags: dict[str, Flag] = {flag.dest: flag for flag in flags_of_owner("sglang")}
     out = {}
     for key, value in given.items():
@@ -181,7 +182,7 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
         if name in _OF_ALL:
             raise ConfigError(f"{where}: all engines of a run share {key}: {_OF_ALL[name]}")
         if name not in flags:
-            raise ConfigError(f"{where}: SGLang does not know {key!r}; see --help sglang")
+            raise ConfigError(f"{where}: SGLang has no setting {key!r}; see --help sglang")
         out[name] = coerce(flags[name], value, where=f"{where}.{key}")
     return out
 
@@ -189,12 +190,12 @@ def _overrides(given: Any, where: str) -> dict[str, Any]:
 def _require_engines(model: ServedModel, where: str) -> None:
     workers = {group.worker for group in model.groups if group.runs}
     if not workers:
-        raise ConfigError(f"{where} has only placeholders, so nothing would serve the model; add a group that runs")
+        raise ConfigError(f"{where} has only placeholders, so no engine would serve the model; add a different group")
     if not model.in_pairs:
         return
     if Worker.REGULAR in workers:
         raise ConfigError(
-            f"{where} has regular groups beside prefill and decode groups, but a model's router sends requests either "
+            f"{where} mixes regular groups with prefill and decode groups, but a model's router sends requests either "
             "to single engines or to pairs; use one kind, or serve the others as a separate model"
         )
     if absent := [worker.value for worker in PAIRED if worker not in workers]:
@@ -231,7 +232,7 @@ def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 STAGES_ENV = "SGLANG_PP_LAYER_PARTITION"
-"""The variable from which SGLang reads the number of layers of each pipeline stage. A run applies it to the policy."""
+"""Environment variable from which SGLang reads the layers per pipeline stage. A run applies it to the policy."""
 
 
 def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True) -> EngineLayout:
@@ -248,12 +249,12 @@ def layout_of(num_gpus: int, sglang: Mapping[str, Any], *, trained: bool = True)
         )
     if dp_size > 1 and not (sglang.get("enable_dp_attention") or sglang.get("attn_dp_size")):
         raise ConfigError(
-            f"sglang_dp_size {dp_size} needs --sglang-enable-dp-attention, because each copy of a model is a separate "
-            "engine; drop it, and use more GPUs for more engines"
+            f"sglang_dp_size {dp_size} needs --sglang-enable-dp-attention, because each replica of a model is a "
+            "separate engine; drop it, and add GPUs to get more engines"
         )
     tp_size, dense = num_gpus // pp_size, sglang.get("moe_dense_tp_size")
     if dense not in (None, 1, tp_size):
-        raise ConfigError(f"sglang_moe_dense_tp_size is {dense}, but must be 1, or {tp_size}, which is the default")
+        raise ConfigError(f"sglang_moe_dense_tp_size is {dense}, but must be 1 or {tp_size} (the default)")
     return EngineLayout(
         tp_size=tp_size,
         pp_size=pp_size,
@@ -300,7 +301,7 @@ def _dp_attention(dp_size: int) -> dict[str, Any]:
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
     """Returns the names of given ServerArgs that contradict the layout."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
-    if layout.dp_size > 1:  # both ways to ask for DP attention mean the same
+    if layout.dp_size > 1:  # both ways to request DP attention are equivalent
         own |= {"dp_size": layout.dp_size, "attn_dp_size": layout.dp_size, "enable_dp_attention": True}
     # SGLang ignores these if dp_size is 1.
     idle = () if layout.dp_size > 1 else ("enable_dp_attention", "enable_dp_lm_head")
@@ -338,14 +339,14 @@ FILE_MARK = "@"
 
 
 def address_file(given: Sequence[str]) -> Path | None:
-    """Returns FILE of `--rollout-external-engine-addrs @FILE`, or None. Raises `ConfigError` if other words follow."""
+    """Returns FILE from `--rollout-external-engine-addrs @FILE`, or None. Raises `ConfigError` if addresses follow."""
     files = [word for word in given if word.startswith(FILE_MARK)]
     if not files:
         return None
     if len(given) > 1:
         raise ConfigError(
-            f"--rollout-external-engine-addrs {' '.join(given)} names a file and addresses, but a file is the whole "
-            "list; use either one file or addresses"
+            f"--rollout-external-engine-addrs {' '.join(given)} names both a file and addresses; use either one file "
+            "or addresses"
         )
     return Path(files[0].removeprefix(FILE_MARK))
 
@@ -353,7 +354,7 @@ def address_file(given: Sequence[str]) -> Path | None:
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
     """Returns the current addresses, each as `http://host:port`.
 
-    Every call reads the file again, because it may change during a run. Raises `ConfigError` that names the place of a
+    Reads the file again in every call, because it may change during a run. Raises `ConfigError` with the location of a
     wrong address.
     """
     file = address_file(given)

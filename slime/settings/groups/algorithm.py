@@ -3,8 +3,8 @@
 They cover advantages, policy loss, KL, entropy, aggregation, critic, distillation, off-policy corrections and routing
 replay.
 
-The run applies the corrections listed in `--off-policy-corrections`. If the list is not given, it is derived from the
-switches; if it is given, the switches are derived from it. So the two always agree.
+The run applies the corrections listed in `--off-policy-corrections`. If the user does not set the list, it is derived
+from the switches. If the user sets it, the switches are derived from it, so the two always agree.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _reference(s: Any) -> str | None:
 
 _READS_IT = Need(
     lambda s: has_reference(s) or s.initial_weights == s.given("ref_load"),
-    "--use-kl-loss or --kl-coef beside a --load in Hugging Face format, from which the trainer starts",
+    "--use-kl-loss or --kl-coef, because the trainer starts from --load, which is in Hugging Face format",
 )
 
 
@@ -65,42 +65,42 @@ class AlgorithmSettings:
     """Advantages, loss and KL; docs/algorithms.md has the formulas."""
 
     advantage_estimator: str = opt("grpo", chosen_from=ESTIMATORS, needs=ADVANTAGES)
-    """How rewards become advantages. A group is the samples of one prompt id. gspo, cispo and sapo are grpo with the
-    policy loss of that name; ppo trains a critic. Or the import path of your own estimator."""
+    """Advantage estimator, or the import path of your own. gspo, cispo and sapo are grpo with the policy loss of that
+    name; ppo trains a critic. A group consists of the samples with the same prompt id."""
     policy_loss: str = derived(
         lambda s: estimator_of(s).default_policy_loss,
         lambda s: f"advantage_estimator {s.advantage_estimator}",
         chosen_from="slime.algorithms.policy_loss:POLICY_LOSSES",
         needs=POLICY_TERM,
     )
-    """How the update is bounded: clipped ratio of tokens or of sequences (arXiv:2507.18071), clipped weight
-    (arXiv:2506.13585), or soft gate (arXiv:2511.20347). Default: that of the estimator."""
+    """How the policy update is bounded: clipped ratio per token or per sequence (arXiv:2507.18071), clipped weight
+    (arXiv:2506.13585), or soft gate (arXiv:2511.20347). Default: set by the estimator."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
-    """The loss; custom_loss is --custom-loss-function-path."""
+    """The loss. custom_loss calls --custom-loss-function-path."""
     loss_aggregation: str = derived(
         lambda s: "token_mean" if s.calculate_per_token_loss else "sequence_mean",
         lambda s: "--calculate-per-token-loss" if s.calculate_per_token_loss else "mean over executions",
         chosen_from=AGGREGATIONS,
     )
-    """How token losses become one number, with the denominators of the whole optimizer step. Default: sequence_mean,
-    the mean over executions of their token means; token_mean with --calculate-per-token-loss."""
+    """How token losses are reduced to one number, with the denominators of the whole optimizer step. Default:
+    sequence_mean, the mean over executions of their token means; token_mean with --calculate-per-token-loss."""
     calculate_per_token_loss: bool = False
-    """Another name of --loss-aggregation token_mean (DAPO, arXiv:2503.14476)."""
+    """Alias of --loss-aggregation token_mean (DAPO, arXiv:2503.14476)."""
     drop_masked_executions: bool = opt(False, needs=_COUNTS_EXECUTIONS)
     """Leave executions without a trained token out of the denominator. Default: they count, with a loss of zero."""
     log_ratio_limit: float = opt(20.0, needs=_RATIOS, ge=0, le=88)
-    """Clamp log-ratios to +- this value, and count the clamped log-ratios; 0: off."""
+    """Clamp log-ratios to +/- this value, and count how many are clamped. 0: off."""
     use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS)
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL loss."""
     kl_loss_type: str = opt("low_var_kl", chosen_from="slime.algorithms.kl:KL_ESTIMATORS", needs=KL)
-    """KL estimator (http://joschu.net/blog/kl-approx.html) of the KL loss and --kl-coef; low_var_kl is k3 clamped. As a
-    loss, k1 needs --use-unbiased-kl, else its expected gradient is zero."""
+    """KL estimator (http://joschu.net/blog/kl-approx.html) for the KL loss and --kl-coef; low_var_kl is k3 clamped. As
+    a loss, k1 needs --use-unbiased-kl, because its expected gradient is otherwise zero."""
     use_unbiased_kl: bool = opt(False, needs=(POLICY_LOSS, KL_LOSS))
     """Multiply the KL loss by the ratio to the sampling policy, so that its gradient is the KL's."""
     kl_coef: float = opt(0.0, needs=ADVANTAGES, asks=is_not_zero, within=COEFFICIENT)
-    """Weight of the KL to the reference in the reward, for every estimator."""
+    """Weight of the KL penalty in the reward, with any estimator."""
     entropy_coef: float = opt(0.0, needs=POLICY_LOSS, asks=is_not_zero, within=COEFFICIENT)
     """Weight of the entropy bonus."""
     compute_advantages_and_returns: bool = derived(
@@ -167,21 +167,21 @@ class TeacherSettings:
     use_opd: bool = opt(False, needs=ADVANTAGES)
     """Subtract opd_kl_coef * (student - teacher log-prob) from every token's advantage."""
     opd_type: Literal["sglang", "megatron"] | None = opt(None, needs=(ADVANTAGES, _TEACHER))
-    """Source of the teacher's log-probs. sglang: the server --opd-teacher-url, or your generate function or sample hook
-    that sets `sample.teacher_log_probs`. megatron: a forward pass of the trainer with --opd-teacher-load."""
+    """Source of the teacher's log-probs. sglang: the server at --opd-teacher-url, or your generate function or sample
+    hook, which sets `sample.teacher_log_probs`. megatron: a forward pass of the trainer with --opd-teacher-load."""
     opd_teacher_url: str | None = derived(
         teacher_of_reward,
         "--rm-url, with the public slime's reward function for distillation",
         form=url_form,
         needs=_TEACHER,
     )
-    """URL of the teacher's SGLang server or router, which gets the student's token ids. Rewards are then optional."""
+    """URL of the teacher's SGLang server or router, which receives the student's token ids. Makes rewards optional."""
     opd_teacher_api_key: str | None = opt(None, secret=True, needs=_SERVER)
     """Bearer token of the teacher's server."""
     opd_kl_coef: float = opt(1.0, needs=(ADVANTAGES, _TEACHER), within=COEFFICIENT)
     """Weight of the distillation term."""
     opd_teacher_load: str | None = opt(None, needs=(ADVANTAGES, _TEACHER))
-    """Hugging Face folder of the teacher, of the student's family and size."""
+    """Hugging Face folder of the teacher, which must have the student's family and size."""
 
 
 def distillation_has_a_teacher(args: Args) -> str | None:
@@ -191,14 +191,14 @@ def distillation_has_a_teacher(args: Args) -> str | None:
         return "--use-opd needs --opd-type; set it to sglang (log-probs come with the samples) or megatron"
     if (args.opd_type == "megatron") != bool(args.opd_teacher_load):
         return (
-            f"opd_type {args.opd_type} does not fit opd_teacher_load {args.opd_teacher_load}: megatron needs the "
-            "folder, and sglang does not use one; correct one of the two"
+            f"opd_type {args.opd_type} does not match opd_teacher_load {args.opd_teacher_load}: megatron needs the "
+            "folder, and sglang does not use one; change one of the two"
         )
     if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
         return (
             f"opd_teacher_url does not work with opd_type {args.opd_type} and rollout_temperature "
-            f"{args.rollout_temperature}: set opd_type sglang and, because servers score tokens at temperature 1, "
-            "rollout_temperature 1"
+            f"{args.rollout_temperature}: set opd_type sglang, and rollout_temperature 1, because servers score "
+            "tokens at temperature 1"
         )
     return None
 
@@ -208,13 +208,13 @@ TEACHER_RULES: tuple[Rule, ...] = (distillation_has_a_teacher,)
 # --- Off-policy corrections
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio that is compared with bounds: the token's, its sequence's product, or its sequence's geometric mean."""
+"""The ratio to compare with the bounds: of the token, the product over its sequence, or its geometric mean."""
 
 CORRECTIONS = "slime.algorithms.off_policy:CORRECTIONS"
 
 _OWN_WEIGHTS = Need(
     lambda s: not (s.use_tis and s.custom_tis_function_path is not None),
-    "slime's own weights; --custom-tis-function-path replaces them",
+    "slime's own importance weights; --custom-tis-function-path replaces them",
 )
 _CORRECTED = Need(
     lambda s: has_policy_term(s) or (s.get_mismatch_metrics and minimises_policy_loss(s)), POLICY_TERM.text
@@ -223,7 +223,7 @@ _LIST = "off_policy_corrections"
 
 
 def asked_for(s: Any) -> tuple[str, ...]:
-    """Returns the names of the corrections that the switches ask for, in the order in which they are applied."""
+    """Returns the names of the corrections that the switches enable, in the order in which they are applied."""
     found = [(entry.place, name) for name, entry in load_object(CORRECTIONS) if entry.asked_for(s)]
     return tuple(name for _, name in sorted(found))
 
@@ -234,7 +234,7 @@ def _listed(s: Any) -> list[Any]:
 
 
 def _as_listed(switch: str) -> Callable[[Any], bool | None]:
-    """Returns a derivation for `switch`: whether a given list contains its correction; None if no list is given."""
+    """Derives `switch` from the user's list: whether the list contains its correction; None without a list."""
     return lambda s: any(e.asked_by == switch for e in _listed(s)) if s.was_given(_LIST) else None
 
 
@@ -261,14 +261,14 @@ class OffPolicySettings:
     off_policy_corrections: tuple[str, ...] = derived(
         asked_for, "the switches", chosen_from=CORRECTIONS, needs=_CORRECTED
     )
-    """Corrections of the tokens' policy loss, applied in this order: names, or your import paths. Default: those of
-    --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm."""
+    """Corrections to apply to the per-token policy loss, in this order: names, or import paths of your own. Default:
+    those enabled by --use-tis, --get-mismatch-metrics, --rejection-level and --use-opsm."""
     use_tis: bool = derived(_uses_tis, _why_tis, default=False, needs=POLICY_TERM)
     """Multiply the policy loss by the importance weight w."""
     rejection_level: Level | None = opt(None, needs=POLICY_TERM)
-    """Leave tokens (or whole sequences) out of the loss if their w is out of bounds; independent of --use-tis."""
+    """Mask tokens (or whole sequences) whose w is out of bounds; independent of --use-tis."""
     use_opsm: bool = derived(_as_listed("use_opsm"), _BY_LIST, default=False, needs=POLICY_TERM)
-    """Leave out sequences with a negative advantage and a drift above opsm_delta (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Mask sequences with a negative advantage and a drift above opsm_delta (DeepSeek-V3.2, arXiv:2512.02556)."""
     get_mismatch_metrics: bool = derived(
         _as_listed("get_mismatch_metrics"), _BY_LIST, default=False, needs=(POLICY_LOSS, _OWN_WEIGHTS)
     )
@@ -276,11 +276,11 @@ class OffPolicySettings:
 
 
 def switches_and_list_agree(args: Args) -> str | None:
-    """A given list must name each correction at most once, and must not contradict any given switch."""
+    """A list that the user sets must contain each correction at most once, and must not contradict a switch."""
     listed, words = _listed(args), " ".join(args.off_policy_corrections)
     twice = [name for name, entry in zip(args.off_policy_corrections, listed, strict=True) if listed.count(entry) > 1]
     if twice:
-        return f"--off-policy-corrections {words} would apply {twice[0]} twice; name it once"
+        return f"--off-policy-corrections {words} would apply {twice[0]} twice; list it once"
     if not args.was_given(_LIST):
         return None
     acting = {entry.asked_by for entry in listed}
@@ -289,14 +289,14 @@ def switches_and_list_agree(args: Args) -> str | None:
     if left_out:
         name = left_out[0]
         return (
-            f"{_flag(registry.get(name).asked_by)} would not act, because --off-policy-corrections {words} does not "
-            f"name {name}; add {name} to the list, or drop the switch"
+            f"{_flag(registry.get(name).asked_by)} would have no effect, because --off-policy-corrections {words} "
+            f"does not contain {name}; add {name} to the list, or drop the switch"
         )
     for entry in listed:
         if entry.asked_by and args.was_given(entry.asked_by) and not getattr(args, entry.asked_by):
             return (
-                f"{_flag(entry.asked_by, 'no-')} contradicts --off-policy-corrections {words}, which names "
-                f"{entry.name}; take {entry.name} from the list, or drop the switch"
+                f"{_flag(entry.asked_by, 'no-')} contradicts --off-policy-corrections {words}, which contains "
+                f"{entry.name}; remove {entry.name} from the list, or drop the switch"
             )
     return None
 
@@ -323,8 +323,8 @@ def _has_old_pass(s: Any) -> bool:
 
 _OLD_PASS = Need(
     _has_old_pass,
-    "a pass of the old policy: several optimizer steps per rollout, --keep-old-actor, or a setting that reads its "
-    "log-probs",
+    "a forward pass of the old policy: several optimizer steps per rollout, --keep-old-actor, or a setting that reads "
+    "its log-probs",
 )
 
 
@@ -333,11 +333,11 @@ class RoutingSettings:
     """Routing of tokens to experts in the policy. Reference, teacher and critic always use their own routers."""
 
     use_rollout_routing_replay: bool = False
-    """In every pass of the trained policy, send each token to the experts that the engine chose. The trainer computes
-    the routing weights, and routes tokens without a record itself. Sets --sglang-enable-return-routed-experts; that
-    flag alone only compares the choices."""
+    """In every pass of the trained policy, send each token to the experts chosen by the engine. The trainer still
+    computes the routing weights, and routes tokens without recorded experts itself. Sets
+    --sglang-enable-return-routed-experts; that flag alone only compares the choices."""
     use_routing_replay: bool = opt(False, needs=_OLD_PASS)
-    """In the trained passes, send each token to the experts that the old policy's pass chose."""
+    """In training passes, send each token to the experts chosen by the old policy's pass."""
 
 
 def _replays(args: Args) -> str | None:
@@ -359,18 +359,18 @@ def engines_record(args: Args) -> str | None:
     if args.use_rollout_routing_replay and args.sglang.get(RECORD) is False:
         return f"--use-rollout-routing-replay contradicts --no-sglang-{RECORD.replace('_', '-')}; drop one of them"
     lost = {
-        "enable_hierarchical_cache": "keys and values lose their recorded experts on the way through host memory",
-        "enable_two_batch_overlap": "both halves of a batch would be recorded in the same place",
+        "enable_hierarchical_cache": "the KV cache loses its recorded experts when it is moved through host memory",
+        "enable_two_batch_overlap": "both halves of a batch would overwrite each other's record",
     }
     if args.sglang.get(RECORD) and int(args.sglang.get("pp_size") or 1) > 1:
         return (
-            f"sglang_pp_size {args.sglang['pp_size']} does not work with the recording of routed experts: each stage "
-            "records only its own layers, and only one stage responds; leave it out"
+            f"sglang_pp_size {args.sglang['pp_size']} does not work with recording of routed experts: each stage "
+            "records only its own layers, and only one stage responds; drop it"
         )
     for name, why in lost.items():
         if args.sglang.get(RECORD) and args.sglang.get(name):
             flag = f"--sglang-{name.replace('_', '-')}"
-            return f"{flag} does not work with the recording of routed experts: {why}; drop the flag"
+            return f"{flag} does not work with recording of routed experts: {why}; drop the flag"
     return None
 
 
@@ -381,13 +381,13 @@ def a_layer_runs_again_with_its_row(args: Args) -> str | None:
     selective = m["recompute_granularity"] == "selective" and "moe" in (m["recompute_modules"] or ())
     if selective or m["moe_layer_recompute"]:
         return (
-            f"{flag} does not work with selective recompute of experts, which does not know the row whose choices it "
-            "needs; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+            f"{flag} does not work with selective recompute of experts, which cannot tell which row's choices to "
+            "replay; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         )
     if m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none":
         return (
-            f"{flag} does not work with CUDA graphs of layers, which would replay the choices of one row for all rows; "
-            "drop the graphs"
+            f"{flag} does not work with CUDA graphs of layers, which would replay the choices of one row for all "
+            "rows; disable the graphs"
         )
     return None
 
@@ -396,8 +396,7 @@ ROUTING_RULES: tuple[Rule, ...] = (
     only_experts_are_routed,
     refuse_if(
         lambda s: s.use_rollout_routing_replay and fine_tunes(s),
-        "--use-rollout-routing-replay does not work with loss_type sft_loss, for which no engine samples; drop the "
-        "flag",
+        "--use-rollout-routing-replay does not work with loss_type sft_loss, where no engine samples; drop the flag",
     ),
     engines_record,
     a_layer_runs_again_with_its_row,

@@ -1,4 +1,4 @@
-"""Settings of placement (device, slots of training and inference, run folder), and of restarts after failures."""
+"""Settings of placement (device, training and inference slots, run folder), and of restarts after failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def has_gpu() -> bool:
 
 
 def gpus_here() -> int | None:
-    """Counts the NVIDIA devices that a run on this machine may use; None if /dev does not list them (WSL)."""
+    """Counts the NVIDIA devices that a run on this machine can use; None if /dev does not list them (WSL)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = len(glob.glob("/dev/nvidia[0-9]*"))
     if not found and os.path.exists("/dev/dxg"):
@@ -91,44 +91,44 @@ class ClusterSettings:
         choices=("auto", "cpu", "cuda"),
         canonical=lambda value: UNSET if value == "auto" else value,
     )
-    """Where training and inference compute. auto: cuda if this machine has an NVIDIA device, else cpu."""
+    """Device for training and inference. auto: cuda if this machine has an NVIDIA device, else cpu."""
     run_id: str = internal(lambda s: new_run_id(), "time and a random number")
     """Id of this launch; part of the names of its processes, temporary files and, without --run-dir, its folder."""
     run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
     """Folder of this run: resolved settings, metrics, logs, report. Default: runs/<run id>."""
     ray_address: str | None = derived(
         lambda s: _address(os.environ.get("RAY_ADDRESS")),
-        "RAY_ADDRESS of the environment",
+        "the environment variable RAY_ADDRESS",
         canonical=_address,
     )
-    """HOST:PORT of the Ray cluster to join. Default: RAY_ADDRESS of the environment; without that variable, and with
-    the value local, the run starts a cluster on this host."""
+    """HOST:PORT of the Ray cluster to join, or local to start a cluster on this host. Default: the environment variable
+    RAY_ADDRESS, else local."""
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
-    """Names of environment variables that all processes of the run get from the driver, in addition to those of NCCL,
-    gloo, SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everyone with access to the cluster."""
+    """Environment variables to pass from the driver to all processes of the run, in addition to those of NCCL, gloo,
+    SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everyone with access to the cluster."""
     actor_num_nodes: int = opt(1, within=COUNT)
     """Number of training hosts; more than one needs a Ray cluster with several hosts."""
     actor_num_gpus_per_node: int = opt(1, within=COUNT)
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, needs=_JOINED, within=COUNT)
-    """Maximum number of GPUs (on a CPU: slots) that the run uses on one host. Default: all free GPUs."""
+    """Maximum number of GPUs (on a CPU: slots) that the run uses per host. Default: all free GPUs."""
     rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
-    """Inference GPUs in total. Default: those of --sglang-config, the training GPUs under --colocate, else those of one
-    engine. With --colocate, GPUs beyond the training GPUs are used only by engines."""
+    """Total number of inference GPUs. Default: those in --sglang-config; else the training GPUs with --colocate; else
+    those of one engine. With --colocate, GPUs beyond the training GPUs are used only by engines."""
     rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT)
-    """GPUs of one SGLang engine: tensor-parallel ranks times --sglang-pp-size pipeline stages."""
+    """GPUs per SGLang engine: tensor-parallel ranks times --sglang-pp-size pipeline stages."""
     colocate: bool = opt(False, adjust=_without_trainer)
     """Training and inference share the same GPUs and take turns."""
     offload: bool = opt(False, needs=_SHARED)
     """Same as --offload-train --offload-rollout."""
     offload_train: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
-    """Training releases the GPU while inference runs. Default: on under --colocate on cuda."""
+    """Release the GPU memory of training while inference runs. Default: on with --colocate on cuda."""
     offload_rollout: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
-    """Inference releases the GPU while training runs. Default: on under --colocate on cuda."""
+    """Release the GPU memory of inference while training runs. Default: on with --colocate on cuda."""
     train_env_vars: dict[str, str] = opt({})
     """Extra environment variables of the training processes, as a JSON object."""
     distributed_timeout_minutes: int = opt(10, ge=1, le=43_200)
-    """Time limit of every collective of the training ranks, in minutes."""
+    """Timeout of each collective between training ranks, in minutes."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -141,7 +141,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def ray_address_in_words(args: Args) -> str:
-    """Returns the address with the place where the user set it, for messages."""
+    """Returns the address and where the user set it, for messages."""
     given = args.was_given("ray_address")
     return f"ray_address {args.ray_address}" if given else f"RAY_ADDRESS={args.ray_address} in the environment"
 
@@ -153,8 +153,8 @@ def ray_address_is_one(args: Args) -> str | None:
     said = ray_address_in_words(args)
     if address.startswith("ray://"):
         return (
-            f"{said} is an address of Ray Client, which would start the driver elsewhere; use the HOST:PORT that `ray "
-            "start --head` printed (6379 unless you chose another), on a host of the cluster"
+            f"{said} is a Ray Client address, which would start the driver on a different host; use the HOST:PORT "
+            "that `ray start --head` printed (6379 by default), on a host of the cluster"
         )
     try:
         split_address(address)
@@ -196,26 +196,26 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """How engines are watched, and how the run reacts to failures."""
+    """How engines are monitored, and how the run reacts to failures."""
 
     use_fault_tolerance: bool = True
-    """Restart an engine that exits, hangs or fails a weight sync. It gets the current weights, verified, and serves
-    again; until then the run continues with other engines. --no-use-fault-tolerance: the run fails."""
+    """Restart an engine that exits, hangs or fails a weight sync. It serves again after it has received and verified
+    the current weights; until then the run continues with other engines. --no-use-fault-tolerance: the run fails."""
     rollout_health_check_interval: float = opt(5.0, within=SECONDS)
-    """Seconds between two health checks of an engine's scheduler. The engine's processes are checked every second."""
+    """Seconds between health checks of an engine's scheduler. The engine's processes are checked every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
-    """Seconds, after one interval, that a scheduler may be silent before its engine counts as hung. Silent means no
-    token for any request and, on CPUs, no computing. On a busy machine the limit is longer (docs/fleet.md)."""
+    """Seconds without a sign of life, after one interval, before an engine counts as hung. A sign of life is a token
+    for any request or, on CPUs, any computation. On a busy machine the limit is longer (docs/fleet.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
-        "on a GPU the first requests compile kernels, and the scheduler does not respond meanwhile",
+        "on a GPU the scheduler does not respond while the first requests compile kernels",
         default=0.0,
         within=SECONDS_OR_NONE,
     )
     """Seconds before the first health check of a newly started engine. Default: 180 on cuda, else 0."""
     max_restarts: int = opt(0, within=COUNT_OR_NONE)
-    """Maximum number of times that the run restarts from its newest checkpoint after a fault (a lost process or host).
-    Needs --save, the same folder as --load, and --save-interval."""
+    """Maximum number of restarts from the newest checkpoint after a fault (a lost process or host). Needs --save, the
+    same folder as --load, and --save-interval."""
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:

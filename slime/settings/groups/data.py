@@ -1,4 +1,4 @@
-"""Settings of the prompt data: file, columns, chat template, and images in prompts."""
+"""Settings of the prompt data: files, columns, chat template, and images in prompts."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class DataSettings:
     """The prompt data, and how a row becomes a prompt."""
 
     prompt_data: str | None = None
-    """A .jsonl or .parquet file, or a folder or quoted pattern of them, read in the order of their paths. Or a
-    reasoning-gym task, rg:NAME?size=500&seed=1 (docs/data.md). A suffix @[a:b] takes a slice of all rows."""
+    """A .jsonl or .parquet file, or a folder or quoted glob of such files, which are read in path order. Or a
+    reasoning-gym task, rg:NAME?size=500&seed=1 (docs/data.md). The suffix @[a:b] selects a slice of all rows."""
     input_key: str = "input"
     """Column of the prompt: text or a list of messages."""
     label_key: str | None = None
     """Column of the reference answer."""
     metadata_key: str = "metadata"
-    """Column of an object with free content; graders and hooks read it as sample.metadata."""
+    """Column with an arbitrary object, which graders and hooks read as sample.metadata."""
     tool_key: str = "tools"
     """Column of tool descriptions for the chat template."""
     apply_chat_template: bool = False
     """Render the prompt with the tokenizer's chat template."""
     chat_template: str | None = opt(None, canonical=lambda file: file if file is None else os.path.abspath(file))
-    """A .jinja file that replaces the tokenizer's chat template, for base models without one. Engines and exports use
-    it, too."""
+    """A .jinja file that replaces the tokenizer's chat template, for base models without one. Also used by engines and
+    exports."""
     apply_chat_template_kwargs: dict[str, Any] = opt({}, needs=_RENDERS)
     """Arguments of the chat template, as a JSON object."""
     data_source: str = derived(
@@ -63,14 +63,14 @@ class DataSettings:
         default="prompt_data",
         chosen_from=SOURCES,
     )
-    """Source of prompts: a registered source, or the import path of your own. Default: user_class with
+    """Source of prompts: a registered name, or the import path of your own class. Default: user_class with
     data_source_path, else prompt_data."""
     data_source_path: str | None = opt(
         None,
         canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
         needs=Need(lambda s: s.data_source == "user_class", "--data-source user_class"),
     )
-    """Your class instead of the Data Buffer's prompt source. --help hooks lists the methods of the class."""
+    """Import path of a class that replaces the built-in data source. --help hooks lists its methods."""
 
 
 def chat_template_is_there(args: Args) -> str | None:
@@ -79,7 +79,7 @@ def chat_template_is_there(args: Args) -> str | None:
     if file is None or (file.endswith(".jinja") and os.path.isfile(file) and os.path.getsize(file)):
         return None
     wrong = "does not end in .jinja" if os.path.isfile(file) and os.path.getsize(file) else "is missing or empty"
-    return f"chat_template {file} {wrong}; name a Jinja template that ends in .jinja"
+    return f"chat_template {file} {wrong}; pass a Jinja template that ends in .jinja"
 
 
 def tokenizer_is_no_code(args: Args) -> str | None:
@@ -87,7 +87,7 @@ def tokenizer_is_no_code(args: Args) -> str | None:
         return None
     return (
         f"the tokenizer of hf_checkpoint {args.hf_checkpoint} is code (auto_map in tokenizer_config.json), but slime "
-        "runs no code of a checkpoint; write a tokenizer.json into the folder, for Kimi-K2: slime tokenizer "
+        "does not run code from checkpoints; add a tokenizer.json to the folder, for Kimi-K2 with: slime tokenizer "
         f"{args.hf_checkpoint}"
     )
 
@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (chat_template_is_there, tokenizer_is_no_code)
 KIND = "image"
 """The only supported kind of media."""
 SLOW = "disable_fast_image_processor"
-"""SGLang's switch that selects the image processor which the trainer uses."""
+"""SGLang's switch for the image processor that the trainer uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,8 @@ class ImageSettings:
     """Images in prompts (docs/vision.md)."""
 
     multimodal_keys: dict[str, str] | None = opt(None)
-    """Column of a prompt's images, as a JSON object: {"image": "images"}. The prompt has <image> for each. Only
-    Qwen3-VL reads images, with a frozen vision tower (docs/vision.md)."""
+    """Column of a prompt's images, as a JSON object: {"image": "images"}. The prompt contains <image> for each one.
+    Only Qwen3-VL supports images, with a frozen vision tower (docs/vision.md)."""
 
 
 def images_are_read(args: Args) -> str | None:
@@ -117,7 +117,7 @@ def images_are_read(args: Args) -> str | None:
     if keys is None:
         return None
     if set(keys) != {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
-        return f'multimodal_keys is {keys}, but only images are read; set \'{{"image": "COLUMN"}}\''
+        return f'multimodal_keys is {keys}, but only images are supported; set \'{{"image": "COLUMN"}}\''
     if problem := images_problem_of(args.hf_checkpoint):
         return f"multimodal_keys does not work with hf_checkpoint {args.hf_checkpoint}: {problem}"
     if not args.apply_chat_template and not fine_tunes(args):
@@ -126,7 +126,7 @@ def images_are_read(args: Args) -> str | None:
 
 
 def images_go_with_the_rest(args: Args) -> str | None:
-    """Refuses features that do not support images, or were not verified with them."""
+    """Refuses features that do not support images, or are not tested with them."""
     if args.multimodal_keys is None:
         return None
     wrong = list(_apart(args))
@@ -135,17 +135,17 @@ def images_go_with_the_rest(args: Args) -> str | None:
 
 def _apart(args: Args) -> Iterator[str]:
     if fine_tunes(args):
-        yield "--loss-type sft_loss, which renders conversations without images"
+        yield "--loss-type sft_loss, which does not support images"
     if args.lora_rank is not None:
-        yield "--lora-rank, which was not verified with images"
+        yield "--lora-rank, which is not tested with images"
     if estimator_of(args).needs_critic:
-        yield f"--advantage-estimator {args.advantage_estimator}, whose critic sees no images"
+        yield f"--advantage-estimator {args.advantage_estimator}, whose critic does not support images"
     if args.use_opd:
-        yield "--use-opd, whose teacher sees no images"
+        yield "--use-opd, whose teacher does not support images"
     if quantisation_of(read_hf_config(args.hf_checkpoint)) is not None:
-        yield "a quantised hf_checkpoint, which was not verified with images"
+        yield "a quantised hf_checkpoint, which is not tested with images"
     if any(model.in_pairs for model in topology_of(args).models):
-        yield "engines in pairs, which do not pass images on"
+        yield "prefill and decode engines, which do not forward images"
 
 
 def _slow(s: Any) -> bool | None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _ENGINES = Need(lambda s: not s.debug_train_only, "engines; --debug-train-only starts none")
 _OWN_ROUTER = Need(
     lambda s: s.sglang_router_ip is None or s.sglang_config is not None,
-    "a router that the run starts; --sglang-router-ip names one that already runs",
+    "a router that the run starts; --sglang-router-ip selects an existing one",
 )
 
 
@@ -48,37 +48,37 @@ class ServingSettings:
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Maximum number of requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a starting engine may show no sign of life: no computing and no line in its log. A startup that
-    takes five times as long always fails. On a busy machine the limits are longer (docs/fleet.md). Also the limit of
-    every other wait during startup: for slots, hosts, rollout workers and training ranks."""
+    """Seconds that a starting engine may show no sign of life: no computation and no log output. Startup always fails
+    after five times as long. On a busy machine the limits are longer (docs/fleet.md). Also limits every other wait
+    during startup: for slots, hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a generate request may make no progress: no new token, and not queueing in an engine that makes
+    """Seconds that a generate request may go without progress: no new token, and not queued in an engine that makes
     progress with other requests. The total time of a response is not limited."""
     engine_wait_s: float = opt(900.0, within=SECONDS)
     """Seconds that requests wait while no engine can be reached, for example while the only engine restarts."""
     router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
-    """Address of the router; engines have their own. Requests carry --router-api-key (@FILE reads the key from a file)
-    as bearer token. Without that flag the run generates a key, and only loopback addresses are accepted."""
+    """Address that the router listens on; engines have their own. Requests need --router-api-key (@FILE reads the key
+    from a file) as bearer token. Without that flag, the run generates a key, and this must be a loopback address."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
-    """Port of the router. Default: a free port. A router starts with `slime serve`, with any --router-* flag, and with
-    user code, which may read the router's address; the run's own requests go to engines directly."""
+    """Port of the router. Default: a free port. A router is started by `slime serve`, by any --router-* flag, and for
+    user code, which may read the router's address. The run's own requests go directly to the engines."""
     sglang_router_ip: str | None = opt(None, form=host_form, needs=_ENGINES)
-    """Host of a router that already runs and serves the policy; the run then starts no router for the policy. The
-    router's key is --router-api-key. Default: when the run starts a router for the policy (--router-port), the run sets
-    this to the router's host."""
+    """Host of an existing router that serves the policy; the run then does not start one for the policy. The router's
+    key is --router-api-key. Default: when the run starts a router for the policy (--router-port), it sets this to the
+    router's host."""
     sglang_router_port: int | None = opt(None, needs=_ENGINES, within=PORT)
     """Port of the router at --sglang-router-ip, with the same default."""
     sglang_model_routers: dict[str, tuple[str, int]] | None = internal()
-    """Model -> host and port of its router; set when the routers have started, None if none runs."""
+    """Model -> host and port of its router. Set once the routers have started; None if there are none."""
 
 
 def strangers_need_a_key(args: Args) -> str | None:
-    """A router that listens beyond loopback needs a key. Without one, anyone could use the engines and add servers."""
+    """A router outside loopback needs a key. Without one, anyone could use the engines and add servers."""
     if args.debug_train_only or args.router.get("api_key") or is_loopback(args.router_host):
         return None
     return (
-        f"router_host {args.router_host} needs --router-api-key: everyone who reaches this host could use the engines; "
-        "set a key (--router-api-key @FILE), or leave the router on loopback"
+        f"router_host {args.router_host} needs --router-api-key: anyone who can reach this host could use the "
+        "engines; set a key (--router-api-key @FILE), or keep the router on loopback"
     )
 
 
@@ -96,21 +96,21 @@ def an_existing_router_is_named_whole(args: Args) -> str | None:
 
 
 def one_key(args: Args) -> str | None:
-    """Router and engines need the same key, because the router passes a request's key on to the engines."""
+    """Router and engines need the same key, because the router forwards each request's key to the engines."""
     keys = {args.router.get("api_key"), args.sglang.get("api_key")} - {None}
     if len(keys) < 2:
         return None
-    return "--router-api-key differs from --sglang-api-key, but requests carry one key for both; set only one of them"
+    return "--router-api-key differs from --sglang-api-key, but requests use one key for both; set only one of them"
 
 
 def keys_need_one_front_door(args: Args) -> str | None:
-    """SGLang 0.5.16 checks keys in only one process, so with a key it starts no second tokenizer process."""
+    """SGLang 0.5.16 checks keys in a single process, so it does not support several tokenizer processes with a key."""
     num_workers = args.sglang.get("tokenizer_worker_num") or 1
     if num_workers == 1 or args.debug_train_only:
         return None
     return (
-        f"--sglang-tokenizer-worker-num {num_workers} is not supported: with several tokenizer processes SGLang cannot "
-        "check keys, and slime's engines always need one; leave it out"
+        f"--sglang-tokenizer-worker-num {num_workers} is not supported: SGLang cannot check keys with several "
+        "tokenizer processes, and slime's engines always need a key; drop it"
     )
 
 
@@ -121,8 +121,8 @@ RULES: tuple[Rule, ...] = (
     keys_need_one_front_door,
 )
 
-# --- Rules for every group of engines. Without `--sglang-config`, flags define one group. With it, messages name the
-# group's place in the file. External engines report their own layout (`slime.fleet.fitting`).
+# --- Rules for every group of engines. Without `--sglang-config`, flags define one group. With it, messages include the
+# group's location in the file. External engines report their own layout (`slime.fleet.fitting`).
 
 UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "quantization": (None,),
@@ -130,13 +130,13 @@ UNVERIFIED: Mapping[str, tuple[Any, ...]] = {
     "init_expert_location": (None, "trivial"),
     "ep_num_redundant_experts": (None, 0),
     "elastic_ep_backend": (None, "none"),
-    "moe_a2a_backend": (None, "none"),  # with deepep, each rank has the full shared experts
+    "moe_a2a_backend": (None, "none"),  # with deepep, each rank holds the full shared experts
     "moe_dp_size": (None, 1),
     "attn_cp_size": (None, 1),
     "enable_prefill_cp": (None, False),
     "enable_dp_attention_local_control_broadcast": (None, False),
 }
-"""SGLang setting -> values with which its ranks hold and report the tensors that `slime.weights.holding` expects."""
+"""SGLang setting -> values for which ranks hold and report the tensors that `slime.weights.holding` expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,12 @@ class _Engines:
     """ServerArgs by field name: the run's, with the group's overrides."""
 
     def told(self, problem: str) -> str:
-        """Returns the problem, preceded by its place in the file."""
+        """Returns the problem, preceded by the group's location in the file."""
         return f"{self.group.place}: {problem}" if self.group.place else problem
 
 
 def _engines(args: Args) -> Iterator[_Engines]:
-    """Yields all groups that run. Skips sizes below 1, which the range check reports."""
+    """Yields all groups that run engines. Skips sizes below 1, which the range check reports."""
     for model in topology_of(args).models:
         for group in model.groups:
             if group.runs and group.num_gpus_per_engine > 0:
@@ -227,7 +227,7 @@ def engines_serve_what_tables_say(args: Args) -> str | None:
         if odd:
             return engines.told(
                 f"--sglang-{odd[0].replace('_', '-')} {engines.sglang[odd[0]]} is not supported: the engine would not "
-                "hold the tensors that the trainer verifies after each sync; leave it out"
+                "hold the tensors that the trainer verifies after each sync; drop it"
             )
     return None
 
@@ -238,14 +238,14 @@ def engines_need_a_gpu(args: Args) -> str | None:
         if args.device == "cpu" and max(layout.ep_size, layout.dp_size) > 1:
             name = "ep_size" if layout.ep_size > 1 else "dp_size"
             return engines.told(
-                f"sglang_{name} {getattr(layout, name)} does not work on a CPU, where SGLang's kernels support neither "
-                "expert parallelism nor DP attention; leave it out"
+                f"sglang_{name} {getattr(layout, name)} does not work on a CPU, where SGLang's kernels support "
+                "neither expert parallelism nor DP attention; drop it"
             )
     return None
 
 
 def engines_pause(args: Args) -> str | None:
-    """If requests continue under new weights, prefill must not be chunked and pipeline stages are not supported."""
+    """If requests continue with new weights, chunked prefill and pipeline stages are not supported."""
     mode = args.pause_generation_mode
     if mode == "abort":
         return None
@@ -256,7 +256,7 @@ def engines_pause(args: Args) -> str | None:
         if engines.sglang.get(name) != args.sglang.get(name):
             return engines.told(
                 f"{name} is {engines.sglang.get(name)}, but --pause-generation-mode {mode} needs "
-                f"{args.sglang.get(name)}; leave it out"
+                f"{args.sglang.get(name)}; drop it"
             )
         if int(engines.sglang.get("pp_size") or 1) > 1:
             return engines.told(
@@ -279,26 +279,26 @@ ENGINE_RULES: tuple[Rule, ...] = (
 
 
 def prefill_engines_are_some_of_all(args: Args) -> str | None:
-    """--prefill-num-servers takes engines from the single group, and must leave some for decoding."""
+    """--prefill-num-servers takes engines from the single group, and must leave some for decode."""
     if args.prefill_num_servers is None or args.debug_train_only:
         return None
     flag = f"--prefill-num-servers {args.prefill_num_servers}"
     if args.sglang_config is not None:
         return (
-            f"{flag} does not work with --sglang-config, whose worker_type says which engines read prompts; drop one "
-            "of the two"
+            f"{flag} does not work with --sglang-config, whose worker_type selects the prefill engines; drop one of "
+            "the two"
         )
     if args.rollout_external_engine_addrs:
         return (
-            f"{flag} does not work with --rollout-external-engine-addrs, with which the run starts no engine; drop one "
-            "of the two"
+            f"{flag} does not work with --rollout-external-engine-addrs, because the run does not start those "
+            "engines; drop one of the two"
         )
     engines = args.rollout_num_gpus // max(1, args.rollout_num_gpus_per_engine)
     if args.prefill_num_servers < engines:
         return None
     return (
-        f"{flag} leaves no engine to sample, because the run has {engines} engine{'s' * (engines != 1)}; lower it, or "
-        "raise --rollout-num-gpus"
+        f"{flag} leaves no engine for decode, because the run has {engines} engine{'s' * (engines != 1)}; lower it, "
+        "or raise --rollout-num-gpus"
     )
 
 
@@ -317,16 +317,16 @@ def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
     if model.trained and args.pause_generation_mode != "abort":
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
-            "keys and values read under old weights could reach an engine with new weights, and tokens would get the "
-            "wrong version; use abort",
+            "a KV cache of old weights could reach an engine with new weights, and tokens would get the wrong version; "
+            "use abort",
         )
     if args.offload_rollout and shares_gpus(args, model):
         yield (
-            "--offload-rollout (which --colocate means on a GPU)",
-            "their memory stays registered with the network and cannot be lent; use separate GPUs for them",
+            "--offload-rollout (implied by --colocate on a GPU)",
+            "their memory stays registered with the network and cannot be released; use separate GPUs for them",
         )
     if args.sglang_router_ip is not None and topology_of(args).main == model:
-        yield "--sglang-router-ip", "a router that already runs sends a request to one engine; leave it out"
+        yield "--sglang-router-ip", "an existing router sends each request to one engine; drop it"
     for group in model.groups:
         if group.worker in PAIRED:
             yield from _against_group(args, group)
@@ -336,14 +336,14 @@ def _against_group(args: Args, group: EngineGroup) -> Iterator[tuple[str, str]]:
     sglang = settings_of_group(args, group)
     for name, what in (("pp_size", "pipeline stages"), ("dp_size", "DP attention")):
         if int(sglang.get(name) or 1) > 1:
-            yield f"{name} {sglang[name]}", f"pairs with {what} are not verified; leave it out"
+            yield f"{name} {sglang[name]}", f"pairs with {what} are not tested; drop it"
     if sglang.get("enable_return_routed_experts"):
         yield (
-            "enable_return_routed_experts (which --use-rollout-routing-replay means)",
-            "the experts of the prompt stay with the engine that read it; leave it out",
+            "enable_return_routed_experts (implied by --use-rollout-routing-replay)",
+            "the prompt's routed experts stay on the prefill engine; drop it",
         )
     if sglang.get("disaggregation_transfer_backend") == "fake":
-        yield "disaggregation_transfer_backend fake", "nothing would be handed over; use mooncake"
+        yield "disaggregation_transfer_backend fake", "no KV cache would be transferred; use mooncake"
 
 
 PAIR_RULES: tuple[Rule, ...] = (prefill_engines_are_some_of_all, pairs_work)
@@ -351,15 +351,15 @@ PAIR_RULES: tuple[Rule, ...] = (prefill_engines_are_some_of_all, pairs_work)
 # --- Prefix caches
 
 STORES: Mapping[str, str] = {
-    "hicache_storage_backend": "the store of the hierarchical cache",
-    "enable_lmcache": "what LMCache stores",
-    "enable_flexkv": "what FlexKV stores",
-    "radix_cache_backend": "the cache of a plugin",
+    "hicache_storage_backend": "the hierarchical cache's store",
+    "enable_lmcache": "the LMCache store",
+    "enable_flexkv": "the FlexKV store",
+    "radix_cache_backend": "the plugin's cache",
 }
 """SGLang setting -> the cache that it switches on, which survives a flush."""
 UNDIVIDED: Mapping[str, str] = {
-    "enable_hierarchical_cache": "the cache in the host's memory",
-    "enable_streaming_session": "the cache of a streaming session",
+    "enable_hierarchical_cache": "the cache in host memory",
+    "enable_streaming_session": "the streaming session's cache",
 }
 """SGLang setting -> the cache that it switches on, which a flush empties but whose keys ignore the weights."""
 CPP_TREE_ENV = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
@@ -375,15 +375,15 @@ def kept_prefixes(sglang: Mapping[str, Any], *, divided: bool) -> Iterator[str]:
     for name, what in STORES.items():
         if sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is keyed only "
-                "by tokens and survives a flush; leave it out"
+                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is keyed "
+                "only by tokens and survives a flush; drop it"
             )
     for name, what in UNDIVIDED.items():
         if divided and sglang.get(name) not in _OFF:
             yield (
-                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is not "
-                "divided by weights, and cannot be flushed while requests continue through a weight sync; leave it "
-                "out, or use --pause-generation-mode abort"
+                f"{_flag(name, sglang[name])} would serve prefixes of old weights under new ones: {what} is not keyed "
+                "by weights, and cannot be flushed while requests continue through a weight sync; drop it, or use "
+                "--pause-generation-mode abort"
             )
 
 
@@ -393,7 +393,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def engines_forget_old_weights(args: Args) -> str | None:
-    """A prefix that old weights computed must never be used under new ones."""
+    """A prefix computed by old weights must never be used with new ones."""
     divided = args.pause_generation_mode != "abort"
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):
@@ -418,14 +418,14 @@ class TopologySettings:
     """Models and groups of engines (docs/topologies.md)."""
 
     sglang_config: str | None = opt(None, needs=_ENGINES)
-    """YAML file of models (the policy and frozen models) and of the groups of engines that serve each model. Hooks find
-    a model by name: `current().models["judge"]`."""
+    """YAML file of models (the policy and frozen models) and of the engine groups that serve each model. Hooks find a
+    model by name: `current().models["judge"]`."""
     prefill_num_servers: int | None = opt(None, needs=_ENGINES, within=COUNT)
-    """Number of engines that only read prompts and pass keys and values to the others, which sample."""
+    """Number of prefill engines, which process prompts and pass the KV cache to the other engines, which sample."""
     rollout_external_engine_addrs: tuple[str, ...] = opt((), asks=is_not_zero, needs=_ENGINES)
-    """HOST:PORT of SGLang servers that already run and serve the policy; the run starts no engines. Or @FILE, a file
-    with one address per line; the run reads the file again when it changes, so engines may join and leave. The servers'
-    key is --sglang-api-key, or SLIME_ENGINE_API_KEY of the environment. If weights have a separate key:
+    """HOST:PORT of existing SGLang servers that serve the policy; the run does not start engines. Or @FILE, a file with
+    one address per line, which the run reads again when it changes, so engines can join and leave. The servers' key is
+    --sglang-api-key or the environment variable SLIME_ENGINE_API_KEY. If weight updates have a separate key, it is
     --sglang-admin-api-key or SLIME_ENGINE_ADMIN_API_KEY."""
 
 
@@ -449,8 +449,8 @@ def models_are_folders(args: Args) -> str | None:
     if absent is None:
         return None
     return (
-        f"{args.sglang_config}: the model_path {absent.path} of model {absent.name} has no config.json; name a Hugging "
-        "Face folder"
+        f"{args.sglang_config}: the model_path {absent.path} of model {absent.name} has no config.json; pass a "
+        "Hugging Face folder"
     )
 
 
@@ -473,19 +473,19 @@ def external_engines_are_the_fleet(args: Args) -> str | None:
 
 def _against_external_engines(args: Args) -> Iterator[tuple[str, str]]:
     if args.colocate:
-        yield "--colocate", "external engines lend no memory; drop one of the two"
+        yield "--colocate", "external engines do not release memory; drop one of the two"
     if args.sglang_config is not None:
-        yield "--sglang-config", "the file says which engines the run starts, but it starts none; drop one of the two"
+        yield "--sglang-config", "the file describes engines to start, but the run starts none; drop one of the two"
     if args.update_weight_transport == "tensor" and not args.debug_rollout_only:
         yield (
             "--update-weight-transport tensor",
-            "an external server may not be able to open shared memory of the trainer's host; use "
-            "distributed, or disk with a folder that the engines see",
+            "an external server may not have access to shared memory of the trainer's host; use distributed, or disk "
+            "with a folder that the engines can read",
         )
 
 
 ENGINE_KEY_ENV, ADMIN_KEY_ENV = "SLIME_ENGINE_API_KEY", "SLIME_ENGINE_ADMIN_API_KEY"
-"""Environment variables for the engines' keys. Unlike a command line, other users of the host cannot read them."""
+"""Environment variables for the engines' keys. Other users of the host cannot read them, unlike a command line."""
 
 
 def _of_environment(name: str) -> Callable[[Any], str | None]:
@@ -513,30 +513,30 @@ TOPOLOGY_RULES: tuple[Rule, ...] = (
 # --- Multi-token prediction and speculative decoding
 
 ALGORITHM = "speculative_algorithm"
-"""SGLang's switch for drafts."""
+"""SGLang's setting that enables drafts."""
 PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    ALGORITHM: ((None, "EAGLE", "NEXTN"), "a draft is a layer of multi-token prediction; use NEXTN"),
-    "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; leave it out"),
-    "speculative_draft_model_quantization": ((None, "unquant"), "a draft is verified unquantised; leave it out"),
-    "speculative_token_map": ((None,), "the draft would have only a part of the output layer; leave it out"),
+    ALGORITHM: ((None, "EAGLE", "NEXTN"), "the draft must be a multi-token-prediction layer; use NEXTN"),
+    "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; drop it"),
+    "speculative_draft_model_quantization": ((None, "unquant"), "a draft is only verified unquantised; drop it"),
+    "speculative_token_map": ((None,), "the draft would have only part of the output layer; drop it"),
     **dict.fromkeys(
         ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
-        ((None, 1.0), "tokens would no longer be sampled from the policy; leave it out"),
+        ((None, 1.0), "tokens would no longer be sampled from the policy; drop it"),
     ),
-    "enable_multi_layer_eagle": ((None, False), "several drafts are not synced; leave it out"),
-    "enable_return_routed_experts": ((None, False), "experts under a draft are not verified; leave it out"),
+    "enable_multi_layer_eagle": ((None, False), "only one draft layer is synced; drop it"),
+    "enable_return_routed_experts": ((None, False), "routed experts with a draft are not tested; drop it"),
 }
 """SGLang setting -> its allowed values with a draft, and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationSettings:
-    """Training of the multi-token-prediction layer. Flags --sglang-speculative-... make engines use it as a draft."""
+    """Training of the multi-token-prediction layer. With --sglang-speculative-... flags, engines use it as a draft."""
 
     enable_mtp_training: bool = False
     """Also train the checkpoint's multi-token-prediction layer. The policy's gradients do not change, because hidden
-    states, embedding and output layer are constants for this layer. The layer's loss is scaled by
-    --mtp-loss-scaling-factor. Without the flag the layer keeps the checkpoint's weights."""
+    states, embedding and output layer are detached for this layer's loss, which is scaled by --mtp-loss-scaling-factor.
+    Without the flag, the layer keeps the checkpoint's weights."""
 
 
 def mtp_can_be_trained(args: Args) -> str | None:
@@ -546,14 +546,14 @@ def mtp_can_be_trained(args: Args) -> str | None:
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
         return f"{wrong} this checkpoint: {problem}; drop the flag"
     if args.use_prefix_sharing:
-        return f"{wrong} --use-prefix-sharing, where several tokens may follow a token; drop one of them"
+        return f"{wrong} --use-prefix-sharing, where a token can have several successors; drop one of them"
     if args.lora_rank:
         return f"{wrong} --lora-rank, which trains only adapters; drop one of them"
     return None
 
 
 def drafts_are_synced(args: Args) -> str | None:
-    """A draft must be a layer that the trainer sends, and tokens must still be sampled from the policy."""
+    """A draft must be a layer that the trainer syncs, and tokens must still be sampled from the policy."""
     for engines in synced_engines(args):
         if engines.sglang.get(ALGORITHM) is None:
             continue
@@ -569,20 +569,20 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         if (str(given).upper() if name == ALGORITHM else given) not in allowed:
             yield f"--sglang-{name.replace('_', '-')} {given}", why
     if args.device == "cpu":
-        yield "--device cpu", "SGLang's drafts need kernels of a GPU; leave --sglang-speculative-... out"
+        yield "--device cpu", "SGLang's drafts need GPU kernels; drop --sglang-speculative-..."
     if int(sglang.get("pp_size") or 1) > 1:
-        yield f"sglang_pp_size {sglang['pp_size']}", "SGLang's drafts do not support pipeline stages; leave it out"
+        yield f"sglang_pp_size {sglang['pp_size']}", "SGLang's drafts do not support pipeline stages; drop it"
     if args.pause_generation_mode != "abort":
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
-            "engines do not report a version for each of several tokens of one pass; use abort",
+            "engines do not report a version per token for several tokens of one pass; use abort",
         )
     if (problem := mtp_problem_of(args.hf_checkpoint)) is not None:
-        yield "this checkpoint", f"{problem}; leave --sglang-speculative-... out"
+        yield "this checkpoint", f"{problem}; drop --sglang-speculative-..."
 
 
 def _keeps_draft(s: Any) -> bool | None:
-    """Keeps an untrained draft in host memory: lending its memory would lose it, and no weight sync sends it again."""
+    """Keeps an untrained draft in host memory, because releasing it would lose it and no weight sync sends it again."""
     serves_one = s.given(f"sglang.{ALGORITHM}") is not None
     return True if serves_one and s.offload_rollout and not s.enable_mtp_training else None
 
@@ -590,8 +590,8 @@ def _keeps_draft(s: Any) -> bool | None:
 SPECULATION_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.megatron["mtp_num_layers"] not in (None, 1),
-        "mtp_num_layers is {s.megatron[mtp_num_layers]}, but one layer of multi-token prediction is trained and "
-        "served; leave it out",
+        "mtp_num_layers is {s.megatron[mtp_num_layers]}, but only one multi-token-prediction layer is trained and "
+        "served; drop it",
     ),
     mtp_can_be_trained,
     drafts_are_synced,

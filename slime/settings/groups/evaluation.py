@@ -1,7 +1,7 @@
-"""Settings of evaluation on held-out data: when, on which data, with which sampling, and by answers or by loss.
+"""Settings of evaluation on held-out data: schedule, datasets, sampling, and scoring by answers or by loss.
 
-In a fine-tuning run, a held-out dataset without a grader is evaluated by the trainer, as the mean loss of its trained
-tokens. All other datasets are evaluated by sampling: engines generate responses and graders score them.
+In a fine-tuning run, the trainer evaluates a held-out dataset without a grader by the mean loss of its trained tokens.
+All other datasets are evaluated by sampling: engines generate responses and graders score them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _EVALUATES_LATER = Need(
 
 
 UNNAMED = "aime"
-"""The name of a single evaluation dataset that is given without a name."""
+"""Name of a single evaluation dataset for which the user sets no name."""
 
 
 def _pairs(data: Any) -> Any:
@@ -69,10 +69,10 @@ SAMPLED = Need(
     lambda s: s.rollout_function_path != SFT_ROLLOUT or not fine_tunes(s) or _samples(s),
     "a rollout or an evaluation that samples; fine-tuning reads conversations as they are",
 )
-"""The condition of sampling settings of the rollout, which an evaluation may inherit."""
+"""Condition for the rollout's sampling settings, which an evaluation may inherit."""
 _SAMPLES = (
     _EVALUATES,
-    Need(_samples, "an evaluation that samples; conversations that nothing scores are evaluated by their loss"),
+    Need(_samples, "an evaluation that samples; conversations without a grader are evaluated by their loss"),
 )
 
 
@@ -82,16 +82,16 @@ def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """Evaluation. Settings that are left out take the rollout's values."""
+    """Evaluation. Most settings default to the rollout's values."""
 
     eval_interval: int | None = opt(None, within=STEPS)
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
     eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES)
-    """Data sets as pairs, NAME DATA [NAME DATA ...], where DATA is as in --prompt-data. DATA alone is called aime."""
+    """Datasets as pairs, NAME DATA [NAME DATA ...], where DATA is as in --prompt-data. A single DATA is called aime."""
     eval_config: str | None = opt(None, needs=_EVALUATES)
-    """YAML file of datasets with separate settings, instead of --eval-prompt-data."""
+    """YAML file of datasets with individual settings. Replaces --eval-prompt-data."""
     eval_input_key: str = _same_as("input_key", needs=_EVALUATES)
     """Column of the prompt. Default: input_key."""
     eval_label_key: str | None = _same_as("label_key", needs=_EVALUATES)
@@ -109,28 +109,27 @@ class EvalSettings:
     eval_top_k: int = _same_as("rollout_top_k", within=Range(ge=-1, le=100_000_000))
     """Top-k sampling. Default: rollout_top_k."""
     eval_max_response_len: int = _same_as("rollout_max_response_len", within=TOKENS)
-    """Maximum tokens of one response. Default: rollout_max_response_len."""
+    """Maximum tokens per response. Default: rollout_max_response_len."""
     eval_max_total_response_len: int | None = _same_as("rollout_max_total_response_len", within=TOKENS)
-    """Maximum tokens sampled in one execution, over all its responses. Default: rollout_max_total_response_len."""
+    """Maximum tokens sampled per execution, over all its responses. Default: rollout_max_total_response_len."""
     eval_max_prompt_len: int | None = derived(
         lambda s: s.eval_max_context_len - 1 if s.given("eval_max_context_len") else s.rollout_max_prompt_len,
         lambda s: "eval_max_context_len - 1" if s.given("eval_max_context_len") else "same as rollout_max_prompt_len",
         needs=_EVALUATES,
         within=TOKENS,
     )
-    """Longer prompts are filtered out. Default: eval_max_context_len - 1 if that is given, else
+    """Maximum prompt tokens; longer prompts are filtered out. Default: eval_max_context_len - 1 if that is set, else
     rollout_max_prompt_len."""
     eval_max_context_len: int | None = _same_as(
         "rollout_max_context_len", within=Range(ge=2, le=100_000_000), needs=_EVALUATES
     )
-    """Maximum tokens of a conversation. Default: rollout_max_context_len."""
+    """Maximum tokens per conversation. Default: rollout_max_context_len."""
     eval_min_new_tokens: int | None = opt(None, needs=_SAMPLES, within=TOKENS_OR_NONE)
-    """Minimum tokens of a response."""
+    """Minimum tokens per response."""
     eval_max_failed_fraction: float = opt(0.05, ge=0, le=1, needs=_SAMPLES)
     """Fraction of each dataset's samples, rounded up, that may fail permanently (engine, tool, your function) before
-    the run fails. A sample fails after three tries, or one without progress. Failed samples are counted and affect no
-    score; a dataset in which all samples fail has no score.
-    """
+    the run fails. A sample fails permanently after three attempts, or one without progress. Failed samples are counted
+    but do not affect scores; a dataset whose samples all fail has no score."""
 
 
 def evaluation_has_data(args: Args) -> str | None:
@@ -151,15 +150,15 @@ def lengths_fit(args: Args) -> str | None:
     context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
     if args.was_given("eval_max_context_len") and context is not None and prompt is not None and prompt > context - 1:
         return (
-            f"eval_max_prompt_len {prompt} is above eval_max_context_len {context} - 1, so no token would be left for "
-            "an answer; lower it"
+            f"eval_max_prompt_len {prompt} is above eval_max_context_len {context} - 1, which leaves no token for a "
+            "response; lower it"
         )
     for one in eval_datasets(args) if args.eval_config is not None else ():
         longest, whole = one.max_prompt_len, one.max_context_len
         if longest is not None and whole is not None and longest > whole - 1:
             return (
-                f"max_prompt_len {longest} is above max_context_len {whole} - 1 for evaluation on {one.name}, so no "
-                "token would be left for an answer; lower it"
+                f"max_prompt_len {longest} is above max_context_len {whole} - 1 for evaluation on {one.name}, which "
+                "leaves no token for a response; lower it"
             )
     return None
 

@@ -17,7 +17,7 @@ DEFAULT_ROLLOUT = "slime.rollout.loop.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft.generate_rollout"
 """The rollout function of supervised fine-tuning: rows become samples, without engines."""
 FULLY_ASYNC = "slime.rollout.fully_async.generate_rollout_fully_async"
-"""The public slime's rollout function for `--fully-async`. Here a schedule with a permanent worker replaces it."""
+"""The public slime's rollout function for `--fully-async`; a schedule with a permanent worker replaces it."""
 _PUBLIC_PATHS = {
     "slime.rollout.sglang_rollout.generate_rollout": DEFAULT_ROLLOUT,
     "slime.rollout.sft_rollout.generate_rollout": SFT_ROLLOUT,
@@ -49,7 +49,7 @@ def _own_worker(path: Any, s: Any) -> Adjusted | None:
     refused = s.was_given("fully_async") and not s.fully_async
     if path != FULLY_ASYNC or refused:
         return None
-    return Adjusted(DEFAULT_ROLLOUT, f"{FULLY_ASYNC} means --fully-async")
+    return Adjusted(DEFAULT_ROLLOUT, f"{FULLY_ASYNC} implies --fully-async")
 
 
 def _with_teacher(paths: Any, s: Any) -> Adjusted | None:
@@ -82,46 +82,46 @@ class HookSettings:
         canonical=_one_spelling,
         adjust=_own_worker,
     )
-    """Generates one step: fn(args, rollout_id, data_source, evaluation=False)."""
+    """Generates the samples of a step: fn(args, rollout_id, data_source, evaluation=False)."""
     eval_function_path: str | None = None
-    """Same signature, for evaluation. Default: the built-in evaluation."""
+    """Runs an evaluation, with the same signature. Default: the built-in evaluation."""
     custom_generate_function_path: str | None = None
-    """One sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
+    """Generates one sample: async fn(args, sample, sampling_params[, evaluation]) -> Sample or list of samples."""
     rollout_sample_hook_path: tuple[str, ...] = opt((), append=True, adjust=_with_teacher)
-    """Gets each finished sample before its reward, and may replace it: [async] fn(args, sample[, rollout_id,
+    """Called with each finished sample before grading, and can replace it: [async] fn(args, sample[, rollout_id,
     evaluation]) -> Sample, or None to keep it. Repeatable; called in the order of the flags."""
     custom_rm_path: str | None = opt(None, adjust=_no_reward)
-    """Grader: [async] fn(args, sample, **kw); with --group-rm the grader gets and returns a list."""
+    """Grader: [async] fn(args, sample, **kw). With --group-rm, it receives and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Decides whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""
     buffer_filter_path: str | None = None
-    """Chooses buffered groups: fn(args, rollout_id, buffer, num_samples) -> groups."""
+    """Selects groups from the buffer: fn(args, rollout_id, buffer, num_samples) -> groups."""
     rollout_sample_filter_path: str | None = opt(None, needs=_SAMPLES)
-    """Excludes samples from training: fn(args, groups), sets sample.remove_sample."""
+    """Excludes samples from training by setting sample.remove_sample: fn(args, groups)."""
     rollout_all_samples_process_path: str | None = opt(None, needs=_SAMPLES)
-    """Gets everything generated in a step, also dropped groups: fn(args, all_groups, data_source)."""
+    """Called with everything generated in a step, including dropped groups: fn(args, all_groups, data_source)."""
     custom_reward_post_process_path: str | None = opt(None, adjust=_no_reward)
-    """Rewards to train on, instead of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
+    """Computes rewards to train on, instead of group normalisation: fn(args, samples) -> (raw_rewards, rewards)."""
     custom_convert_samples_to_train_data_path: str | None = None
     """Replaces the conversion of samples to training data: fn(args, samples)."""
     custom_advantage_function_path: str | None = opt(None, needs=ADVANTAGES)
-    """Replaces the estimator: fn(args, rollout_data), sets rollout_data["advantages"] (and "returns")."""
+    """Replaces the estimator and sets rollout_data["advantages"] (and "returns"): fn(args, rollout_data)."""
     rollout_data_postprocess_path: str | None = opt(None, needs=ADVANTAGES)
     """Changes rollout_data["advantages"] and ["returns"] in place before training: fn(args, rollout_id, rollout_data).
     """
     custom_loss_function_path: str | None = None
-    """With --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
+    """Loss with --loss-type custom_loss: fn(args, batch, log_probs, sum_of_sample_mean) -> (loss, metrics)."""
     custom_loss_logits: bool = opt(False, needs=_OWN_LOSS)
-    """The custom loss gets the logits [1, T, V] of a micro-batch's row, including prompts, instead of log-probs. Logits
-    and their gradient are 2 x T x V numbers of the model's dtype per rank, so keep --max-tokens-per-gpu small."""
+    """Pass the custom loss the logits [1, T, V] of each micro-batch's row, including prompts, instead of log-probs.
+    Logits and gradient take 2 x T x V numbers of the model's dtype per rank, so keep --max-tokens-per-gpu small."""
     custom_tis_function_path: str | None = opt(None, needs=(POLICY_TERM, _WEIGHTS))
     """Replaces the weights of --use-tis: fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
     total_lengths, response_lengths) -> (pg_loss, masks, metrics), called by keyword."""
     custom_pg_loss_reducer_function_path: str | None = opt(None, needs=POLICY_TERM)
     """Replaces the aggregation of the policy loss: fn(total_lengths, response_lengths, masks, calculate_per_token_loss)
-    -> fn(token loss) -> scalar. The scalars of micro-batches are added."""
+    -> fn(token loss) -> scalar. The scalars of all micro-batches are summed."""
     custom_megatron_init_path: str | None = None
-    """Called on each training rank after it joined its process groups, before the model exists: fn(args)."""
+    """Called on each training rank after it joins its process groups and before the model is built: fn(args)."""
     custom_megatron_before_log_prob_hook_path: str | None = None
     """Called on each training rank before a forward pass without gradients: fn(args, model, store_prefix). The prefix
     is empty for policy and critic, else ref_ or teacher_."""
@@ -137,21 +137,23 @@ class HookSettings:
     custom_pull_weights_pre_read_path: str | None = opt(
         None, names=("--sglang-custom-pull-weights-pre-read-hook",), needs=_AGENTS
     )
-    """Called by the agent next to each engine before it reads a weight version: fn(source_dir, target_version)."""
+    """Called by each engine's agent before it reads a weight version: fn(source_dir, target_version)."""
     custom_eval_rollout_log_function_path: str | None = None
     """Logs an evaluation: fn(rollout_id, args, data, extra_metrics) -> bool; True skips the default logging."""
 
 
 def logits_are_of_whole_samples(args: Args) -> str | None:
     cases = (
-        ((args.megatron["context_parallel_size"] or 1) > 1, "--context-parallel-size, whose ranks hold parts of rows"),
-        (args.use_prefix_sharing, "--use-prefix-sharing, whose rows hold a shared prefix once"),
+        ((args.megatron["context_parallel_size"] or 1) > 1, "--context-parallel-size, whose ranks hold shards of rows"),
+        (args.use_prefix_sharing, "--use-prefix-sharing, whose rows contain a shared prefix only once"),
         (args.enable_mtp_training, "--enable-mtp-training, whose loss needs log-probs"),
     )
     others = [text for holds, text in cases if holds]
     if not args.custom_loss_logits or not others:
         return None
-    return f"--custom-loss-logits does not work with {others[0]}; drop one of the two, or write the loss over log-probs"
+    return (
+        f"--custom-loss-logits does not work with {others[0]}; drop one of them, or compute the loss from log-probs"
+    )
 
 
 RULES: tuple[Rule, ...] = (logits_are_of_whole_samples,)

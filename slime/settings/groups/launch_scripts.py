@@ -1,7 +1,7 @@
 """Flags of public launch scripts that repeat facts of the checkpoint or the trainer's fixed behaviour.
 
 A flag that agrees with the checkpoint is accepted; one that contradicts it is refused. A flag that does nothing here is
-listed as without effect.
+listed as having no effect.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _never(text: str) -> Need:
     return Need(lambda s: False, text)
 
 
-_PADDING = _never("a padded vocabulary; the trainer's is the checkpoint's")
+_PADDING = _never("a padded vocabulary; the trainer uses the checkpoint's")
 _ROWS = _never("padded rows; a packed row is as long as its samples")
-_UNREAD = _never("which nothing reads, in the public slime either")
+_UNREAD = _never("which is unused, even in the public slime")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,29 +48,29 @@ class LaunchScriptSettings:
     """Flags that only public launch scripts use; see docs/migration.md."""
 
     spec: tuple[str, ...] | None = None
-    """Layer spec: module and function. Must be that of the checkpoint's family; for your own: --model-family."""
+    """Layer spec: module and function. Must match the checkpoint's family. For your own spec, use --model-family."""
     model_name: str | None = None
-    """Name of the weight converter. Must be that of the checkpoint's model_type."""
+    """Name of the weight converter. Must match the checkpoint's model_type."""
     train_backend: str = opt("megatron", choices=("megatron",))
-    """The trainer. There is only one."""
+    """Training backend. The only choice is megatron."""
     distributed_backend: str | None = opt(None, choices=("nccl", "gloo"))
-    """Backend of the training ranks' collectives. Must be the default: nccl on cuda, gloo on cpu."""
+    """Backend for the training ranks' collectives. Must be the default: nccl on cuda, gloo on cpu."""
     rollout_data_transport: str = opt("object-store", choices=("object-store",))
     """How batches reach training ranks."""
     use_rotary_position_embeddings: bool = False
-    """Rotary positions, which every family has."""
+    """Rotary position embeddings, which every family has."""
     no_position_embedding: bool = False
-    """No position embedding is added to the word embedding, as in every family."""
+    """Do not add a position embedding to the word embedding. No family adds one."""
     use_rope_scaling: bool = False
     """Rotary scaling of Llama 3. Must agree with config.json."""
     use_gated_attention: bool = False
-    """Attention with a gate on its output. Must agree with config.json."""
+    """Gate on the attention output. Must agree with config.json."""
     post_self_attn_layernorm: bool = False
-    """A norm on the output of attention. Must agree with the model family."""
+    """Norm on the attention output. Must agree with the model family."""
     post_mlp_layernorm: bool = False
-    """A norm on the output of the MLP. Must agree with the model family."""
+    """Norm on the MLP output. Must agree with the model family."""
     freeze_indexer: bool = False
-    """Do not train the indexer of sparse attention. The trainer never trains the indexer."""
+    """Do not train the indexer of sparse attention. The trainer never trains it."""
     make_vocab_size_divisible_by: int | None = opt(None, needs=_PADDING, within=TOKENS)
     """Padding of the vocabulary."""
     padded_vocab_size: int | None = opt(None, needs=_PADDING, within=TOKENS)
@@ -86,7 +86,7 @@ class LaunchScriptSettings:
     )
     """Layout of sequences over context-parallel ranks for sparse attention."""
     recompute_loss_function: bool = opt(
-        False, needs=_never("which changes nothing: the backward pass always computes log-probs again, in chunks")
+        False, needs=_never("which changes nothing: the backward pass always recomputes log-probs, in chunks")
     )
     """Compute the loss again in the backward pass."""
     use_rollout_entropy: bool = opt(
@@ -96,17 +96,17 @@ class LaunchScriptSettings:
     loss_mask_type: str | None = opt(
         None,
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
-        needs=_never("which changes nothing: the chat template says which tokens the model writes"),
+        needs=_never("which changes nothing: the chat template determines which tokens are trained"),
     )
-    """How fine-tuning finds the answers in a conversation."""
+    """How fine-tuning finds the assistant's answers in a conversation."""
     log_multi_turn: bool = opt(False, needs=_never("which changes nothing: turns and tool calls are always logged"))
     """Log the turns of multi-turn samples."""
     wandb_always_use_train_step: bool = opt(
-        False, needs=_never("which changes nothing: a metric is logged under its own step")
+        False, needs=_never("which changes nothing: each metric is logged under its own step")
     )
-    """Log everything under the number of optimizer steps."""
+    """Log everything by the number of optimizer steps."""
     ref_micro_batch_size: int | None = opt(None, needs=_UNREAD, within=COUNT)
-    """Samples per forward pass of the reference."""
+    """Samples per forward pass of the reference model."""
     log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD, within=TOKENS)
     """Maximum tokens in a forward pass that only computes log-probs."""
     min_batch_collection_ratio: float | None = opt(None, needs=_UNREAD, within=FRACTION)
@@ -116,7 +116,7 @@ class LaunchScriptSettings:
     rollout_buffer_url: str | None = opt(None, needs=_OWN_FUNCTION)
     """Address of a rollout buffer; your rollout function reads args.rollout_buffer_url."""
     rollout_task_type: str = opt("math", needs=_OWN_FUNCTION)
-    """Kind of tasks of the rollout buffer; your rollout function reads args.rollout_task_type."""
+    """Task type in the rollout buffer; your rollout function reads args.rollout_task_type."""
     fetch_trajectory_retry_times: int = opt(-1, needs=_OWN_FUNCTION, ge=-1, le=1_000_000)
     """Retries of a request to the rollout buffer; your rollout function reads args.fetch_trajectory_retry_times."""
 
@@ -130,10 +130,10 @@ def spec_is_the_checkpoint_s(args: Args) -> str | None:
     if args.spec[0].startswith(_SPECS) and model_type in _SPEC_TYPES.get(name, (name,)):
         return None
     if name.endswith("_vl"):
-        return f"--spec {words} is a model of images and text, but layers come from the checkpoint; drop the flag"
+        return f"--spec {words} is a vision-language model, but layers come from the checkpoint; drop the flag"
     return (
-        f"--spec {words} does not fit the checkpoint, whose model_type is {model_type}: layers come from its family. "
-        "Drop the flag, or name your own family with --model-family"
+        f"--spec {words} does not match the checkpoint's model_type {model_type}, which determines the layers. Drop "
+        "the flag, or pass your own family with --model-family"
     )
 
 
@@ -145,8 +145,8 @@ def name_is_the_checkpoint_s(args: Args) -> str | None:
     if _plain(args.model_name) in [_plain(one.removesuffix("_text")) for one in types]:
         return None
     return (
-        f"--model-name {args.model_name} does not fit the checkpoint: its model_type {types[0]} says how weights are "
-        "converted; drop the flag"
+        f"--model-name {args.model_name} does not match the checkpoint, whose model_type {types[0]} determines how "
+        "weights are converted; drop the flag"
     )
 
 
@@ -171,7 +171,7 @@ def backend_is_the_device_s(args: Args) -> str | None:
     wanted = "gloo" if args.device == "cpu" else "nccl"
     if args.distributed_backend in (None, wanted):
         return None
-    return f"--distributed-backend {args.distributed_backend} is not for {args.device}, which needs {wanted}; drop it"
+    return f"--distributed-backend {args.distributed_backend} does not work on {args.device}; drop it or use {wanted}"
 
 
 RULES: tuple[Rule, ...] = (

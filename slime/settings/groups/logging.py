@@ -25,28 +25,29 @@ _SAMPLES = Need(lambda s: s.log_samples > 0, "--log-samples")
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSettings:
-    """Logged samples, TensorBoard and Weights & Biases. The console and the run folder always get the metrics."""
+    """Logged samples, TensorBoard and Weights & Biases. Metrics always go to the console and the run folder."""
 
     log_samples: int = opt(3, within=COUNT_OR_NONE)
-    """Number of samples per step, and per dataset of an evaluation, in samples.jsonl: the best, the worst, random
+    """Number of samples to log in samples.jsonl, per step and per evaluation dataset: the best, the worst, and random
     others. 0: none."""
     log_samples_max_chars: int = opt(4000, needs=_SAMPLES, ge=10, le=100_000_000)
-    """Maximum characters of a prompt or response in samples.jsonl; the middle of a longer text is left out."""
+    """Maximum characters of a prompt or response in samples.jsonl; the middle of a longer text is omitted."""
     log_samples_interval: int | None = opt(None, needs=_SAMPLES, within=STEPS_OR_NONE)
-    """Number of steps between those in which the console shows the best and the worst sample; 0: never. Default: after
-    1, 2, 4, 8 and so on steps."""
+    """Steps between prints of the best and worst sample to the console; 0: never. Default: after steps 1, 2, 4, 8 and
+    so on."""
 
     log_passrate: bool = False
-    """Log pass@k of each step's prompts, for powers of two up to n_samples_per_prompt. A reward of 1 passes."""
+    """Log pass@k of each step's prompts, for powers of two up to n_samples_per_prompt. A reward of 1 counts as a pass.
+    """
     log_correct_samples: bool = False
     """Log the lengths of samples with a reward of 1."""
     log_reward_category: str | None = None
-    """Entry of a dict reward that names the kind of answer or error; the share of each kind is logged."""
+    """Key of a dict reward with the category of the answer or error; the share of each category is logged."""
 
     use_tensorboard: bool = False
     """Write TensorBoard events."""
     tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)
-    """Folder of the events of many runs. Default: TENSORBOARD_DIR of the environment, else the run folder."""
+    """Folder for TensorBoard events of many runs. Default: $TENSORBOARD_DIR, else the run folder."""
     tb_project_name: str | None = opt(None, needs=_TENSORBOARD)
     """Subfolder for the events in --tensorboard-dir, TENSORBOARD_DIR or the run folder."""
     tb_experiment_name: str | None = opt(None, needs=_TENSORBOARD)
@@ -54,19 +55,19 @@ class LoggingSettings:
     use_wandb: bool = False
     """Log to Weights & Biases."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = opt(None, needs=_WANDB)
-    """Mode of wandb."""
+    """wandb mode."""
     wandb_dir: str | None = opt(None, needs=_WANDB)
-    """Folder of wandb's files. Default: the run folder."""
+    """Folder for wandb's files. Default: the run folder."""
     wandb_key: str | None = opt(None, secret=True, needs=_WANDB)
-    """API key of wandb; better given as WANDB_API_KEY in the environment."""
+    """wandb API key; preferably set as WANDB_API_KEY in the environment."""
     wandb_host: str | None = opt(None, form=url_form, needs=_WANDB)
     """URL of the wandb server."""
     wandb_team: str | None = opt(None, needs=_WANDB)
-    """Entity of wandb."""
+    """wandb entity."""
     wandb_group: str | None = opt(None, needs=_WANDB)
-    """Group of runs in wandb."""
+    """wandb group."""
     wandb_project: str | None = opt(None, needs=_WANDB)
-    """Project of wandb."""
+    """wandb project."""
     wandb_random_suffix: bool = opt(True, off_names=("--disable-wandb-random-suffix",), needs=_WANDB, asks=always)
     """Add a random suffix to the run's name."""
     wandb_run_id: str | None = opt(None, needs=_WANDB)
@@ -102,15 +103,15 @@ def _below_details(s: Any, kind: str, ending: str) -> str | None:
 
 
 def _as(ending: str) -> Callable[[Any, Any], Adjusted | None]:
-    """Replaces the suffix .pt of a path by `ending`, because slime writes no pickles.
+    """Replaces the suffix .pt of a path with `ending`, because slime does not write pickles.
 
-    The path of an existing file is kept.
+    Leaves the path of an existing file unchanged.
     """
 
     def adjust(path: Any, s: Any) -> Adjusted | None:
         if not str(path).endswith(_PICKLE) or Path(path).is_file():
             return None
-        return Adjusted(str(path).removesuffix(_PICKLE) + ending, f"{_PICKLE} would be a pickle; slime writes {ending}")
+        return Adjusted(str(path).removesuffix(_PICKLE) + ending, f"{_PICKLE} is for pickles; slime writes {ending}")
 
     return adjust
 
@@ -120,27 +121,27 @@ class DebugSettings:
     """Recorded rollouts, and runs without trainer or engines."""
 
     debug_rollout_only: bool = False
-    """Generate and grade, without a trainer. With --num-rollout 0 and nothing to evaluate, engines and router serve
+    """Generate and grade without a trainer. With --num-rollout 0 and nothing to evaluate, engines and router serve
     until Ctrl-C."""
     debug_train_only: bool = derived(_trains_only, _why_trains_only, default=False)
     """Train without engines. Needs --load-debug-rollout-data, or an SFT rollout function."""
     save_debug_rollout_data: str | None = derived(
         lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(_RECORD)
     )
-    """Write every rollout here. {rollout_id} in the path is replaced, for an evaluation by eval_STEP_NAME. Files are
-    compressed JSON lines: the ending .pt becomes .jsonl.zst."""
+    """Write every rollout to this path. {rollout_id} is replaced by the step, or by eval_STEP_NAME for an evaluation.
+    Files are compressed JSON lines; the suffix .pt becomes .jsonl.zst."""
     save_debug_train_data: str | None = derived(
         lambda s: _below_details(s, "train", "npz"), "--dump-details", adjust=_as(".npz")
     )
-    """Write every training batch here, as numpy's .npz; the ending .pt becomes .npz. {rollout_id} in the path is
-    replaced."""
+    """Write every training batch to this path, as numpy's .npz; the suffix .pt becomes .npz. {rollout_id} is replaced
+    by the step."""
     dump_details: str | None = None
-    """Folder that sets both --save-debug-... paths and gets the tokenizer."""
+    """Folder for the outputs of both --save-debug-... flags and for the tokenizer."""
     load_debug_rollout_data: str | None = opt(None, adjust=_as(_RECORD))
-    """Replay rollouts that --save-debug-rollout-data wrote to this path, without generating. Implies
+    """Replay the rollouts that --save-debug-rollout-data wrote to this path, without generating. Implies
     --debug-train-only."""
     load_debug_rollout_data_subsample: float | None = opt(None, gt=0, le=1)
-    """Replay only this fraction of each rollout's groups, half from the beginning and half from the end."""
+    """Replay only this fraction of each rollout's groups: half from the beginning and half from the end."""
 
 
 def halves_are_compatible(args: Args) -> str | None:
@@ -171,9 +172,9 @@ def records_are_no_pickles(args: Args) -> str | None:
     if not found:
         return None
     return (
-        f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; name a file that this "
-        "slime's --save-debug-rollout-data wrote, or convert the pickle: "
-        f"slime convert {found[0]} {found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
+        f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; pass a file written by "
+        f"this slime's --save-debug-rollout-data, or convert the pickle: slime convert {found[0]} "
+        f"{found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
     )
 
 
@@ -187,11 +188,11 @@ RULES: tuple[Rule, ...] = (records_are_no_pickles, halves_are_compatible, losses
 # --- Profiles: traces of steps, and the history of GPU memory
 
 ROLLOUT = "rollout"
-"""The profile target for engines; all other targets are in the trainer."""
+"""The profile target for engines. All other targets are in the trainer."""
 
 
 def _runs(target: str, s: Any) -> bool:
-    """Returns whether the run has what the target profiles."""
+    """Returns whether the run executes what the target profiles."""
     return not (s.debug_train_only if target == ROLLOUT else s.debug_rollout_only)
 
 
@@ -206,7 +207,7 @@ _SOME_PART = Need(
 _TRAINS = Need(lambda s: not s.debug_rollout_only, "training ranks; --debug-rollout-only starts none")
 _STEPS = Need(
     lambda s: s.num_rollout is None or (s.memory_snapshot_num_steps or 0) <= s.num_rollout,
-    "as many steps: at most --num-rollout",
+    "a --num-rollout of at least as many steps",
 )
 _PROFILES = Need(lambda s: s.use_pytorch_profiler, "--use-pytorch-profiler")
 _ENGINES = Need(lambda s: ROLLOUT in s.profile_target, f"--profile-target with {ROLLOUT}")
@@ -218,36 +219,36 @@ class ProfilingSettings:
     """Traces and memory snapshots in the run folder; see docs/profiling.md."""
 
     use_pytorch_profiler: bool = opt(False, needs=(_IN_THE_RUN, _SOME_PART))
-    """Trace steps from --profile-step-start on with torch's profiler."""
+    """Trace steps with torch's profiler, starting at --profile-step-start."""
     profile_step_start: int = opt(10, needs=_PROFILES, within=STEPS_OR_NONE)
-    """First traced step."""
+    """First step to trace."""
     profile_step_end: int = opt(12, needs=_PROFILES, within=STEPS)
-    """Tracing ends before this step."""
+    """Tracing stops before this step."""
     profile_ranks: tuple[int, ...] = opt((0,), needs=_PROFILES, within=COUNT_OR_NONE)
     """Training ranks that write a trace."""
     profile_target: tuple[str, ...] = opt(
         ("train_overall",), choices=("train_overall", "train_actor", "train_log_probs", ROLLOUT), needs=_PROFILES
     )
-    """What to trace: a whole training step, in which the next two targets are marked; the policy's update; the passes
+    """What to trace: an entire training step, with the next two targets marked; the policy's update; the forward passes
     before the update; or the engines while they generate."""
     profile_engine_passes: int = opt(10, needs=(_PROFILES, _ENGINES), within=COUNT)
     """Number of forward passes in each engine's trace."""
     pytorch_profiler_collect_shapes: bool = opt(False, needs=_PROFILES)
-    """Record the shapes of operations' inputs."""
+    """Record the input shapes of each operation."""
     pytorch_profiler_collect_callstack: bool = opt(False, needs=_PROFILES)
     """Record the Python stack of every operation, which costs time and disk space."""
     record_memory_history: bool = opt(False, needs=_TRAINS)
-    """Record the code that allocates GPU memory in the training ranks (cuda only). The history is written when memory
-    runs out, or after --memory-snapshot-num-steps."""
+    """Record which code allocates GPU memory in the training ranks (cuda only). The history is written when memory runs
+    out, or after --memory-snapshot-num-steps."""
     memory_recorder: str = opt("torch", choices=("torch", "memray"), needs=_RECORDS)
-    """Recorder of allocations. Must be torch."""
+    """Allocation recorder. Must be torch."""
     memory_snapshot_num_steps: int | None = opt(None, needs=(_RECORDS, _STEPS), within=STEPS)
-    """Write the history after this many training steps of the process, and stop recording. Default: only when memory
+    """Write the history after this many training steps of the process, then stop recording. Default: only when memory
     runs out."""
     memory_snapshot_dir: str | None = opt(None, needs=_RECORDS)
     """Folder of the snapshots. Default: memory in the run folder."""
     memory_snapshot_path: str = opt("snapshot.pickle", needs=_RECORDS)
-    """Last part of each snapshot's file name, after step and rank; without a folder."""
+    """Suffix of each snapshot's file name, after step and rank. Must not contain a folder."""
 
 
 def traces_engines(args: Args, rollout_id: int) -> bool:
@@ -270,7 +271,7 @@ def every_target_runs(args: Args) -> str | None:
         return None
     half = "--debug-train-only" if args.debug_train_only else "--debug-rollout-only"
     named = " ".join(idle)
-    return f"--profile-target names {named}, which {half} leaves out; drop {named} from the targets"
+    return f"--profile-target contains {named}, which does not run with {half}; remove {named} from the targets"
 
 
 PROFILING_RULES: tuple[Rule, ...] = (
@@ -283,13 +284,13 @@ PROFILING_RULES: tuple[Rule, ...] = (
     every_target_runs,
     refuse_if(
         lambda s: s.use_pytorch_profiler and ROLLOUT in s.profile_target and s.rollout_external_engine_addrs,
-        f"--profile-target {ROLLOUT} does not work with external engines, which write traces on their own "
-        "hosts; use their route /start_profile",
+        f"--profile-target {ROLLOUT} does not work with external engines, which write traces on their own hosts; use "
+        "their /start_profile route",
     ),
     refuse_if(
         lambda s: s.record_memory_history and s.memory_recorder == "memray",
-        "--memory-recorder memray is not supported: memray records host memory, from outside; use torch for GPU "
-        "memory, or attach memray to the process of a training rank",
+        "--memory-recorder memray is not supported: memray records host memory; use torch for GPU memory, or attach "
+        "memray to a training rank's process",
     ),
     refuse_if(
         lambda s: s.record_memory_history and s.memory_recorder != "memray" and s.device == "cpu",
@@ -298,8 +299,8 @@ PROFILING_RULES: tuple[Rule, ...] = (
     ),
     refuse_if(
         lambda s: "/" in s.memory_snapshot_path,
-        "--memory-snapshot-path {s.memory_snapshot_path} has a folder, but must be only the end of a file name; set "
-        "the folder with --memory-snapshot-dir",
+        "--memory-snapshot-path {s.memory_snapshot_path} contains a folder, but must be a file name suffix; set the "
+        "folder with --memory-snapshot-dir",
     ),
 )
 
@@ -308,13 +309,12 @@ PROFILING_RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationSettings:
-    """Files of settings besides the command line, and the strictness of checks."""
+    """Settings files, and the strictness of checks."""
 
     custom_config_path: str | None = None
-    """YAML file with any of these settings by name. The key `custom`, and keys that name no setting, are yours: your
-    functions read them as args.custom["name"] or args.name. Keys that name no setting are listed when the run starts.
-    """
+    """YAML file with any of these settings by name. The key `custom` and unknown keys are for your own settings, which
+    your functions read as args.custom["name"] or args.name. Unknown keys are listed when the run starts."""
     megatron_config_path: str | None = None
-    """YAML file with settings of Megatron for only the policy (role actor) or only the critic."""
+    """YAML file with Megatron settings for only the policy (role actor) or only the critic."""
     strict: bool = False
-    """Refuse given settings that have no effect. Default: list them when the run starts."""
+    """Refuse settings that have no effect. Default: list them when the run starts."""

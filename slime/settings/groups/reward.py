@@ -1,4 +1,4 @@
-"""Settings of rewards (the grader and its limits) and of agents (the limits and address of their adapter)."""
+"""Settings of rewards (the grader and its limits) and of agents (their limits, and the address of their adapter)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRADERS = "slime.rewards.graders:GRADERS"
 
 
 def _may_ask_a_service(s: Any) -> bool:
-    """Returns whether a grader (of a setting, dataset or row) or a user function may send requests to `--rm-url`."""
+    """Returns whether a grader (from a setting, dataset or row) or a user function may send requests to `--rm-url`."""
     if teacher_of_reward(s) is not None:
         return True
     return _may_be_graded_by(s, lambda kind: "rm_url" in getattr(kind, "__dataclass_fields__", {}))
@@ -72,32 +72,32 @@ _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """Grading of samples, in processes that can be killed."""
+    """Grading of samples, in worker processes that can be killed."""
 
     rm_type: str | None = derived(_grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS)
-    """Grader: a built-in one, or the import path of your own class. metadata["rm_type"] of a row overrides it. Default:
-    the one that comes with the data (rg:NAME), unless a function grades."""
+    """Grader: a built-in one, or the import path of your own class. A row can override it with metadata["rm_type"].
+    Default: the grader that comes with the data (rg:NAME), unless a function grades."""
     rm_url: str | None = opt(None, form=url_form, needs=_SERVICE)
-    """Address of the grader for --rm-type remote_rm."""
+    """URL of the grader for --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one, within=COUNT)
-    """Maximum samples per request to --rm-url. 1: each request is one object; more: a list of objects."""
+    """Maximum samples per request to --rm-url. If 1, each request is one object; otherwise, a list of objects."""
     allow_unconfined_code: bool = opt(False, needs=_CODE)
-    """Let graders run model-written programs on a machine that cannot confine them. Without user namespaces the
-    programs reach the network and other processes, without Landlock all files. Default: such a machine is refused."""
+    """Let graders run model-written programs on a machine that cannot confine them. Without user namespaces, programs
+    can reach the network and other processes; without Landlock, all files. Default: refuse such a machine."""
     reward_key: str | None = None
     """Key of a dict reward to train on."""
     group_rm: bool = False
-    """Grade all samples of a prompt in one call."""
+    """Grade all samples of a prompt in a single call."""
     reward_timeout_s: float = opt(30.0, within=SECONDS)
-    """Time limit of one grading, in seconds from its beginning: processor time for a built-in grader that only
-    computes, else wall-clock time. After that the sample is unscored, not zero."""
+    """Time limit of a grader call, in seconds: CPU time for a built-in grader that only computes, else wall-clock time.
+    After that, the sample is unscored, which is not a reward of zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
-    """Reward of an answer on which a built-in grader that only computes runs out of processor time, memory or stack, or
-    raises: the reward of a wrong answer, or none. Failures of services and machines never become a reward."""
+    """How to treat an answer for which a built-in grader that only computes raises, or runs out of CPU time, memory or
+    stack: as a wrong answer, or as unscored. Failures of services and machines never become a reward."""
     reward_num_workers: int = derived(_num_workers, "one per usable core, from 4 to 64", within=COUNT)
-    """Number of grader processes, started when needed. This is also the number of calls of a blocking function (a judge
-    behind HTTP) that run at a time; of an async function, 128 calls do. Graders that only compute use at most one
-    process per core. Default: usable cores, from 4 to 64."""
+    """Number of grader processes, started on demand. Also the number of concurrent calls of a blocking function (such
+    as an HTTP client of a judge); an async function has up to 128. Graders that only compute use at most one process
+    per core. Default: usable cores, from 4 to 64."""
     reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
     """Maximum address space of one grader process, in MiB."""
 
@@ -122,7 +122,7 @@ def rewards_are_used_as_asked(args: Args) -> str | None:
     if keys and not args.reward_key and not args.custom_rm_path and not args.custom_reward_post_process_path:
         return f"--rm-type {args.rm_type} returns several numbers and needs --reward-key; choose one of {keys}"
     if args.rm_batch_size > 1 and not args.rm_url:
-        return f"--rm-batch-size {args.rm_batch_size} needs --rm-url; set it to the address that gets the batches"
+        return f"--rm-batch-size {args.rm_batch_size} needs --rm-url; set it to the URL that receives the batches"
     return None
 
 
@@ -148,26 +148,26 @@ _AGENTS = Need(_may_run_agents, "your own function that runs agents, --custom-ge
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings:
-    """The adapter with the APIs of OpenAI and Anthropic. User functions open it by `slime.agent.execution`."""
+    """The adapter that serves the OpenAI and Anthropic APIs. User functions open it with `slime.agent.execution`."""
 
     agent_tool_format: str | None = opt(None, needs=_AGENTS)
-    """How the model writes tool calls: a built-in format, or the import path of your own class; `text` leaves calls as
-    text. Default: the format whose marks are in the chat template. Without marks, agents with tools are refused."""
+    """Tool-call format of the model: a built-in format, or the import path of your own class; `text` leaves calls as
+    text. Default: the format whose markers are in the chat template. Without markers, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
-    """Let agents choose temperature, top-p and top-k. Responses that are sampled with different values are then context
-    and not trained, because log-probs use the run's values. Default: the run's values replace an agent's."""
+    """Let agents choose temperature, top-p and top-k. Responses sampled with different values are then used as context
+    but not trained, because log-probs use the run's values. Default: the run's values override an agent's."""
     agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
     """Maximum number of responses in one execution. Further requests are refused, and the execution is truncated."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
-    """Maximum duration of an execution, in seconds. Then running requests end, further requests are refused, and the
-    execution is truncated."""
+    """Maximum duration of an execution, in seconds. After that, running requests are aborted, further requests are
+    refused, and the execution is truncated."""
     agent_host: str = opt("127.0.0.1", form=host_form, needs=_AGENTS)
-    """Address that the adapter listens on. Agents outside this host need a different address, on a network that only
-    they reach: a session's key is the only protection, and nothing is encrypted."""
+    """Address that the adapter listens on. Agents on other hosts need a different address, on a network that only they
+    can reach: traffic is not encrypted, and a session's key is the only protection."""
     agent_port: int = opt(0, ge=0, le=65535, needs=_AGENTS)
     """Port of the adapter. 0: a free port."""
     agent_url: str | None = opt(None, form=url_form, needs=_AGENTS)
-    """URL that agents get, for example of a tunnel or a container's gateway. Default: where the adapter listens."""
+    """URL passed to agents, such as that of a tunnel or a container's gateway. Default: the adapter's address."""
 
 
 def format_is_known(args: Args) -> str | None:
@@ -183,7 +183,7 @@ AGENT_RULES: tuple[Rule, ...] = (
     format_is_known,
     refuse_if(
         lambda s: s.agent_port and s.rollout_num_workers > 1,
-        "agent_port {s.agent_port} does not work with rollout_num_workers {s.rollout_num_workers}: each worker needs a "
-        "separate port; leave agent_port out, or set --rollout-num-workers 1",
+        "agent_port {s.agent_port} does not work with rollout_num_workers {s.rollout_num_workers}: each worker needs "
+        "a separate port; drop agent_port, or set --rollout-num-workers 1",
     ),
 )

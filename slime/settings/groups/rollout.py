@@ -74,7 +74,7 @@ def _works_on_groups(s: Any) -> bool:
 
 
 _GROUPS = Need(
-    _works_on_groups, "a rollout that works on groups: no function of a whole step, no recorded data, no SFT"
+    _works_on_groups, "a rollout that works on groups: not a function for entire steps, recorded data or SFT"
 )
 
 
@@ -87,8 +87,7 @@ def _num_workers(s: Any) -> int:
 
 def _why_num_workers(s: Any) -> str:
     return (
-        f"{_num_requests(s)} samples at a time, {REQUESTS_OF_A_PROCESS} for each process, and "
-        f"{usable_cores()} usable cores"
+        f"{_num_requests(s)} concurrent samples, {REQUESTS_OF_A_PROCESS} per process, and {usable_cores()} usable cores"
     )
 
 
@@ -120,7 +119,7 @@ def _why_all_the_time(s: Any) -> str:
 _WORKER = Need(lambda s: s.fully_async, "the worker of --fully-async")
 _PAUSES = Need(
     lambda s: s.fully_async or s.pause_generation_mode == "abort",
-    "--fully-async: nothing else runs while weights are synced",
+    "--fully-async: otherwise no requests run during weight syncs",
 )
 _RESPONSES = Need(
     lambda s: SAMPLED.acts(s) or s.loss_aggregation == "constant_length",
@@ -141,7 +140,7 @@ class RolloutSettings:
         required="--num-rollout N (or --num-epoch N) is the length of the run",
         within=STEPS_OR_NONE,
     )
-    """Number of steps of the loop; 0 evaluates only. Required unless --num-epoch is given."""
+    """Number of steps in the loop; 0 only evaluates. Required unless --num-epoch is set."""
     num_epoch: int | None = opt(None, within=COUNT)
     """Passes over the prompt data. Sets num_rollout = num_epoch * (rows // rollout_batch_size)."""
     start_rollout_id: int | None = opt(None, within=STEPS_OR_NONE)
@@ -158,45 +157,45 @@ class RolloutSettings:
     over_sampling_batch_size: int = derived(
         lambda s: s.rollout_batch_size, "rollout_batch_size", needs=SAMPLED, within=COUNT
     )
-    """Prompts that a step starts with; more than rollout_batch_size leaves room for filters. If fewer groups than the
-    batch needs are finished or in flight, the step issues more prompts in the same proportion."""
+    """Number of prompts that a step issues at first; a value above rollout_batch_size leaves room for filters. If too
+    few groups for the batch are finished or in flight, the step issues more prompts in the same proportion."""
     rollout_temperature: float = opt(1.0, ge=0, le=1_000, needs=SAMPLED)
     """Sampling temperature; the trainer divides the logits by the same number."""
     rollout_top_p: float = opt(1.0, within=FRACTION, needs=SAMPLED)
-    """Top-p sampling. The trainer's log-probs are then over the tokens that were sampled from; settings that would
-    compare them with log-probs over the whole vocabulary are refused."""
+    """Top-p sampling. The trainer then computes log-probs over the tokens that remain after top-p; settings that would
+    compare these with log-probs over the entire vocabulary are refused."""
     rollout_top_k: int = opt(-1, ge=-1, le=100_000_000, needs=SAMPLED)
-    """Top-k sampling, -1 is off. For the trainer's log-probs see --rollout-top-p."""
+    """Top-k sampling; -1: off. Trainer log-probs are treated as for --rollout-top-p."""
     rollout_max_response_len: int = derived(
         _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
     )
-    """Maximum tokens of one response of the model; in a multi-turn execution, of each turn. Default: 1024, or half the
-    model's context if the context is at most 1024."""
+    """Maximum tokens per response; in a multi-turn execution, per turn. Default: 1024, or half the model's context if
+    the context is at most 1024."""
     rollout_max_total_response_len: int | None = opt(None, needs=_RESPONSES, within=TOKENS)
-    """Maximum tokens sampled in one execution, over all its responses: turns with tools, an agent's conversations. Text
-    of tools and templates does not count. Responses sampled in parallel may each use what is left when they begin.
-    Default: no limit."""
+    """Maximum tokens sampled per execution, over all its responses (turns with tools, or an agent's conversations).
+    Tool output and template text do not count. Responses sampled in parallel can each use the budget left when they
+    start. Default: no limit."""
     rollout_max_context_len: int | None = opt(None, ge=2, le=100_000_000)
-    """Maximum tokens of a conversation: the prompt and everything after it, including tool results. A response ends at
-    this length. In fine-tuning, a longer conversation is left out and counted. Default: the model's context, where
+    """Maximum tokens per conversation: the prompt and everything after it, including tool results. A response ends at
+    this length. In fine-tuning, a longer conversation is dropped and counted. Default: the model's context, where
     engines stop; none in fine-tuning."""
     rollout_max_prompt_len: int | None = derived(
         lambda s: None if s.rollout_max_context_len is None or fine_tunes(s) else s.rollout_max_context_len - 1,
         "rollout_max_context_len - 1",
         within=TOKENS,
     )
-    """Longer prompts are filtered out when the data is read. Default: rollout_max_context_len - 1 if that is given;
-    none with loss_type sft_loss, whose conversations are rendered later."""
+    """Maximum prompt tokens; longer prompts are filtered out when the data is read. Default: rollout_max_context_len -
+    1 if that is set; none with loss_type sft_loss, whose conversations are rendered later."""
     rollout_skip_special_tokens: bool = opt(False, needs=SAMPLED)
-    """Leave special tokens out of the response text; the trained ids keep them."""
+    """Omit special tokens from the response text; the trained ids keep them."""
     rollout_stop: tuple[str, ...] | None = opt(None, needs=SAMPLED)
     """Strings that end a response."""
     rollout_stop_token_ids: tuple[int, ...] | None = opt(None, needs=SAMPLED, within=TOKENS_OR_NONE)
     """Token ids that end a response."""
     rollout_shuffle: bool = False
-    """Shuffle the prompts again in each epoch, seeded by rollout_seed + epoch."""
+    """Reshuffle the prompts in each epoch, with seed rollout_seed + epoch."""
     rollout_seed: int = opt(42, within=SEED)
-    """Seed of the shuffle and, where the engine samples by seed, of sampling."""
+    """Seed for shuffling and, where the engine supports it, for sampling."""
     partial_rollout: bool = derived(
         lambda s: True if s.fully_async else None,
         "--fully-async syncs weights while groups are unfinished",
@@ -209,56 +208,56 @@ class RolloutSettings:
     update_weights_interval: int = opt(1, within=STEPS)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
-    """When groups start, and which are trained. step: each step generates what it trains. fully_async: a worker
-    generates all the time, and a step trains the oldest finished groups. function: --rollout-function-path does both.
-    An import path names your own class (docs/customization.md). Default: fully_async with --fully-async, function with
+    """When groups start, and which groups are trained. step: each step generates what it trains. fully_async: a worker
+    generates continuously, and a step trains the oldest finished groups. function: --rollout-function-path does both.
+    Or the import path of your own class (docs/customization.md). Default: fully_async with --fully-async, function with
     your own --rollout-function-path, else step."""
     fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
-    """Generate all the time, also while weights are trained and synced (train_async.py only). Same as
+    """Generate continuously, including during training and weight syncs (train_async.py only). Same as
     --rollout-schedule fully_async, or --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async.
-    Default: as --rollout-schedule says."""
+    Default: set by --rollout-schedule."""
     max_groups_in_flight: int | None = derived(
         lambda s: _num_batches_ahead(s) * s.rollout_batch_size if s.fully_async else None,
         lambda s: f"{_num_batches_ahead(s)} * rollout_batch_size, max_weight_staleness {s.max_weight_staleness}",
         needs=_WORKER,
         within=COUNT,
     )
-    """Maximum number of groups of the fully_async worker, running or finished and waiting. Default: 2 *
+    """Maximum number of groups in the fully_async worker, either running or finished and waiting. Default: 2 *
     rollout_batch_size, or rollout_batch_size if max_weight_staleness is 0."""
     max_weight_staleness: int | None = derived(
         lambda s: 2 if s.fully_async else None, "--fully-async", within=STEPS_OR_NONE
     )
-    """Maximum number of versions (trained steps) by which the weights that sampled a token may lag behind the weights
+    """Maximum number of versions (trained steps) by which the weights that sampled a token can lag behind the weights
     being trained. Groups with older tokens start over. Finished groups beyond a batch are kept for the next step.
-    Default: 2 with --fully-async; without it a step trains what it sampled, and what --partial-rollout continues."""
+    Default: 2 with --fully-async. Otherwise, a step trains what it sampled and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
-    """How a weight sync treats running requests (fully_async). abort: requests are ended and sent again with their
-    tokens. retract: requests continue under the new weights after reading all tokens again. in_place: requests continue
-    with the keys and values of the old weights. The weight sync before a checkpoint always ends requests, so that the
-    checkpoint has their tokens."""
+    """How a weight sync treats running requests (fully_async). abort: requests are aborted and resubmitted with their
+    tokens. retract: requests continue with the new weights after a new prefill of all tokens. in_place: requests
+    continue with the KV cache of the old weights. The weight sync before a checkpoint always aborts requests, so that
+    the checkpoint contains their tokens."""
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
-    """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The message
-    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call of alive() of
-    slime.rollout.guard. While an engine or sandbox works for the execution, the limits of the engine or sandbox apply.
-    The total time of an execution is not limited. Filters, converters and log functions have the same limit per call. A
-    rollout function may have no execution with progress for the same time; then the run fails. A function that blocks
-    the event loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers) that
-    is the run's own process. 0: no limit."""
+    """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The error
+    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call to alive() of
+    slime.rollout.guard. While an engine or sandbox works for the execution, its own limits apply instead. The total
+    time of an execution is not limited. The same limit applies to each call of a filter, converter or log function. If
+    no execution of a rollout function makes progress for this time, the run fails. A function that blocks the event
+    loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers), that is the
+    run's own process. 0: no limit."""
     rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
-    """Processes besides the rollout's own that work on samples, on the driver's host. Each process sends requests to
-    the engines and has a tokenizer, a share of the graders, and separate module state of your generate function,
-    filters and sample hooks. 0: the rollout's own process does everything. Default: one per 1024 samples at a time, at
-    most a quarter of the usable cores, and at most one with --agent-port."""
+    """Number of additional processes that work on samples, on the driver's host. Each process sends requests to the
+    engines and has its own tokenizer, share of the graders, and module state of your generate function, filters and
+    sample hooks. 0: the rollout process does everything. Default: one per 1024 concurrent samples, at most a quarter of
+    the usable cores, and at most one with --agent-port."""
     rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
-    """Limit of one whole generation phase, in seconds."""
+    """Time limit of each generation phase, in seconds."""
 
 
 PASSED: tuple[Passed, ...] = (
-    Passed(  # otherwise weights of several versions could read one prompt, which the sample's versions would not show
+    Passed(  # otherwise several weight versions could prefill one prompt, which the sample would not record
         "sglang",
         "chunked_prefill_size",
         lambda s: -1 if s.fully_async and s.pause_generation_mode == "in_place" else None,
-        "--pause-generation-mode in_place reads a prompt in one pass",
+        "--pause-generation-mode in_place prefills each prompt in one pass",
     ),
 )
 
@@ -272,7 +271,7 @@ def engines_divide_by_the_temperature(args: Args) -> str | None:
     return (
         "SGLANG_RETURN_ORIGINAL_LOGPROB in the environment does not work with rollout_temperature "
         f"{args.rollout_temperature}: engines would report log-probs at temperature 1, but the trainer computes those "
-        "of the sampled distribution; unset it"
+        "of the sampled distribution; unset the variable"
     )
 
 
@@ -300,8 +299,8 @@ def _leaves_no_token(s: Any) -> bool:
 RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.rollout_temperature < LEAST_TEMPERATURE,
-        "rollout_temperature {s.rollout_temperature} is too low: all samples of a prompt would be equal, and the "
-        f"trainer divides logits by it; set at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
+        f"rollout_temperature {{s.rollout_temperature}} is too low: all samples of a prompt would be identical, and "
+        f"the trainer divides logits by it; set at least {LEAST_TEMPERATURE} (--eval-temperature 0 is fine)",
     ),
     refuse_if(
         lambda s: not (LEAST_TOP_P <= s.rollout_top_p <= 1 and (s.rollout_top_k >= 1 or s.rollout_top_k == -1)),
@@ -312,13 +311,13 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.over_sampling_batch_size < s.rollout_batch_size,
         "over_sampling_batch_size {s.over_sampling_batch_size} is below rollout_batch_size {s.rollout_batch_size}, so "
-        "no batch would ever be full; raise it or leave it out",
+        "no batch would ever be full; raise it or drop it",
     ),
     one_length_of_the_run,
     an_epoch_has_a_step,
     refuse_if(
         _leaves_no_token,
         "rollout_max_prompt_len {s.rollout_max_prompt_len} is above rollout_max_context_len "
-        "{s.rollout_max_context_len} - 1, so no token would be left for an answer; lower it",
+        "{s.rollout_max_context_len} - 1, which leaves no token for a response; lower it",
     ),
 )

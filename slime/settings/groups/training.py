@@ -84,7 +84,7 @@ def _has_common_beginnings(s: Any) -> bool:
 _SEVERAL = Need(
     _has_common_beginnings,
     "several samples of a prompt in a micro-batch: --n-samples-per-prompt above 1 (or your own function that makes "
-    "more, or fine-tuning on conversations), --use-dynamic-batch-size or --micro-batch-size above 1",
+    "more, or fine-tuning on conversations), and --use-dynamic-batch-size or --micro-batch-size above 1",
 )
 _DYNAMIC = Need(lambda s: s.use_dynamic_batch_size, "--use-dynamic-batch-size")
 _COUNTED = Need(lambda s: not s.use_dynamic_batch_size, "--no-use-dynamic-batch-size")
@@ -97,7 +97,7 @@ class TrainingSettings:
     global_batch_size: int = derived(
         lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, within=EXECUTIONS
     )
-    """Executions (prompts x samples) per optimizer step. Default: those of a rollout // num_steps_per_rollout."""
+    """Executions (prompts x samples) per optimizer step. Default: executions per rollout // num_steps_per_rollout."""
     num_steps_per_rollout: int = derived(
         lambda s: max(_executions(s) // max(s.global_batch_size, 1), 1),
         lambda s: f"{_executions(s)} executions // {max(s.global_batch_size, 1)}",
@@ -105,46 +105,46 @@ class TrainingSettings:
     )
     """Optimizer steps per generated batch. Default: 1, or what global_batch_size implies."""
     micro_batch_size: int = opt(1, needs=_COUNTED, within=COUNT)
-    """Samples per forward pass, packed without padding, if micro-batches are not filled by tokens."""
+    """Samples per forward pass, packed without padding, if micro-batches are not filled by token count."""
     use_dynamic_batch_size: bool = derived(
         _fills_by_tokens, "neither --micro-batch-size nor pipeline stages", default=False
     )
-    """Fill micro-batches up to max_tokens_per_gpu; the gradient is the same. Default: on, unless micro_batch_size is
-    given or there are pipeline stages."""
+    """Fill micro-batches up to max_tokens_per_gpu, which does not change the gradient. Default: on, unless
+    micro_batch_size is set or there are pipeline stages."""
     max_tokens_per_gpu: int | None = derived(
         _room,
         lambda s: f"the longest sample that the limits allow, {longest_sample(s)} tokens, and at least {LEAST_ROOM}",
         needs=_DYNAMIC,
         within=TOKENS,
     )
-    """Maximum tokens in a micro-batch that is filled by tokens; a longer sample is a separate micro-batch. Default: the
-    longest sample (rollout_max_context_len, else prompt plus response limit) / context-parallel ranks, at least 2048.
-    """
+    """Maximum tokens in a micro-batch that is filled by token count; a longer sample gets a separate micro-batch.
+    Default: the longest sample (rollout_max_context_len, else prompt plus response limit) / context-parallel ranks, at
+    least 2048."""
     use_dynamic_global_batch_size: bool = derived(
         lambda s: True if s.load_debug_rollout_data_subsample is not None else None,
         "--load-debug-rollout-data-subsample changes the number of samples",
         default=False,
     )
-    """Accept any number of executions in a rollout, and train on them in num_steps_per_rollout steps of nearly equal
-    size."""
+    """Accept any number of executions per rollout, and train on them in num_steps_per_rollout optimizer steps of nearly
+    equal size."""
     balance_data: bool = derived(lambda s: s.balance_by_flops or None, "--balance-by-flops", default=False)
-    """Balance the floating-point operations of data-parallel ranks."""
+    """Balance FLOPs over data-parallel ranks."""
     balance_by_flops: bool = False
-    """Another name of --balance-data, which always balances by floating-point operations."""
+    """Alias of --balance-data, which always balances by FLOPs."""
     reset_optimizer_states: bool = False
-    """Set the optimizer's moments to zero at the start of each step. Its master weights and schedule continue."""
+    """Reset the optimizer's moments to zero at the start of each step. Its master weights and schedule are kept."""
     use_prefix_sharing: bool = opt(False, needs=_SEVERAL)
-    """Compute the common prefix of a prompt's samples (prompt and common turns) once per micro-batch; log-probs, loss
-    weights and gradient are the same. max_tokens_per_gpu counts these tokens once. Refused for models with a state
-    along the sequence (Qwen3-Next, Qwen3.5) and with sparse attention (GLM-5)."""
+    """Compute the common prefix of a prompt's samples (prompt and common turns) once per micro-batch. Log-probs, loss
+    weights and gradient do not change. max_tokens_per_gpu counts these tokens once. Refused for models with recurrent
+    state (Qwen3-Next, Qwen3.5) or sparse attention (GLM-5)."""
     log_probs_chunk_size: int = opt(1024, ge=-1, le=100_000_000)
-    """Number of tokens whose full-vocabulary logits exist at a time; -1: all."""
+    """Number of tokens whose full-vocabulary logits are in memory at a time; -1: all."""
     kernels: Literal["auto", "reference", "fused"] = "auto"
     """Implementation of norms, rotary embedding, activations and attention. auto: GPU kernels where they can run.
-    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels; the run is refused if a kernel cannot run.
-    The log of rank 0 and slime doctor show the choices and the reasons."""
+    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels, or an error if a kernel cannot run. The
+    log of rank 0 and slime doctor show the choices and the reasons."""
     seed: int = opt(1234, within=SEED)
-    """Seed of initialisation and dropout."""
+    """Seed for initialisation and dropout."""
     model_family: str | None = opt(
         None,
         chosen_from="slime.models:FAMILIES",
@@ -153,7 +153,7 @@ class TrainingSettings:
     """Your own model family, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. Default: slime's families."""
     mismatch_limit: float | None = opt(None, names=("--logprob-gap-limit",), within=BOUND)
-    """Largest accepted difference between trainer and engine log-probs. Default: by dtype."""
+    """Maximum difference between trainer and engine log-probs. Default: depends on the dtype."""
 
 
 def _dtype(s: Any) -> str:
@@ -177,7 +177,7 @@ def _needs_sequence_parallel(s: Any) -> bool | None:
 _DTYPE = "training dtype (--bf16 default, --fp16, --no-bf16)"
 
 PASSED: tuple[Passed, ...] = (
-    Passed("megatron", "bf16", lambda s: False if s.megatron["fp16"] else None, "--fp16 was given"),
+    Passed("megatron", "bf16", lambda s: False if s.megatron["fp16"] else None, "--fp16 is set"),
     Passed("megatron", "params_dtype", _dtype, _DTYPE),
     Passed("megatron", "pipeline_dtype", _dtype, _DTYPE),
     Passed("sglang", "dtype", _dtype, "training dtype (auto would serve float32 weights as float16)"),
@@ -208,9 +208,8 @@ def world_divides(args: Args) -> str | None:
         return None
     return (
         f"tensor_model_parallel_size {tp}, pipeline_model_parallel_size {pp}, context_parallel_size {cp} and "
-        f"expert_model_parallel_size {ep} do not divide the {world} training GPUs: the product of the first three "
-        "sizes must divide them, and so must the product of the second and the last size; change "
-        "--actor-num-gpus-per-node or a size"
+        f"expert_model_parallel_size {ep} do not divide the {world} training GPUs, which must be a multiple of TP * "
+        "PP * CP and of EP * PP; change --actor-num-gpus-per-node or a size"
     )
 
 
@@ -352,17 +351,16 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         _couples_weight_decay,
         "--no-decoupled-weight-decay does not work with --optimizer-cpu-offload and --use-precision-aware-optimizer, "
-        "which are AdamW; drop one of them",
+        "which implement AdamW; drop one of them",
     ),
-    refuse_if(  # the seed of the rounding is the number of updates, which a reset sets back
+    refuse_if(  # rounding is seeded with the number of updates, which a reset sets to zero
         lambda s: s.reset_optimizer_states and s.megatron["use_precision_aware_optimizer"],
-        "--reset-optimizer-states does not work with --use-precision-aware-optimizer, which would round with the same "
-        "random numbers in every step; drop one of the two",
+        "--reset-optimizer-states does not work with --use-precision-aware-optimizer, which would then round with the "
+        "same random numbers in every step; drop one of the two",
     ),
     refuse_if(
         lambda s: s.use_dynamic_batch_size and not s.max_tokens_per_gpu,
-        "--max-tokens-per-gpu is none, but micro-batches that are filled by tokens need this limit; leave the flag "
-        "out, or set a number",
+        "--max-tokens-per-gpu is none, but --use-dynamic-batch-size needs a limit; drop the flag, or set a number",
     ),
     fixed_settings_are_left_alone,
 )
@@ -395,7 +393,7 @@ def _start(s: Any) -> str:
 
 
 _SAVES = Need(lambda s: s.save is not None, "--save")
-_REMOVES = Need(lambda s: s.save_keep_last is not None, "--save-keep-last; without it all are kept")
+_REMOVES = Need(lambda s: s.save_keep_last is not None, "--save-keep-last; without it, all checkpoints are kept")
 # Not `s.load`, which is None if `_fresh_start` dropped it.
 _LOADS = Need(lambda s: not s.origins.get("load", "default").startswith("default"), "--load")
 _RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoints")
@@ -403,14 +401,14 @@ _RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoin
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """Checkpoints. Each has all state to resume: weights, optimizer, RNG, data cursor, buffer, version."""
+    """Checkpoints, which contain everything needed to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start)
-    """Checkpoint folder to resume from. If the folder is also --save and still empty, the run starts without a
-    checkpoint. Or a folder in Hugging Face format: the trainer starts from the weights in this folder, not from those
-    of --ref-load or --hf-checkpoint."""
+    """Checkpoint folder to resume from. If it is also --save and still empty, the run starts without a checkpoint. Or a
+    folder in Hugging Face format, whose weights the trainer starts from instead of those of --ref-load or
+    --hf-checkpoint."""
     initial_weights: str = internal(_start, "--load in Hugging Face format, else --ref-load, else --hf-checkpoint")
-    """Folder of the policy's weights, unless a checkpoint is resumed."""
+    """Folder of the policy's initial weights, if no checkpoint is resumed."""
     ckpt_step: int | None = opt(None, needs=_RESUMES, within=STEPS_OR_NONE)
     """Step of the checkpoint to load from --load. Default: the latest."""
     save: str | None = None
@@ -418,17 +416,17 @@ class CheckpointSettings:
     save_interval: int | None = opt(None, within=STEPS)
     """Steps between checkpoints; the last step is always saved when --save is given."""
     save_timeout_s: float = opt(3600.0, within=SECONDS)
-    """Time limit for writing or reading one checkpoint, in seconds; raise it for terabytes on a slow disk."""
+    """Time limit for writing or reading a checkpoint, in seconds; raise it for terabytes on a slow disk."""
     async_save: bool = opt(False, needs=_SAVES)
     """Copy the state to host memory and write it while training continues. The next save waits for the previous one."""
     save_keep_last: int | None = opt(None, needs=_SAVES, within=COUNT)
-    """Checkpoints to keep below --save; older ones are removed after a new one is complete. Default: all."""
+    """Number of checkpoints to keep in --save; older ones are deleted after a new one is complete. Default: all."""
     save_retain_interval: int | None = opt(None, needs=(_SAVES, _REMOVES), within=STEPS)
-    """Also keep the checkpoints after each multiple of this number of steps, which --save-keep-last would remove."""
+    """Also keep the checkpoint of every N-th step, which --save-keep-last would delete."""
     save_hf: str | None = None
-    """Also save in Hugging Face format here; {rollout_id} in the path is replaced."""
+    """Also export in Hugging Face format to this folder. {rollout_id} in the path is replaced by the step."""
     no_save_optim: bool = opt(False, needs=_SAVES)
-    """Leave optimizer, scheduler and RNG out of checkpoints; resuming then needs --no-load-optim or --finetune."""
+    """Omit optimizer, scheduler and RNG from checkpoints; resuming then needs --no-load-optim or --finetune."""
     no_load_optim: bool = opt(False, needs=_LOADS)
     """Start with a fresh optimizer."""
     no_load_rng: bool = opt(False, needs=_LOADS)
@@ -438,7 +436,7 @@ class CheckpointSettings:
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
-    """--load must name a folder with a checkpoint, so that a run never starts over unnoticed.
+    """--load must contain a checkpoint, so that a run never silently starts over.
 
     `_fresh_start` has already dropped a --load that equals --save and has no checkpoint yet.
     """
@@ -449,19 +447,19 @@ def load_holds_a_checkpoint(args: Args) -> str | None:
         if args.ckpt_step is None or any((place / "manifest.json").is_file() for place in places):
             return None
         there = sorted(path.parent.name for path in Path(args.load).glob("step_*/manifest.json"))
-        return f"load {args.load} has no checkpoint of ckpt_step {args.ckpt_step}; choose one of {', '.join(there)}"
+        return f"load {args.load} has no checkpoint for ckpt_step {args.ckpt_step}; choose one of {', '.join(there)}"
     if has_megatron_checkpoint(args.load):
-        return f"load {args.load} is a Megatron checkpoint of pickles; {what_to_give(args.load)}"
+        return f"load {args.load} is a pickled Megatron checkpoint; {what_to_give(args.load)}"
     return (
         f"load {args.load} has no checkpoint (no manifest.json, no step_*) and no model in Hugging Face format (no "
-        "config.json); name the --save folder of the run to continue"
+        "config.json); pass the --save folder of the run to continue"
     )
 
 
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.save_interval is not None and s.save is None and s.save_hf is None,
-        "save_interval {s.save_interval} needs --save or --save-hf; say where to save",
+        "save_interval {s.save_interval} needs --save or --save-hf; set one of them",
     ),
     load_holds_a_checkpoint,
 )
@@ -498,12 +496,12 @@ class ParameterSettings:
     """Adapters are scaled by lora_alpha / lora_rank. Default: twice the rank, so the scale is always 2."""
     lora_target_modules: tuple[str, ...] | None = opt(None, needs=_ADAPTERS)
     """Linear layers that get an adapter. Default: all of attention and MLP, including experts. If one routed expert of
-    a layer matches, every routed expert of the layer gets an adapter."""
+    a layer matches, all routed experts of that layer get an adapter."""
     ref_update_interval: int | None = opt(None, needs=REFERENCE, within=STEPS)
     """Copy the policy into the reference every N rollouts. Default: the reference does not change."""
     keep_old_actor: bool = opt(False, needs=_OLD_ACTOR)
-    """Compute old log-probs with a copy of the weights that sampled the batch; in train_async.py these weights are
-    older than the trained weights. Default: with the weights before the update."""
+    """Compute old log-probs with a copy of the weights that sampled the batch; in train_async.py they are older than
+    the trained weights. Default: use the weights before the update."""
 
 
 def one_way_to_say_what_is_trained(args: Args) -> str | None:
@@ -512,7 +510,7 @@ def one_way_to_say_what_is_trained(args: Args) -> str | None:
     if len(given) < 2:
         return None
     return (
-        f"{' and '.join(given)} both say what is trained; set only one of them (--lora-target-modules chooses the "
+        f"{' and '.join(given)} both select what is trained; set only one of them (--lora-target-modules selects the "
         "layers with adapters)"
     )
 

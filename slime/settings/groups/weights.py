@@ -26,7 +26,7 @@ AGENTS = Need(
 
 
 def _separate(s: Any) -> bool:
-    """Returns whether some engine may have no access to the trainer's memory."""
+    """Returns whether some engine may be unable to access the trainer's memory."""
     if s.rollout_external_engine_addrs:
         return True
     if s.device == "cuda":
@@ -65,7 +65,7 @@ def _hands_memory_over(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    """Replaces an alias of a transport with its name. Import paths are kept; `auto` counts as not given."""
+    """Replaces an alias of a transport with its name. Keeps import paths; `auto` counts as not set."""
     if value == "auto":
         return UNSET
     known = load_object(TRANSPORTS)
@@ -74,31 +74,31 @@ def _one_name(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncSettings:
-    """The weight sync. Every sync is verified; this cannot be switched off."""
+    """The weight sync. Every sync is verified; verification cannot be disabled."""
 
     update_weight_transport: str = derived(_transport, _why, chosen_from=TRANSPORTS, canonical=_one_name)
-    """tensor: shared memory, on cuda only under --colocate. distributed (alias nccl): a process group, gloo or NCCL.
-    disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the others. Or the
-    import path of your own transport. auto (default): mixed on cuda if some engines of the policy share GPUs with the
-    trainer and some do not; distributed if none do, or if an engine may be on a different host; else tensor."""
+    """How weights are sent. tensor: shared memory, on cuda only with --colocate. distributed (alias nccl): a process
+    group, gloo or NCCL. disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the
+    others. Or the import path of your own transport. auto (default): mixed on cuda if only some engines of the policy
+    share GPUs with the trainer; distributed if none do, or if an engine may be on a different host; else tensor."""
     update_weight_mode: str = opt("full", choices=("full", "delta"))
-    """full: every weight sync sends all weights. delta: only changes since the last sync, as files of the disk
-    transport, bit-exact; the first sync of a launch, and one in --update-weight-full-interval, is full."""
+    """full: every weight sync sends all weights. delta: a sync sends only the bit-exact changes since the last one, as
+    files of the disk transport; the first sync of a launch and one in --update-weight-full-interval are full."""
     update_weight_folder_only: bool = opt(False, needs=AGENTS)
-    """Agents also pause and resume the engines and report their digests through the shared folder, for engines whose
-    control routes the trainer cannot reach."""
+    """Agents also pause and resume the engines and report digests through the shared folder. For engines whose control
+    routes the trainer cannot reach."""
     check_weight_update_equal: bool = True
     """Every weight sync is verified, with or without this flag."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
-        "the GPU is mostly free during a weight sync, and each bucket costs time",
+        "the GPU is mostly free during a weight sync, and each bucket has a cost",
         default=512 * 1024**2,
         ge=1,
         le=1024**4,
     )
     """Bytes per bucket."""
     weight_sync_timeout_s: float = opt(300.0, within=SECONDS)
-    """Time limit of each call to an engine in a weight sync (pause, join, receive a bucket, load), in seconds."""
+    """Time limit of each engine call during a weight sync (pause, join, receive a bucket, load), in seconds."""
 
 
 def agents_are_on_one_host(args: Args) -> str | None:
@@ -109,7 +109,7 @@ def agents_are_on_one_host(args: Args) -> str | None:
     return (
         "--update-weight-local-checkpoint-dir does not work with engines that span several hosts "
         f"(rollout_num_gpus_per_engine {args.rollout_num_gpus_per_engine}), because an engine's agent copies weights "
-        "to one host; use --update-weight-transport distributed"
+        "to only one host; use --update-weight-transport distributed"
     )
 
 
@@ -117,11 +117,11 @@ RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.update_weight_mode == "delta" and s.update_weight_transport != "disk",
         "--update-weight-mode delta does not work with --update-weight-transport {s.update_weight_transport}: deltas "
-        "are files in a shared folder; use disk, or leave the transport out",
+        "are files in a shared folder; use disk, or drop the transport",
     ),
     refuse_if(
         lambda s: not s.check_weight_update_equal,
-        "--no-check-weight-update-equal is not supported, because every weight sync is verified; leave it out",
+        "--no-check-weight-update-equal is not supported, because every weight sync is verified; drop it",
     ),
     agents_are_on_one_host,
 )
@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
 # --- Quantised engines
 
 NOT_LOADED = frozenset({("fp8", "llama")})
-"""(quantisation, model_type) pairs whose scales SGLang leaves uninitialised, because it uses a wrong name."""
+"""(quantisation, model_type) pairs whose scales SGLang leaves uninitialised, because it looks up a wrong name."""
 
 
 def _is_quantised(s: Any) -> bool:
@@ -141,11 +141,11 @@ _QUANTISED = Need(_is_quantised, "a quantised --hf-checkpoint (quantization_conf
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedSettings:
-    """The trainer's side of quantised engines. --hf-checkpoint defines their format; see docs/quantised.md."""
+    """Trainer settings for quantised engines. --hf-checkpoint defines the format; see docs/quantised.md."""
 
     trainer_weights: Literal["plain", "fake-quantised"] = opt("plain", asks=lambda v: v != "plain", needs=_QUANTISED)
     """Weights of the trainer's linear layers in the forward pass. plain: in the training dtype. fake-quantised:
-    quantised and dequantised as in the engines (QAT), with gradients passed straight to the weights."""
+    quantised and dequantised as in the engines (QAT), with a straight-through gradient."""
 
 
 def engines_take_quantised_weights(args: Args) -> str | None:
@@ -158,7 +158,7 @@ def engines_take_quantised_weights(args: Args) -> str | None:
     plain = "run `slime convert IN OUT --to bf16`, and use OUT"
     if args.device == "cpu":
         return (
-            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), and on a CPU SGLang has no such kernels; "
+            f"hf_checkpoint {args.hf_checkpoint} is quantised ({method}), but SGLang has no kernels for it on a CPU; "
             f"{plain}"
         )
     if args.sglang["dtype"] != "bfloat16":
@@ -168,8 +168,8 @@ def engines_take_quantised_weights(args: Args) -> str | None:
         )
     if (method, family) in NOT_LOADED:
         return (
-            f"hf_checkpoint {args.hf_checkpoint} is a {family} in {method}, whose scales SGLang 0.5.16 does not load; "
-            f"{plain}"
+            f"hf_checkpoint {args.hf_checkpoint} is a {family} model in {method}, whose scales SGLang 0.5.16 does not "
+            f"load; {plain}"
         )
     if args.rollout_external_engine_addrs:
         return (
@@ -184,6 +184,6 @@ QUANTISED_RULES: tuple[Rule, ...] = (
     refuse_if(
         lambda s: s.trainer_weights != "plain" and s.lora_rank is not None,
         "--trainer-weights {s.trainer_weights} does not work with --lora-rank {s.lora_rank}: engines quantise weights "
-        "with merged adapters, but the trainer adds adapters after the layer; leave one of them out",
+        "with merged adapters, but the trainer adds adapters after the layer; drop one of them",
     ),
 )

@@ -38,7 +38,7 @@ MISTAKES = (
     Mistake("a JSON array", "--prompt-data {json}", ("one JSON object on each line", ".jsonl")),
     Mistake("rows that are no objects", "--prompt-data {strings}", ("each row as one JSON object",)),
     Mistake("an empty file", "--prompt-data {empty}", ("no rows", "correct the file")),
-    Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "name a .jsonl or .parquet file")),
+    Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "pass a .jsonl or .parquet file")),
     Mistake("messages that nothing renders", "--prompt-data {messages}", ("add --apply-chat-template",)),
     Mistake(
         "a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",), quick=True

@@ -63,7 +63,7 @@ def test_a_data_cursor_does_not_know_how_rows_are_spread_over_files(folder: Path
         (["data.jsonl", "test.jsonl"], "several splits .*unnamed: data.jsonl, test: test.jsonl.*'.*/data.jsonl'"),
         (["a.jsonl", "a.parquet"], "may hold the same rows"),
         (["README.md"], "holds no .jsonl"),
-        (["data/train.jsonl", "README.md"], "name one of .*data"),
+        (["data/train.jsonl", "README.md"], "pass one of .*data"),
     ],
 )
 def test_a_folder_that_is_not_one_split_in_one_format_is_refused(tmp_path: Path, names: list[str], says: str) -> None:
@@ -82,7 +82,7 @@ def test_a_folder_of_one_split_is_read(tmp_path: Path, names: list[str]) -> None
 
 
 def test_a_name_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="matches no file"):
+    with pytest.raises(ConfigError, match="matches no files"):
         files_of(str(tmp_path / "*.jsonl"))
     with pytest.raises(ConfigError, match=r"there is no such data scheme.*choose from rg"):
         read("s3:bucket/key.jsonl")

@@ -55,7 +55,7 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
         ({"dtype": "auto"}, "--dtype auto, but the run needs float32"),
         ({"disable_radix_cache": False}, "--disable-radix-cache off, but the run needs on"),
         ({"pp_size": 2, "custom_weight_loader": []}, "reports only its first stage"),
-        ({"dp_size": 2}, "each copy of a model is a separate engine"),
+        ({"dp_size": 2}, "each replica of a model is a separate engine"),
         ({"quantization": "fp8"}, "--quantization fp8"),
         ({"tp_size": 3}, "do not divide"),
         ({"disaggregation_mode": "prefill"}, "prefill worker"),
@@ -63,7 +63,7 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
         ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, "--hicache-storage-backend file"),
         (
             {"enable_lmcache": True},
-            "--enable-lmcache would serve prefixes of old weights under new ones: what LMCache stores",
+            "--enable-lmcache would serve prefixes of old weights under new ones: the LMCache store",
         ),
         ({"probe": dataclasses.replace(PLAIN, repeats=True)}, "--incremental-streaming-output"),
         ({"probe": None, "problem": "it answered /generate with 500"}, "with 500"),

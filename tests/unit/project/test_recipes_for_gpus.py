@@ -75,7 +75,7 @@ def test_a_recipe_is_accepted_as_it_stands_and_fills_the_hosts_that_it_names(nam
         plan_of(args, num_hosts - 1)
     layout = TrainingLayout.of(args)
     assert layout.world % (layout.tp * layout.pp * layout.cp) == 0 == layout.world % (layout.ep * layout.pp)
-    assert "Given, read and derived:" in explain(args)
+    assert "Set, loaded and derived:" in explain(args)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -190,12 +190,12 @@ def test_the_public_name_is_a_function_that_says_what_it_stands_for() -> None:
         (["--fully-async", "--max-groups-in-flight", "3"], False, "no batch would ever be full"),
         (["--fully-async", "--update-weights-interval", "4"], False, "wait forever"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
-        (["--fully-async", "--keep-old-actor"], False, "weights of several versions"),
+        (["--fully-async", "--keep-old-actor"], False, "several weight versions"),
         (["--pause-generation-mode", "retract", "--strict"], False, "which needs --fully-async"),
         (
             ["--fully-async", "--pause-generation-mode", "in_place", "--sglang-chunked-prefill-size", "512"],
             False,
-            "weights of several versions could read one prompt",
+            "several weight versions could prefill one prompt",
         ),
     ],
 )

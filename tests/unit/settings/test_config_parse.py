@@ -261,7 +261,7 @@ def test_an_export_deletes_nothing(base: list[str], tmp_path: Path, export: str,
     data.write_text('{"input": "1+1"}\n')
     words = [*base, "--save", str(tmp_path / "ckpt"), "--prompt-data", str(data)]
     message = refused([*words, "--save-hf", f"{tmp_path}/{export}" if export != "/" else "/"])
-    assert "would delete that" in message and f"contains {said} " in message
+    assert "would delete it" in message and f"contains {said} " in message
 
 
 @pytest.mark.parametrize(

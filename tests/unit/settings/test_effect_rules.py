@@ -250,7 +250,7 @@ def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list
         "lora_alpha": "8.0, which needs --lora-rank",
     }
     text = explain(args)
-    assert text.index("tis_clip 3.0, which needs") < text.index("Given, read and derived:")
+    assert text.index("tis_clip 3.0, which needs") < text.index("Set, loaded and derived:")
     assert args.to_json_dict()["idle"] == dict(args.idle)
 
 

@@ -67,7 +67,7 @@ def test_entries_bring_flags_and_a_base_brings_one() -> None:
     assert {"--line-width", "--radius", "--corners"} <= spellings(known)
     assert [flag.dest for flag in known.flags()].count("line_width") == 1
     (line,) = (flag for flag in known.flags(with_docs=True) if flag.dest == "line_width")
-    assert line.doc.startswith("Width of the line. Read by circle, square") and line.kind == "float"
+    assert line.doc.startswith("Width of the line. Used by circle, square") and line.kind == "float"
     assert "--scale" not in spellings(known), "the group's"
 
 
@@ -203,8 +203,8 @@ def test_a_users_entry_is_named_in_yaml_as_well(base: list[str], pigeon: str, tm
 def test_help_shows_names_and_settings_of_entries() -> None:
     text = help_text("slime")
     assert "--update-weight-transport {disk|distributed|mixed|nccl|tensor|import path}" in text
-    assert "Weight transport: settings of the entries of --update-weight-transport" in text
-    assert "Read by disk." in text
+    assert "Weight transport: settings of --update-weight-transport entries" in text
+    assert "Used by disk." in text
 
 
 @pytest.mark.parametrize(
@@ -234,4 +234,4 @@ def test_a_check_that_answers_otherwise_is_refused(base: list[str], tmp_path: Pa
     path = tmp_path / "talker.py"
     path.write_text(TRANSPORT.replace('return "got', 'return ["got').replace('more" if', 'more"] if'))
     words = [*base, "--update-weight-transport", f"{path}:Pigeon"]
-    assert "returned a list; return one message, or None" in refused([*words, "--num-pigeons", "13"])
+    assert "returned a list; it must return a message or None" in refused([*words, "--num-pigeons", "13"])

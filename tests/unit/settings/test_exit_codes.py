@@ -72,7 +72,7 @@ def test_what_was_noted_on_the_way_up_is_said_after_the_message(
 
 @pytest.mark.parametrize(
     ("end", "code", "said"),
-    [(KeyboardInterrupt(), 130, "interrupted; the run"), (Terminated(143), 143, "ended by SIGTERM; the run")],
+    [(KeyboardInterrupt(), 130, "interrupted; the run"), (Terminated(143), 143, "terminated by SIGTERM; the run")],
 )
 def test_who_ends_a_run_hears_that_it_is_over(
     end: BaseException, code: int, said: str, command_line: list[str], capsys: pytest.CaptureFixture[str]

@@ -43,7 +43,7 @@ def test_a_file_has_an_address_in_each_line(tmp_path: Path) -> None:
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="has no address"):
         read_addresses([f"@{file}"])
-    with pytest.raises(ConfigError, match="a file is the whole list"):
+    with pytest.raises(ConfigError, match="names both a file and addresses"):
         read_addresses([f"@{file}", "c:3"])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_addresses([f"@{tmp_path}/nothing"])
@@ -73,7 +73,7 @@ def test_their_key_may_come_from_the_environment(base: list[str], monkeypatch: p
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--colocate"], "lend no memory"),
+        (["--colocate"], "do not release memory"),
         (["--update-weight-transport", "tensor"], "use distributed, or disk"),
         (["--rollout-external-engine-addrs", "a:1", "http://a:1"], "twice"),
         (["--rollout-external-engine-addrs", "a"], "use HOST:PORT"),
@@ -87,7 +87,7 @@ def test_what_cannot_work_with_them_is_refused(base: list[str], more: list[str],
 def test_a_file_of_topologies_starts_engines(base: list[str], tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("sglang: [{name: a, server_groups: [{num_gpus: 1}]}]")
-    with pytest.raises(ConfigError, match="it starts none"):
+    with pytest.raises(ConfigError, match="the run starts none"):
         parse_args([*base, *TWO, "--sglang-config", str(file)])
 
 

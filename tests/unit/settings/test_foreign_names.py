@@ -51,7 +51,7 @@ def test_wrong_values_and_owned_flags_are_told_with_them() -> None:
 
 def test_a_setting_written_as_verl_does_is_answered() -> None:
     told = refusal("actor_rollout_ref.actor.optim.lr=1e-6", "+data.train_batch_size=128", "a.b=c")
-    assert "use --lr" in told and "--rollout-batch-size" in told and "'a.b=c' belongs to no flag" in told
+    assert "use --lr" in told and "--rollout-batch-size" in told and "'a.b=c' does not belong to a flag" in told
 
 
 @pytest.mark.parametrize(("name", "answer"), [("--n-samples-per", "--n-samples-per-prompt"), ("--xyzzy", "see --help")])

@@ -36,15 +36,15 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ('--multimodal-keys {"video":"videos"}', "only images are read"),
-        ('--multimodal-keys {"image":"images","audio":"sounds"}', "only images are read"),
+        ('--multimodal-keys {"video":"videos"}', "only images are supported"),
+        ('--multimodal-keys {"image":"images","audio":"sounds"}', "only images are supported"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2, because with images each rank"),
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2, because with images each rank"),
         ("--context-parallel-size 2", "--context-parallel-size 2, because with images each rank"),
-        ("--lora-rank 4", "--lora-rank, which was not verified with images"),
-        ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic sees no images"),
+        ("--lora-rank 4", "--lora-rank, which is not tested with images"),
+        ("--advantage-estimator ppo", "--advantage-estimator ppo, whose critic does not support images"),
         ("--use-prefix-sharing", "the layers of qwen3_vl_text do not support it"),
-        ("--loss-type sft_loss", "--loss-type sft_loss, which renders conversations without images"),
+        ("--loss-type sft_loss", "--loss-type sft_loss, which does not support images"),
     ],
 )
 def test_what_is_not_trained_with_images_is_refused_by_name(words: str, said: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.launch_scripts import launch_scripts
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "a flag given twice": r"contradict each other; keep one",
-    "images": r"cannot be trained on images|--spec .* is a model of images",
+    "images": r"cannot be trained on images|--spec .* is a vision-language model",
     "a draft of GLM-5": r"with speculative decoding: slime cannot train an MTP layer of glm_moe_dsa",
     "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
@@ -74,7 +74,7 @@ def test_a_public_launch_script_parses_and_has_places_or_is_refused_for_its_reas
         hosts=[Host(f"h{i}", f"10.0.0.{i}", 8, 8) for i in range(places)],
     )
     assert len(plan.engines) == len(engines)
-    assert "Given, read and derived:" in explain(args)
+    assert "Set, loaded and derived:" in explain(args)
 
 
 def test_every_reason_for_which_a_script_is_refused_is_in_the_docs() -> None:
@@ -100,13 +100,13 @@ AGREES = [
     "--rollout-data-transport object-store --freeze-indexer --no-post-mlp-layernorm",
 ]
 CONTRADICTS = [
-    ("--spec slime_plugins.models.glm4 get_glm_spec", "model_type is qwen3: layers come from its family"),
-    ("--spec own.layers spec", "name your own family with --model-family"),
-    ("--model-name glm4", "its model_type qwen3 says how weights are converted"),
+    ("--spec slime_plugins.models.glm4 get_glm_spec", "does not match the checkpoint's model_type qwen3"),
+    ("--spec own.layers spec", "pass your own family with --model-family"),
+    ("--model-name glm4", "whose model_type qwen3 determines how weights are converted"),
     ("--use-gated-attention", "the model of this checkpoint has no --use-gated-attention"),
     ("--post-self-attn-layernorm --post-mlp-layernorm", "no --post-self-attn-layernorm and no --post-mlp-layernorm"),
     ("--use-rope-scaling", "has no --use-rope-scaling"),
-    ("--distributed-backend nccl --device cpu", "which needs gloo"),
+    ("--distributed-backend nccl --device cpu", "use gloo"),
 ]
 
 
@@ -156,10 +156,10 @@ def test_free_keys_of_the_yaml_are_the_users_where_a_function_may_read_them(base
     path = tmp_path / "own.yaml"
     path.write_text(FREE)
     words = [*base, "--custom-config-path", str(path)]
-    assert "has use_rs: True, which needs your own function to read it" in refused(words)
+    assert "has use_rs: True, which needs a user function that reads it" in refused(words)
     args = parse_args([*words, "--custom-generate-function-path", "own.generate"])
     assert (args.custom["rs_level"], args.to_json_dict()["custom"]["use_rs"]) == ("token", True)
-    assert "a setting of a similar name is rollout_temperature" in listed(args)
+    assert "a similar setting is rollout_temperature" in listed(args)
     assert "use_rs" in refused([*words, "--custom-generate-function-path", "own.generate", "--strict"])
 
 
@@ -188,7 +188,7 @@ def test_the_trainer_starts_from_a_folder_in_hugging_face_format(base: list[str]
     assert (args.initial_weights, args.load) == (str(other), None)
     assert args.ref_load == (str(other) if flag == "--ref-load" else None)
     (other / "config.json").write_text(json.dumps({**QWEN3, "num_hidden_layers": 3}))
-    assert "use models of one architecture" in refused([*base, flag, str(other)])
+    assert "use models with the same architecture" in refused([*base, flag, str(other)])
 
 
 def test_load_goes_before_the_reference_which_then_needs_a_kl(base: list[str], tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_megatron_is_refused_with_what_to_give(base: list[str], 
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     words = [*base, "--advantage-estimator", "ppo", flag, str(folder)]
     said = refused(words)
-    assert "is a Megatron checkpoint of pickles" in said and str(tmp_path / "model") in said
+    assert "is a pickled Megatron checkpoint" in said and str(tmp_path / "model") in said
     assert f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" in said
     missing = refused([*base, "--ref-load", str(tmp_path / "other_torch_dist")])
     assert "is not a folder" in missing and str(tmp_path / "other") in missing

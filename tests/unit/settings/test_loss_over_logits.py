@@ -18,10 +18,10 @@ def test_logits_are_for_a_function_of_the_user(base: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--context-parallel-size 2 --actor-num-gpus-per-node 2", "whose ranks hold parts of rows"),
-        ("--use-prefix-sharing", "whose rows hold a shared prefix once"),
+        ("--context-parallel-size 2 --actor-num-gpus-per-node 2", "whose ranks hold shards of rows"),
+        ("--use-prefix-sharing", "whose rows contain a shared prefix only once"),
     ],
 )
 def test_logits_of_parts_of_samples_are_refused(base: list[str], words: str, said: str) -> None:
     message = refused([*base, *OWN, *words.split()])
-    assert said in message and "write the loss over log-probs" in message
+    assert said in message and "compute the loss from log-probs" in message

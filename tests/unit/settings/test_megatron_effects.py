@@ -36,7 +36,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--seq-length 8192", "seq_length 8192, which needs rows of one length"),
+        ("--seq-length 8192", "seq_length 8192, which needs sequences of equal length"),
         ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
         ("--attention-backend flash", "which needs Transformer Engine"),
         ("--transformer-impl transformer_engine", "which needs Transformer Engine"),
@@ -57,7 +57,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
         ("--lr-decay-iters 5", "lr_decay_iters 5, which needs a schedule with a length"),
         ("--lr-wsd-decay-style linear", "lr_wsd_decay_style linear, which needs --lr-decay-style WSD"),
         ("--lr-decay-style cosine --lr-wsd-decay-iters 5", "which needs --lr-decay-style WSD"),
-        ("--min-lr 1e-7", "min_lr 1e-07, which needs a learning rate that decays"),
+        ("--min-lr 1e-7", "min_lr 1e-07, which needs learning-rate decay"),
         ("--lr-warmup-init 1e-7", "which needs a warm-up"),
         ("--initial-loss-scale 1024", "which needs --fp16"),
         ("--sequence-parallel", "which needs --tensor-model-parallel-size above 1"),
@@ -83,7 +83,7 @@ def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> 
     [
         ("--exp-avg-sq-dtype fp16", "choose float32 or bfloat16"),
         ("--main-params-dtype bf16", "choose float32 or float16"),
-        ("--no-decoupled-weight-decay", "which are AdamW"),
+        ("--no-decoupled-weight-decay", "which implement AdamW"),
     ],
 )
 def test_what_an_optimizer_that_holds_its_state_cannot_do_is_refused(base: list[str], flags: str, said: str) -> None:

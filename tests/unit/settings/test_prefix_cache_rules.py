@@ -30,7 +30,7 @@ def test_a_store_that_a_flush_does_not_empty_is_refused_however_engines_pause(
 ) -> None:
     message = refused([*paused(base, mode), *flags.split()], synchronous=False)
     assert f"{flags[flags.rindex('--') :]} would serve prefixes of old weights" in message, message
-    assert "survives a flush" in message and "leave it out" in message
+    assert "survives a flush" in message and "drop it" in message
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -41,7 +41,7 @@ def test_what_is_flushed_and_not_divided_is_for_abort(base: list[str], flag: str
         parse_args(flags, synchronous=False)
     else:
         message = refused(flags, synchronous=False)
-        for said in (f"{flag} would serve", "not divided", "--pause-generation-mode abort"):
+        for said in (f"{flag} would serve", "not keyed by weights", "--pause-generation-mode abort"):
             assert said in message
 
 

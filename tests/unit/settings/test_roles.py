@@ -66,9 +66,9 @@ def test_the_critic_s_start_and_rate_are_those_of_the_flags(ppo: list[str]) -> N
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lr_warmup_iter": 2}, "is not a setting; did you mean lr_warmup_iters?"),
-    ({"tensor_model_parallel_size": 2}, "roles share ranks, which are split in one way"),
-    ({"context_parallel_size": 2}, "roles share ranks"),
-    ({"rollout_batch_size": 3}, "the run has a different value, and roles share this setting"),
+    ({"tensor_model_parallel_size": 2}, "both roles share the parallel layout"),
+    ({"context_parallel_size": 2}, "both roles share the parallel layout"),
+    ({"rollout_batch_size": 3}, "the run has a different value, and both roles share this setting"),
     ({"sequence_parallel": 0}, "is 0, but must be true or false"),
     ({"bf16": False}, "roles share this setting"),
     ({"clip_grad": "much"}, "clip_grad"),
@@ -125,11 +125,11 @@ def test_a_warm_up_in_common_begins_below_both_rates(ppo: list[str]) -> None:
 
 
 FILES = [
-    ("megatron: {}", "needs the one key megatron, a list"),
-    ("sglang: []", "has the keys ['sglang'], but needs the one key megatron, a list"),
-    ("megatron: [{role: ref}]", "has the role 'ref'; write the role actor or critic"),
+    ("megatron: {}", "must have only the key megatron, with a list"),
+    ("sglang: []", "has the keys ['sglang'], but must have only the key megatron, with a list"),
+    ("megatron: [{role: ref}]", "has the role 'ref'; set role to actor or critic"),
     ("megatron: [{role: critic, lr: 1}]", "has the unknown keys lr; choose from name, role, overrides, args"),
-    ("megatron: [{role: critic}, {role: critic}]", "a second entry of role critic"),
+    ("megatron: [{role: critic}, {role: critic}]", "a second entry for role critic"),
     ("megatron: [{role: critic, args: {lr: 1}, overrides: {lr: 1}}]", "write overrides as one mapping"),
 ]
 
@@ -146,9 +146,7 @@ def test_what_does_not_act_for_its_role_is_listed(base: list[str], ppo: list[str
     assert "critic.lr 1e-05, which needs an advantage_estimator with a critic" in told
     assert "actor.num_nodes 1, which needs separate ranks" in told
     idle = {"lr_decay_style": "constant", "min_lr": 1e-7}
-    assert "critic.min_lr 1e-07, which needs a learning rate that decays" in listed(
-        parse_args(with_roles(ppo, critic=idle))
-    )
+    assert "critic.min_lr 1e-07, which needs learning-rate decay" in listed(parse_args(with_roles(ppo, critic=idle)))
     assert "min_lr 1e-07" in refused([*with_roles(ppo, critic=idle), "--strict"])
 
 

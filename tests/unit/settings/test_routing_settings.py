@@ -60,8 +60,8 @@ def test_a_layer_that_runs_again_alone_is_refused(flags: str, because: str, flag
 @pytest.mark.parametrize(
     ("flags", "because"),
     [
-        ("--sglang-enable-hierarchical-cache", "lose their record"),
-        ("--sglang-enable-two-batch-overlap", "the same place"),
+        ("--sglang-enable-hierarchical-cache", "loses its recorded experts"),
+        ("--sglang-enable-two-batch-overlap", "each other's record"),
         ("--sglang-pp-size 2 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "each stage"),
     ],
 )

@@ -86,4 +86,4 @@ def test_help_says_so_of_every_secret() -> None:
     for topic in ("slime", "sglang", "router"):
         shown = help_text(topic)
         expected = sum(flag.owner == topic and not flag.internal for flag in SECRETS)
-        assert expected and " ".join(shown.split()).count("@FILE reads the value from a file") >= expected, topic
+        assert expected and " ".join(shown.split()).count("Use @FILE to read the value from a file") >= expected, topic

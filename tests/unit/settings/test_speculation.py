@@ -58,10 +58,10 @@ def test_the_loss_is_scaled_as_scripts_expect(with_layer: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--enable-mtp-training --mtp-num-layers 2", "one layer"),
-        ("--enable-mtp-training --use-prefix-sharing", "several tokens may follow a token"),
+        ("--enable-mtp-training --mtp-num-layers 2", "only one multi-token-prediction layer"),
+        ("--enable-mtp-training --use-prefix-sharing", "a token can have several successors"),
         ("--enable-mtp-training --lora-rank 8", "only adapters"),
-        (DRAFT, "kernels of a GPU"),
+        (DRAFT, "GPU kernels"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(with_layer: list[str], flags: str, said: str) -> None:
@@ -83,12 +83,12 @@ def test_the_checkpoints_own_layer_is_served(with_layer: list[str], algorithm: s
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--sglang-speculative-algorithm EAGLE3", "a layer of multi-token prediction"),
+        ("--sglang-speculative-algorithm EAGLE3", "a multi-token-prediction layer"),
         (f"{DRAFT} --sglang-speculative-draft-model-path elsewhere", "which is synced"),
         (f"{DRAFT} --sglang-speculative-token-map some.pt", "output layer"),
         (f"{DRAFT} --sglang-speculative-accept-threshold-single 0.5", "no longer be sampled from the policy"),
         (f"{DRAFT} --pause-generation-mode retract --fully-async", "use abort"),
-        (f"{DRAFT} --use-rollout-routing-replay", "not verified"),
+        (f"{DRAFT} --use-rollout-routing-replay", "not tested"),
     ],
 )
 def test_other_drafts_are_refused(with_layer: list[str], flags: str, said: str) -> None:

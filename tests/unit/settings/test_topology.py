@@ -54,7 +54,7 @@ def test_models_and_groups_are_read_with_the_defaults_around_them(tmp_path: Path
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing": ([], "no list of models under `sglang`"),
     "no name": ([{"server_groups": [group()]}], r"sglang\[0\] has no name"),
-    "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models have the name 'a'"),
+    "two of a name": ([{"name": "a", "server_groups": [group()]}] * 2, "two models are named 'a'"),
     "no policy": (
         [{"name": "a", "model_path": "/m/x", "server_groups": [group()]}],
         "update_weights is true for no model",
@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "the trainer has no weights for it",
     ),
     "no groups": ([{"name": "a"}], "has no server_groups"),
-    "both spellings": ([{"name": "a", "server_groups": [group()], "engine_groups": [group()]}], "mean the same"),
+    "both spellings": ([{"name": "a", "server_groups": [group()], "engine_groups": [group()]}], "are synonyms"),
     "an unknown key": (
         [{"name": "a", "server_groups": [group(gpus=1)]}],
         r"server_groups\[0\] has the unknown key 'gpus'",
@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "nobody who reads": ([{"name": "a", "server_groups": [group(worker_type="decode")]}], "has no prefill group"),
     "pairs beside whole ones": (
         [{"name": "a", "server_groups": [group(), group(worker_type="prefill"), group(worker_type="decode")]}],
-        "has regular groups beside prefill and decode groups",
+        "mixes regular groups with prefill and decode groups",
     ),
     "a mode of its own": (
         [{"name": "a", "server_groups": [group(overrides={"disaggregation_mode": "decode"})]}],
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"name": "a", "server_groups": [group(overrides={"tp_size": 2})]}],
         "slime sets tp_size itself; use --rollout-num-gpus-per-engine",
     ),
-    "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang does not know"),
+    "an unknown argument": ([{"name": "a", "server_groups": [group(overrides={"warp": 2})]}], "SGLang has no setting"),
     "a key of its own": (
         [{"name": "a", "server_groups": [group(overrides={"api_key": "x"})]}],
         "one key for all engines; use --sglang-api-key",
@@ -152,7 +152,7 @@ def test_a_model_that_is_not_there_is_refused(base: list[str], tmp_path: Path) -
         "server_groups": [group(1, num_gpus_per_engine=1)],
     }
     file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": [group()]}, judge]}))
-    with pytest.raises(ConfigError, match=r"nothing of model judge has no config.json; name a Hugging Face folder"):
+    with pytest.raises(ConfigError, match=r"nothing of model judge has no config.json; pass a Hugging Face folder"):
         parse_args([*base, "--sglang-config", str(file)])
 
 
@@ -187,10 +187,13 @@ def test_engines_work_in_pairs_by_file_or_flag(base: list[str], tmp_path: Path) 
     [
         (
             ["--prefill-num-servers", "1"],
-            "--prefill-num-servers 1 leaves no engine to sample, because the run has 1 engine;",
+            "--prefill-num-servers 1 leaves no engine for decode, because the run has 1 engine;",
         ),
         (["--rollout-num-gpus", "2", "--prefill-num-servers", "2"], "the run has 2 engines;"),
-        (["--prefill-num-servers", "1", "--rollout-external-engine-addrs", "127.0.0.1:1"], "starts no engine"),
+        (
+            ["--prefill-num-servers", "1", "--rollout-external-engine-addrs", "127.0.0.1:1"],
+            "does not start those",
+        ),
         (["--sglang-disaggregation-mode", "prefill"], "use --prefill-num-servers, or worker_type"),
         (["--router-pd-disaggregation"], "use --prefill-num-servers, or worker_type"),
     ],
@@ -203,13 +206,13 @@ def test_pairs_that_cannot_be_meant_are_refused(base: list[str], flags: list[str
 @pytest.mark.parametrize(
     ("flags", "overrides", "said"),
     [
-        (["--fully-async", "--pause-generation-mode", "retract"], {}, "read under old weights"),
-        (["--fully-async", "--pause-generation-mode", "in_place"], {}, "read under old weights"),
+        (["--fully-async", "--pause-generation-mode", "retract"], {}, "of old weights could reach"),
+        (["--fully-async", "--pause-generation-mode", "in_place"], {}, "of old weights could reach"),
         (["--colocate", "--device", "cuda", "--actor-num-gpus-per-node", "3"], {}, "registered with the network"),
         (["--sglang-router-ip", "h", "--sglang-router-port", "1", "--router-api-key", "k"], {}, "to one engine"),
-        ([], {"dp_size": 2}, "not verified"),
-        ([], {"enable_return_routed_experts": True}, "experts of the prompt"),
-        ([], {"disaggregation_transfer_backend": "fake"}, "nothing would be handed over"),
+        ([], {"dp_size": 2}, "not tested"),
+        ([], {"enable_return_routed_experts": True}, "routed experts stay"),
+        ([], {"disaggregation_transfer_backend": "fake"}, "no KV cache would be transferred"),
     ],
 )
 def test_what_pairs_cannot_do_is_refused_before_they_start(

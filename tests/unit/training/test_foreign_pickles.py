@@ -110,7 +110,7 @@ def test_a_rollout_is_read_as_ours(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _convert(source, target, "--trust-pickle") == 0
     told = capsys.readouterr().out
     assert "3 samples in 2 groups of step 5" in told and "left out: spec_info (3 samples)" in told
-    assert "1 samples of several weight versions" in told
+    assert "1 samples have several weight versions" in told
     rollout_id, ((one, two), (other,)) = load_rollout(target)
     assert rollout_id == 5 and [s.group_index for s in (one, two, other)] == [7, 7, 3]
     assert (one.index, one.prompt, one.response, one.label, one.reward) == (30, "2+2=", "4!", "4", 1.0)

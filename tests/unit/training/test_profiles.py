@@ -87,7 +87,7 @@ def test_engines_are_traced_while_they_generate_the_asked_steps(tmp_path: Path) 
     assert isinstance(Profiles(args, 0, CPU).part("train_overall", 1), nullcontext)
     external = [*complete(tmp_path / "b"), *STEPS, "--profile-target", "rollout"]
     external += ["--rollout-external-engine-addrs", "h:1"]
-    assert "use their route /start_profile" in refused(external)
+    assert "use their /start_profile route" in refused(external)
 
 
 REFUSED = [
@@ -128,7 +128,7 @@ IDLE = [
     ("--device cuda --debug-rollout-only --record-memory-history", "record_memory_history True, which needs training"),
     (
         "--device cuda --record-memory-history --memory-snapshot-num-steps 4",
-        "memory_snapshot_num_steps 4, which needs as many steps: at most --num-rollout",
+        "memory_snapshot_num_steps 4, which needs a --num-rollout of at least as many steps",
     ),
 ]
 
