@@ -2,8 +2,8 @@
 
 The default is one step off: step k+1 is generated while step k is trained. Weights change only between two generations,
 so every sample has one weight version, exactly one behind the trainer (more with a larger `--update-weights-interval`).
-With `--fully-async` a worker generates all the time, also during a weight sync. A step trains on the oldest finished
-groups that are not older than `--max-weight-staleness`.
+With `--fully-async`, a worker generates continuously, even during a weight sync. A step trains on the oldest finished
+groups that are within `--max-weight-staleness`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def fully_async(run: Run, rollout_ids: range) -> None:
         if syncs:
             run.sync_weights(for_save=saves)
         if saves:
-            run.save(rollout_id)  # after the weight sync, which ended the running requests: their tokens are then saved
+            run.save(rollout_id)  # after the weight sync, which aborted the running requests, so their tokens are saved
         if syncs and (saves or rollout_id == rollout_ids.start):
-            run.check_log_probs()  # not in every step, because an evaluation samples and delays the worker
+            run.check_log_probs()  # not in every step, because the check samples and delays the worker
         if run.evaluates_after(rollout_id):
             run.evaluate(rollout_id)
         run.end_step(rollout_id)

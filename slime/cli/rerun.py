@@ -138,7 +138,7 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
 def _starts(folder: Path) -> list[dict[str, Any]]:
     record = folder / "run.json"
     if not record.is_file():
-        raise DataError(f"{folder} has no run.json; name the folder of a run")
+        raise DataError(f"{folder} has no run.json; pass the folder of a run")
     found = _json_object(record).get("starts")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
         raise DataError(f"{record} has no list of starts; restore the file, or start the run from its command line")

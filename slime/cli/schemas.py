@@ -1,6 +1,6 @@
 """`slime schemas`: writes or checks the flags of the installed engines.
 
-    slime schemas --write     after a different version of an engine was installed
+    slime schemas --write     after installing a different version of an engine
     slime schemas             prints the differences; exit code 1 if there are any
 
 slime ships the flags of the versions that it supports (slime/settings/schemas/*.json). `--write` stores those of

@@ -140,7 +140,7 @@ def _files_in(folder: Path) -> list[Path]:
     endings = sorted({next(e for e in ENDINGS if p.name.endswith(e)) for p in files})
     if len(endings) > 1:
         raise ConfigError(
-            f"folder {folder} holds files that end in {' and '.join(endings)} and may hold the same rows; use a "
+            f"folder {folder} has files that end in {' and '.join(endings)}, which may contain the same rows; use a "
             f"pattern: '{folder}/*{endings[0]}'"
         )
     return files

@@ -150,7 +150,7 @@ def _flags() -> tuple[Flag, ...]:
 def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     """Returns a copy with converted values. Raises `ConfigError` for an unknown key or a value of the wrong type."""
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{where} is {mapping!r}, which is not a mapping; write `eval:` with defaults and datasets")
+        raise ConfigError(f"{where} is {mapping!r}, but must be a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(_flags())
     flags = {flag.dest: flag for flag in table.flags}
     for key in mapping:

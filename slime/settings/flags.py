@@ -191,7 +191,7 @@ class Flag:
     owner: str
     """slime, megatron, sglang or router."""
     names: tuple[str, ...]
-    """Spellings with dashes, the usual one first. For a `bool`, these switch it on."""
+    """Spellings with dashes, the preferred one first. For a `bool`, these switch it on."""
     kind: str
     """int, float, str, bool, json; human_int (SGLang's `4k`); dtype (torch's); int_or_json, float_or_json and
     str_or_json, which also take a list."""
@@ -236,7 +236,7 @@ MOST_KEY = 4096
 _KEY = "api_key"
 """Secrets whose name ends in this suffix are sent as bearer tokens."""
 FILE_MARK = "@"
-"""Prefix of a file name whose content is the value."""
+"""Prefix that marks a value as the name of a file with the actual value."""
 
 
 def shown(flag: Flag, value: Any) -> str:
@@ -261,7 +261,7 @@ def _number(kind: str, text: str) -> Any:
 
 
 def _one(flag: Flag, text: str) -> Any:
-    """Converts one word. Raises `ValueError`, `KeyError` or a JSON error."""
+    """Converts one argument. Raises `ValueError`, `KeyError` or a JSON error."""
     if flag.kind == "str":
         return text
     if flag.kind == "json":
@@ -343,7 +343,7 @@ def _read_secret(name: str, *, where: str) -> str:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{where} is @{name}, which cannot be read: {reason}; pass a readable file") from None
     if not text:
-        raise ConfigError(f"{where} is @{name}, an empty file; write the secret into it")
+        raise ConfigError(f"{where} is @{name}, an empty file; write the secret to it")
     return text
 
 

@@ -133,7 +133,7 @@ _CONDITIONAL: Mapping[Need, str] = {
     Need(_decays, "learning-rate decay: --lr-decay-style other than constant"): "min_lr",
     Need(
         lambda s: _decays(s) or s.megatron["lr_warmup_fraction"] is not None,
-        "a schedule with a length: --lr-decay-style other than constant, or --lr-warmup-fraction",
+        "a schedule of fixed length: --lr-decay-style other than constant, or --lr-warmup-fraction",
     ): "lr_decay_iters",
     Need(lambda s: s.megatron["lr_decay_style"] == "WSD", "--lr-decay-style WSD"): (
         "lr_wsd_decay_iters lr_wsd_decay_style"

@@ -116,7 +116,7 @@ def resolve_roles(
 def _at_its_rate(
     given: Given, origins: Mapping[tuple[str, str], str], *, floor_is_own: bool
 ) -> tuple[Given, Mapping[tuple[str, str], str]]:
-    """Returns values and origins with `lr` set to the critic's learning rate, if given.
+    """Returns values and origins with `lr` set to the critic's learning rate, if the user set one.
 
     A `min_lr` that the critic shares with the policy is lowered to that rate, as in `critic_args`.
     """
@@ -131,7 +131,7 @@ def _at_its_rate(
 
 
 def _repeats(line: _Shared, args: Args, given: Given) -> bool:
-    """Returns whether the line has the run's value, either as the user wrote it or resolved."""
+    """Returns whether the override equals the run's value, either as the user wrote it or resolved."""
     owner, dest = line.key
     has = getattr(args, owner).get(dest) if owner in ("megatron", "sglang", "router") else getattr(args, dest)
     return bool(line.value == has or (line.key in given and given[line.key] == line.value))
@@ -241,7 +241,7 @@ def _setting(
         return setting_of(table, name, value, {}, where=where)
     if found is None:
         near = table.nearest("--" + name.replace("_", "-"))
-        hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role has {', '.join(MAY_DIFFER)}"
+        hint = f"did you mean {near[2:].replace('-', '_')}?" if near else f"a role can set {', '.join(MAY_DIFFER)}"
         raise ConfigError(f"{where} is not a setting; {hint}")
     shared = "the parallel layout" if any(w in dest for w in _LAYOUT) else "this setting"
     key, typed = setting_of(table, name, value, {}, where=where)

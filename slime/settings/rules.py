@@ -46,8 +46,8 @@ def _one_schedule(args: Args) -> str | None:
         return f"--rollout-schedule {name} contradicts {switch} (or the function that implies it); drop one of the two"
     if name != "function" and args.rollout_function_path != DEFAULT_ROLLOUT:
         return (
-            f"--rollout-schedule {name} does not call --rollout-function-path {args.rollout_function_path}; only the "
-            "schedule named function does. Drop one of the two"
+            f"--rollout-schedule {name} does not call --rollout-function-path {args.rollout_function_path}; only "
+            "--rollout-schedule function does. Drop one of the two"
         )
     return None
 
@@ -148,7 +148,7 @@ def free_keys_have_a_reader(args: Args) -> str | None:
     )
 
 
-# --- Lengths beyond the model's context, which would make engines refuse requests
+# --- Lengths beyond the model's context, for which engines refuse requests
 
 
 def engine_context(args: Args) -> int | None:
@@ -220,7 +220,7 @@ def a_step_is_finite(settings: Any) -> str | None:
     most = int(EXECUTIONS.le or 0)
     if _executions(settings) <= most:
         return None
-    return f"{_product(settings)} executions are too many: the limit per step is {most}; lower one of the two"
+    return f"{_product(settings)} executions per step is above the limit of {most}; lower one of the two"
 
 
 def _product(s: Any) -> str:
@@ -284,7 +284,7 @@ def rewards_are_defined(args: Args) -> str | None:
     learns = minimises_policy_loss(args) or args.rollout_function_path == DEFAULT_ROLLOUT
     needs = learns and not args.debug_train_only and args.num_rollout != 0 and args.opd_teacher_url is None
     if args.rm_type == "remote_rm" and not args.rm_url:
-        return "--rm-type remote_rm needs --rm-url; set it to the address of the grader"
+        return "--rm-type remote_rm needs --rm-url; set it to the grader's URL"
     if args.group_rm and not args.custom_rm_path:
         return "--group-rm needs --custom-rm-path: the built-in graders score one sample at a time"
     if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:

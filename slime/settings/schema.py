@@ -29,7 +29,7 @@ PREFIX = {"megatron": "--", "sglang": "--sglang-", "router": "--router-"}
 _DTYPE = "use --bf16, --fp16 or --no-bf16."
 _PORTS = "ports are allocated per run."
 _HOSTS = "placement chooses the hosts of an engine."
-_PLACEMENT = "it follows from placement."
+_PLACEMENT = "placement determines it."
 _JOIN = "workers join after their first verified weight sync."
 _PAIRS = "use --prefill-num-servers, or worker_type in --sglang-config."
 
@@ -226,7 +226,7 @@ def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
 
 
 def contradictions(architecture: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Returns one message per given Megatron setting that differs from the checkpoint."""
+    """Returns one message per Megatron setting whose value differs from the checkpoint's."""
     out = []
     for name, value in given.items():
         if name in architecture and not _equal(value, architecture[name]):
@@ -245,7 +245,7 @@ def _equal(given: Any, stored: Any) -> bool:
 
 
 _FLOAT32_ROUNDING = 2.0**-23
-"""Other frameworks write 1e-5 as 9.999999747378752e-06."""
+"""Tolerance, because other frameworks write 1e-5 as 9.999999747378752e-06."""
 
 
 def _spellings(name: str) -> str:

@@ -207,7 +207,7 @@ def _require_engines(model: ServedModel, where: str) -> None:
 
 def _known(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{where} is {mapping!r}, which is not a mapping; known keys are {', '.join(sorted(known))}")
+        raise ConfigError(f"{where} is {mapping!r}, but must be a mapping; known keys are {', '.join(sorted(known))}")
     for key in mapping:
         if key not in known:
             raise ConfigError(f"{where} has the unknown key {key!r}; choose from {', '.join(sorted(known))}")
@@ -299,7 +299,7 @@ def _dp_attention(dp_size: int) -> dict[str, Any]:
 
 
 def contradictions(layout: EngineLayout, sglang: Mapping[str, Any]) -> list[str]:
-    """Returns the names of given ServerArgs that contradict the layout."""
+    """Returns the names of ServerArgs that the user set and that contradict the layout."""
     own = {**_PLAIN, "moe_dense_tp_size": layout.tp_size, **server_settings(layout)}
     if layout.dp_size > 1:  # both ways to request DP attention are equivalent
         own |= {"dp_size": layout.dp_size, "attn_dp_size": layout.dp_size, "enable_dp_attention": True}

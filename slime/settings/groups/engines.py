@@ -10,7 +10,7 @@ weights change cannot use one. Other caches are flushed but ignore this part of 
 sessions, which keep prefixes outside the tree. The hierarchical cache in host memory is not known to respect it.
 
 Drafts. An engine's draft model is the checkpoint's own multi-token-prediction layer. If that layer is trained, every
-weight sync sends and verifies it. A draft from a different folder would become stale unnoticed, so it is refused.
+weight sync sends and verifies it. A draft from a different folder would silently become stale, so it is refused.
 """
 
 from __future__ import annotations

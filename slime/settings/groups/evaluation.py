@@ -46,7 +46,7 @@ _EVALUATES = Need(
 )
 _EVALUATES_LATER = Need(
     lambda s: s.eval_interval is not None and s.num_rollout != 0,
-    "--eval-interval and a step to train; --num-rollout 0 always evaluates",
+    "--eval-interval and at least one step; --num-rollout 0 always evaluates",
 )
 
 

@@ -151,9 +151,7 @@ def logits_are_of_whole_samples(args: Args) -> str | None:
     others = [text for holds, text in cases if holds]
     if not args.custom_loss_logits or not others:
         return None
-    return (
-        f"--custom-loss-logits does not work with {others[0]}; drop one of them, or compute the loss from log-probs"
-    )
+    return f"--custom-loss-logits does not work with {others[0]}; drop one of them, or compute the loss from log-probs"
 
 
 RULES: tuple[Rule, ...] = (logits_are_of_whole_samples,)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = "slime.rollout.schedules:SCHEDULES"
 RESPONSE_LEN = 1024
-"""Default limit of a response, in tokens."""
+"""Default maximum length of a response, in tokens."""
 LEAST_TEMPERATURE = 0.01
 LEAST_TOP_P = 0.001
 REQUESTS_OF_A_PROCESS = 1024
@@ -132,12 +132,12 @@ _CONTINUES = Need(lambda s: s.partial_rollout, "--partial-rollout")
 class RolloutSettings:
     """Generation of one step's samples, and the number of steps."""
 
-    hf_checkpoint: str = opt("", required="--hf-checkpoint DIR names the model")
+    hf_checkpoint: str = opt("", required="--hf-checkpoint DIR (the model)")
     """Hugging Face model folder: architecture, initial weights, tokenizer. Required."""
     num_rollout: int = derived(
         _rows_of_epochs,
         _why_rows,
-        required="--num-rollout N (or --num-epoch N) is the length of the run",
+        required="--num-rollout N or --num-epoch N (the length of the run)",
         within=STEPS_OR_NONE,
     )
     """Number of steps in the loop; 0 only evaluates. Required unless --num-epoch is set."""
@@ -147,8 +147,8 @@ class RolloutSettings:
     """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
     rollout_batch_size: int = derived(
         lambda s: 1 if s.given("num_rollout") == 0 else None,
-        "--num-rollout 0 generates no step",
-        required="--rollout-batch-size N is the number of prompts per step",
+        "--num-rollout 0 generates nothing",
+        required="--rollout-batch-size N (prompts per step)",
         within=COUNT,
     )
     """Prompts per step. Required."""
@@ -165,7 +165,7 @@ class RolloutSettings:
     """Top-p sampling. The trainer then computes log-probs over the tokens that remain after top-p; settings that would
     compare these with log-probs over the entire vocabulary are refused."""
     rollout_top_k: int = opt(-1, ge=-1, le=100_000_000, needs=SAMPLED)
-    """Top-k sampling; -1: off. Trainer log-probs are treated as for --rollout-top-p."""
+    """Top-k sampling; -1: off. The trainer's log-probs follow it as they follow --rollout-top-p."""
     rollout_max_response_len: int = derived(
         _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
     )

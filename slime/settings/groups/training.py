@@ -32,7 +32,7 @@ def _executions(s: Any) -> int:
 
 
 def _num_given_steps(s: Any) -> int | None:
-    """Returns the given number of optimizer steps per rollout; None if it is not given or not positive."""
+    """Returns the optimizer steps per rollout if the user set a positive number, else None."""
     steps = s.given("num_steps_per_rollout")
     return steps if steps is not None and steps > 0 else None
 
@@ -385,7 +385,7 @@ def _fresh_start(load: Any, s: Any) -> Adjusted | None:
 
 
 def _start(s: Any) -> str:
-    """Returns the folder of the initial weights of a run that resumes no checkpoint."""
+    """Returns the folder of the initial weights, for a run that does not resume a checkpoint."""
     load = s.given("load")
     if load and has_hf_model(load) and not has_checkpoint(load):
         return str(load)
@@ -396,7 +396,7 @@ _SAVES = Need(lambda s: s.save is not None, "--save")
 _REMOVES = Need(lambda s: s.save_keep_last is not None, "--save-keep-last; without it, all checkpoints are kept")
 # Not `s.load`, which is None if `_fresh_start` dropped it.
 _LOADS = Need(lambda s: not s.origins.get("load", "default").startswith("default"), "--load")
-_RESUMES = Need(lambda s: s.load is not None, "--load of a folder with checkpoints")
+_RESUMES = Need(lambda s: s.load is not None, "--load with a checkpoint folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,7 +472,7 @@ _OLD_ACTOR = (
         lambda s: not fine_tunes(s) and not s.use_rollout_logprobs,
         "old log-probs of the trainer: loss_type policy_loss or custom_loss, without --use-rollout-logprobs",
     ),
-    Need(lambda s: not s.debug_train_only, "engines, to which weights are synced"),
+    Need(lambda s: not s.debug_train_only, "engines that receive weights"),
 )
 _PATTERNS = ("only_train_params_name_list", "freeze_params_name_list", "lora_target_modules")
 

@@ -91,7 +91,7 @@ class WeightSyncSettings:
     """Every weight sync is verified, with or without this flag."""
     update_weight_buffer_size: int = derived(
         lambda s: 2 * 1024**3 if s.device == "cuda" and _hands_memory_over(s) else None,
-        "the GPU is mostly free during a weight sync, and each bucket has a cost",
+        "the GPU is mostly free during a weight sync, and each bucket adds overhead",
         default=512 * 1024**2,
         ge=1,
         le=1024**4,

@@ -61,7 +61,7 @@ def test_a_data_cursor_does_not_know_how_rows_are_spread_over_files(folder: Path
         (["train.jsonl", "validation.jsonl"], "several splits"),
         (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "several splits.*'.*/gsm8k_train\\*'"),
         (["data.jsonl", "test.jsonl"], "several splits .*unnamed: data.jsonl, test: test.jsonl.*'.*/data.jsonl'"),
-        (["a.jsonl", "a.parquet"], "may hold the same rows"),
+        (["a.jsonl", "a.parquet"], "may contain the same rows"),
         (["README.md"], "holds no .jsonl"),
         (["data/train.jsonl", "README.md"], "pass one of .*data"),
     ],

@@ -24,7 +24,7 @@ def test_this_machine_is_looked_at_quickly() -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert main(["trace", str(tmp_path)]) == 2
-    assert "name the folder of a run" in capsys.readouterr().err
+    assert "pass the folder of a run" in capsys.readouterr().err
 
 
 def test_every_command_has_help() -> None:

@@ -54,7 +54,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
         ("--recompute-num-layers 1", "recompute_num_layers 1, which needs --recompute-granularity full"),
         ("--recompute-granularity selective --recompute-method uniform", "which needs --recompute-granularity full"),
         ("--recompute-modules mlp", "which needs --recompute-granularity selective"),
-        ("--lr-decay-iters 5", "lr_decay_iters 5, which needs a schedule with a length"),
+        ("--lr-decay-iters 5", "lr_decay_iters 5, which needs a schedule of fixed length"),
         ("--lr-wsd-decay-style linear", "lr_wsd_decay_style linear, which needs --lr-decay-style WSD"),
         ("--lr-decay-style cosine --lr-wsd-decay-iters 5", "which needs --lr-decay-style WSD"),
         ("--min-lr 1e-7", "min_lr 1e-07, which needs learning-rate decay"),
