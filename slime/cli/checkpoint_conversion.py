@@ -234,8 +234,8 @@ def _kept(names: Iterable[str]) -> list[str]:
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`. Returns a description.
 
-    Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or needs code, and `DataError`
-    for samples that cannot be replayed.
+    Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or would have to run code, and
+    `DataError` for samples that cannot be replayed.
     """
     check_rollout(source, target, trusted=trusted)
     rollout = Rollout(source)

@@ -164,7 +164,7 @@ def layers_are_the_checkpoint_s(args: Args) -> str | None:
         "post_mlp_layernorm": norms,
     }
     wrong = [f"--{name.replace('_', '-')}" for name, there in has.items() if getattr(args, name) and not there]
-    return f"the checkpoint's model does not use {' or '.join(wrong)}; drop the flag" if wrong else None
+    return f"the checkpoint's model contradicts {' and '.join(wrong)}; drop the flag" if wrong else None
 
 
 def backend_is_the_device_s(args: Args) -> str | None:

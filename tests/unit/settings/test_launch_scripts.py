@@ -103,9 +103,9 @@ CONTRADICTS = [
     ("--spec slime_plugins.models.glm4 get_glm_spec", "does not match the checkpoint's model_type qwen3"),
     ("--spec own.layers spec", "pass your own family with --model-family"),
     ("--model-name glm4", "whose model_type qwen3 determines how weights are converted"),
-    ("--use-gated-attention", "the checkpoint's model does not use --use-gated-attention"),
-    ("--post-self-attn-layernorm --post-mlp-layernorm", "--post-self-attn-layernorm or --post-mlp-layernorm"),
-    ("--use-rope-scaling", "does not use --use-rope-scaling"),
+    ("--use-gated-attention", "the checkpoint's model contradicts --use-gated-attention"),
+    ("--post-self-attn-layernorm --post-mlp-layernorm", "--post-self-attn-layernorm and --post-mlp-layernorm"),
+    ("--use-rope-scaling", "contradicts --use-rope-scaling"),
     ("--distributed-backend nccl --device cpu", "use gloo"),
 ]
 
