@@ -62,7 +62,7 @@ def test_a_data_cursor_does_not_know_how_rows_are_spread_over_files(folder: Path
         (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], "several splits.*'.*/gsm8k_train\\*'"),
         (["data.jsonl", "test.jsonl"], "several splits .*unnamed: data.jsonl, test: test.jsonl.*'.*/data.jsonl'"),
         (["a.jsonl", "a.parquet"], "may contain the same rows"),
-        (["README.md"], "holds no .jsonl"),
+        (["README.md"], "has no .jsonl"),
         (["data/train.jsonl", "README.md"], "pass one of .*data"),
     ],
 )

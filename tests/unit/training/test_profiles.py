@@ -102,7 +102,7 @@ REFUSED = [
     ),
     (
         "--use-pytorch-profiler --profile-step-start 1 --debug-rollout-only --profile-target rollout train_actor",
-        "--profile-target names train_actor, which --debug-rollout-only leaves out",
+        "--profile-target contains train_actor, which does not run with --debug-rollout-only",
     ),
     ("--profile", "use --use-pytorch-profiler"),
 ]
