@@ -101,7 +101,7 @@ def test_caches_that_are_not_divided_fit_where_each_weight_sync_flushes(facts: S
     cached = changed(facts, enable_hierarchical_cache=True, probe=Probe(repeats=False, labels=True, experts=False))
     assert misfits(cached, wanted) == []
     (problem,) = misfits(cached, dataclasses.replace(wanted, labels=True))
-    assert "--enable-hierarchical-cache would serve" in problem and "not divided" in problem
+    assert "--enable-hierarchical-cache would serve" in problem and "not keyed by weights" in problem
     stored = changed(cached, enable_flexkv=True, weight_version="0")
     assert misfits(stored, dataclasses.replace(wanted, trains=False)) == [], "weights that stay are the same for all"
 

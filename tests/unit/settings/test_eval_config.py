@@ -58,7 +58,7 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
         ({"eval": {"datasets": [{"name": "a"}]}}, "no name or no path"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "temprature": 1}]}}, "did you mean temperature"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "top_k": "all"}]}}, "but must be an integer"),
-        ({"eval": {"datasets": [{"name": "a", "path": "D"}, {"name": "a", "path": "D"}]}}, "have the name 'a'"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D"}, {"name": "a", "path": "D"}]}}, "are named 'a'"),
         ({"eval": {"defaults": {"path": "D"}, "datasets": [{"name": "a", "path": "D"}]}}, "unknown key 'path'"),
         ({"eval": {"datasets": [{"name": "a", "path": "missing.jsonl"}]}}, "does not exist"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "rm_type": "maths"}]}}, "maths"),

@@ -142,7 +142,7 @@ def test_what_is_there_is_left_alone(dense: Path, tmp_path: Path, capsys: pytest
 def test_fp8_of_fp8_is_refused(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(dense), str(tmp_path / "fp8"), "--to", "fp8"]) == 0
     assert main(["convert", str(tmp_path / "fp8"), str(tmp_path / "out"), "--to", "fp8"]) == 2
-    assert "FP8 already" in capsys.readouterr().err
+    assert "already FP8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["fp8", "torch_dist"])
