@@ -1,6 +1,6 @@
 """Lets an engine with quantised weights load new weights repeatedly and report digests that cover every bit.
 
-The hooks work around two SGLang problems with quantised checkpoints (according to config.json):
+The hooks work around two SGLang problems with checkpoints that are quantised according to config.json:
 
 - `/weights_checker` dequantises codes and scales to bfloat16 and reports one digest for the result. Rounding can hide a
   flipped bit in a scale. With these hooks, codes and scales have separate digests.

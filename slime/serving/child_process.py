@@ -53,7 +53,7 @@ KEEP_ENVIRON_ENV = "SPT_NOENV"
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """Uniquely identifies a process since boot, which a pid does not, because pids are reused."""
+    """Identifies a process uniquely since boot. A pid alone can be reused."""
 
     pid: int
     start_ticks: int

@@ -148,9 +148,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
 
 
 class ExpectedDigests:
-    """Computes the digests of resident tensors from a stream of HF tensors. Assumes that engines and trainer use the
-    same device type.
-    """
+    """Computes digests of resident tensors from a stream of HF tensors. Assumes equal device types on both sides."""
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest

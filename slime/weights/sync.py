@@ -48,8 +48,7 @@ from slime.weights.transports import Channel
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How the tensors reported by one engine rank differ from the expected ones. All names are resident names,
-    sorted."""
+    """How the tensors on one engine rank differ from the expected ones. All names are sorted resident names."""
 
     missing: tuple[str, ...]
     extra: tuple[str, ...]

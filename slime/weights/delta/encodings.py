@@ -209,8 +209,7 @@ def read_symbols(form: int, streams: Streams, count: int, dtype: np.dtype[np.uns
 
 
 def _ranked(symbols: Symbols) -> list[Bytes]:
-    """Returns the table of the most frequent symbols, each symbol's rank in it, and the byte planes of all other
-    symbols."""
+    """Returns the table of frequent symbols, each symbol's rank in it, and the byte planes of all other symbols."""
     counts = np.bincount(symbols, minlength=1 << 16)
     common = np.argsort(counts, kind="stable")[::-1][:RARE]
     common = common[counts[common] > 1].astype(np.uint16)

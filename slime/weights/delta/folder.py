@@ -236,8 +236,7 @@ class Place:
 
 
 def places(file: Path) -> dict[str, Place]:
-    """Maps the name of each tensor in a file to its location. Raises `WeightSyncError` if the file is not
-    safetensors."""
+    """Maps each tensor in a file to its location. Raises `WeightSyncError` if the file is not safetensors."""
     try:
         with file.open("rb") as opened:
             (length,) = _HEAD.unpack(opened.read(_HEAD.size))

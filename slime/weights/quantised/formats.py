@@ -255,8 +255,7 @@ def quantises(hf_name: str) -> bool:
 
 
 def apart(hf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Splits stacked experts, including [gate; up], into separate tensors as in FP8 files. Yields other tensors
-    unchanged."""
+    """Splits stacked experts, including [gate; up], as in FP8 files. Yields other tensors unchanged."""
     stacked = _STACKED.fullmatch(hf_name)
     if stacked is None:
         yield hf_name, tensor
