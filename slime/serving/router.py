@@ -236,7 +236,7 @@ AnyRouter = Router | ExistingRouter
 
 LOOK_EVERY_S = 1.0
 LOOK_SOON_S = 0.2
-"""Interval between checks while the router's servers differ from the wanted ones."""
+"""Interval between checks until the router has the wanted servers."""
 SILENCE_LIMIT_S, QUESTION_LIMIT_S = 7.5, 4.0
 """How long a router may be silent, and the timeout of one request. Short, because a router only forwards requests."""
 CHANGE_LIMIT_S = 5.0
@@ -265,7 +265,7 @@ class KeptRouter:
         """Servers to remove. They can be wanted again, because a new engine may have started at the same address."""
         self._news, self._is_settled, self._closing = False, True, False
         self._asked: dict[str, float] = {}
-        """When each server was last added; minus infinity if the router may have lost it."""
+        """Time of the last request to add each server; minus infinity if the router may have lost it."""
         self._missing: set[str] = set()
         """Servers that have already been logged as missing."""
         self._failures, self._silent = 0, False
