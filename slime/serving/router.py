@@ -256,7 +256,7 @@ class KeptRouter:
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """The error because of which the router is no longer restarted."""
+        """The last error, once the router is no longer restarted."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
         """Guards the fields from `_wanted` to `_closing` and is notified when any of them changes."""

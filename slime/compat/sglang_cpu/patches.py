@@ -130,7 +130,7 @@ def names_of_kernels() -> PatchReport:
         name="kernels of vision models",
         symptom="ValueError: No processor registered for architecture: ['Qwen3VLForConditionalGeneration']",
         upstream=SGLANG,
-        removal="sglang/srt/models/qwen3_5.py looks up fused_sigmoid_mul_cpu only where it calls it",
+        removal="sglang/srt/models/qwen3_5.py looks up fused_sigmoid_mul_cpu only when it calls it",
         applied=bool(absent),
         took_effect=all(hasattr(torch.ops.sgl_kernel, name) for name in KERNELS),
     )
