@@ -5,13 +5,13 @@
             ...                                                        # talk to agent.url with agent.key
             return agent.samples(sample)
 
-The rollout context and the `--agent-*` settings configure the adapter. It listens from the first execution until the
-engine client closes.
+The adapter is configured by the rollout context and the `--agent-*` settings. It listens from the first execution until
+the engine client closes.
 
 Invariants
 1. An execution that ends without `samples`, for any reason, leaves no session and no request behind.
-2. A chat template that does not append turns is refused before the first request.
-3. If no parser can read the model's calls, an agent's first request with tools ends the run.
+2. A chat template that is not append-only is rejected before the first request.
+3. If no parser can read the model's tool calls, the first agent request that passes tools ends the run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from slime.rollout.factories import end_of_text
 logger = logging.getLogger(__name__)
 
 _ADAPTERS: dict[EngineClient, asyncio.Task[tuple[AgentAdapter, str]]] = {}
-"""Open client -> a task that starts its adapter and returns (adapter, URL for agents)."""
+"""Open client -> the task that starts its adapter and returns (adapter, URL for agents)."""
 
 
 @dataclass(slots=True)
 class Execution:
     url: str
-    """The agent's base URL without a path; OpenAI's SDK needs `/v1` appended."""
+    """Base URL for the agent, without a path; OpenAI's SDK needs `/v1` appended."""
     key: str
-    """The agent's API key."""
+    """API key for the agent."""
     adapter: AgentAdapter = field(repr=False)
     finished: bool = False
 
@@ -54,16 +54,16 @@ class Execution:
         reward: float | Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends the execution and returns its samples. `reward`: the reward of all samples; None: a grader sets it.
+        """Ends the execution and returns its samples. `reward`: reward of every sample; None: a grader sets it.
 
-        If no answer can be trained, returns a copy of `base` with status FAILED.
+        If no response can be trained on, returns a copy of `base` with status FAILED.
         """
         self.finished = True
         made = self.adapter.finish_session(self.key, base, reward, metadata)
         if not made:
             failed = base.copy()
             failed.status = Status.FAILED
-            failed.failure = "the agent ended without an answer that can be trained"
+            failed.failure = "the agent ended without a response that can be trained on"
             made = [failed]
         return made
 
@@ -76,15 +76,15 @@ async def execution(
     max_turns: int | None = None,
     time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """Opens a session of the run's adapter for the block. `sampling_params`: from the generate function.
+    """Opens a session of the run's adapter during the block. `sampling_params`: from the generate function.
 
     The arguments override the run's limits for this execution: `max_context_tokens` overrides
     `--rollout-max-context-len`, `max_turns` overrides `--agent-max-turns`, and `time_limit_s` overrides
-    `--agent-time-limit-s`. `--rollout-max-total-response-len` still limits the sampled tokens in total.
+    `--agent-time-limit-s`. `--rollout-max-total-response-len` still limits the total number of sampled tokens.
 
-    Raises `ConfigError`, which ends the run, if the checkpoint has no tokenizer or its chat template does not append
-    turns. Raises `ConfigError` at the end of the block, instead of any other error, if an agent passed tools to a model
-    whose calls no parser can read.
+    Raises `ConfigError`, which ends the run, if the checkpoint has no tokenizer or its chat template is not
+    append-only. At the end of the block, raises `ConfigError` in place of any other error if an agent passed tools to a
+    model whose calls no parser can read.
     """
     args = current().args
     adapter, url = await _adapter()
@@ -109,13 +109,13 @@ async def execution(
 
 
 async def _adapter() -> tuple[AgentAdapter, str]:
-    """Returns the adapter and its URL. The first execution starts the adapter; others wait for the start."""
+    """Returns the adapter and its URL. The first execution starts the adapter; others wait for it."""
     client = current().engine()
     if client not in _ADAPTERS:
         _ADAPTERS[client] = asyncio.create_task(_started(client))
     try:
         return await asyncio.shield(_ADAPTERS[client])
-    except SlimeError:  # the next execution may try again
+    except SlimeError:  # the next execution can try again
         _ADAPTERS.pop(client, None)
         raise
 
@@ -124,16 +124,16 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     context = current()
     args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
-        raise ConfigError("an agent's conversations need a tokenizer; set --hf-checkpoint")
+        raise ConfigError("agent conversations require a tokenizer; set --hf-checkpoint")
     chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
     ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
     try:
         report = probe(chat, ends, args.agent_tool_format)
         report.require_plain_turns()
-    except DataError as error:  # a retry cannot help
+    except DataError as error:  # a retry would not help
         raise ConfigError(str(error)) from error
     if report.failing:
-        logger.warning("with this chat template, these features fork a conversation: %s", ", ".join(report.failing))
+        logger.warning("with this chat template, these features fork conversations: %s", ", ".join(report.failing))
     adapter = AgentAdapter(
         client,
         ConversationTemplate(chat, ends),
@@ -146,7 +146,7 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
         listens = await adapter.start(args.agent_host, args.agent_port)
     except OSError as error:
         raise ConfigError(
-            f"--agent-host {args.agent_host} --agent-port {args.agent_port}: no server can listen there ({error})"
+            f"cannot listen on --agent-host {args.agent_host} --agent-port {args.agent_port} ({error})"
         ) from error
     client.at_close(lambda: _ended(client, adapter))
     return adapter, args.agent_url or listens

@@ -1,9 +1,9 @@
-"""The common form of conversations for all wire formats, for chat templates and for comparing histories.
+"""The common form of conversations, shared by all wire formats, chat templates and comparisons of histories.
 
 Invariants
-1. Two messages count as equal (`key`) exactly if a chat template cannot tell them apart. Ids that clients invent for
-   calls are kept for the template but left out of `key`.
-2. The arguments of a call are JSON text of an object with sorted keys and no spaces. Text that is not a JSON object
+1. Two messages are equal (`key`) if and only if a chat template cannot tell them apart. Call ids that clients make up
+   are kept for the template, but are not part of `key`.
+2. The arguments of a call are the JSON text of an object with sorted keys and no spaces. Text that is not a JSON object
    stays as the model wrote it.
 """
 
@@ -20,14 +20,14 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     id: str
-    """The tool result refers to the call by this id."""
+    """Id by which a tool result refers to the call."""
     name: str
     arguments: str
     """JSON text, see invariant 2."""
 
     @property
     def decoded(self) -> dict[str, Any]:
-        """The arguments as an object, for templates; ill-formed arguments under `_raw_arguments`."""
+        """The arguments as an object, for templates; malformed arguments are stored under `_raw_arguments`."""
         value = _object(self.arguments)
         return {"_raw_arguments": self.arguments} if value is None else value
 
@@ -38,13 +38,13 @@ class Message:
     """One of `ROLES`."""
     text: str = ""
     reasoning: str | None = None
-    """An assistant's thinking before its answer; None without thinking, or if the wire format does not carry it."""
+    """The assistant's thinking before its answer; None if there is none or the wire format does not carry it."""
     calls: tuple[ToolCall, ...] = ()
-    """An assistant's tool calls."""
+    """The assistant's tool calls."""
     call_id: str | None = None
-    """In a tool result: the id of the call that it answers."""
+    """For a tool result: id of the call that it answers."""
     name: str | None = None
-    """In a tool result: the name of the function."""
+    """For a tool result: name of the function."""
 
     def for_template(self) -> dict[str, Any]:
         out: dict[str, Any] = {"role": self.role, "content": self.text}
@@ -63,12 +63,12 @@ class Message:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identifies the message in comparisons. Excludes thinking, which clients need not send back."""
+        """Identity for comparisons. Excludes thinking, which clients need not send back."""
         return (self.role, self.text.strip(), tuple((c.name, c.arguments) for c in self.calls))
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
-    """Returns the JSON text of an object in canonical form (invariant 2); any other text unchanged."""
+    """Returns the canonical JSON text of an object (invariant 2); any other text is returned unchanged."""
     if isinstance(given, str):
         value = _object(given)
         if value is None:

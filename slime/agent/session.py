@@ -1,25 +1,25 @@
-"""`Session`: the conversations of one execution of an agent as a tree of branches, and the samples made from it.
+"""`Session`: the conversations of one agent execution as a tree of branches, and the samples built from them.
 
-An agent sends its whole history with each request. The session compares the history with the known messages and appends
-the tokens of new messages. A history that contradicts the known messages begins a new branch. Branches are counted by
-reason:
+An agent sends its entire history with each request. The session compares the history with the messages it knows, and
+appends the tokens of new messages. A history that contradicts the known messages starts a new branch. Branches are
+counted by reason:
 
     retry        the agent repeats a request; the earlier answer keeps its branch
     edited       the history contains a known turn, but continues differently after it
-    thinking     the agent sends an answer back without its thinking
+    thinking     the agent sends back an answer without its thinking
     foreign      the history contains an assistant message that this session did not sample
     tools        the list of tools is different
     compaction   the beginning is the same, but sampled turns are missing
     sub-agent    the beginning is different
     template     the chat template does not append the new messages (`NotAppended`)
-    ending       the model ended its turn with a different end token from the template's
+    ending       the model ended its turn with a different end token than the template's
 
-A session turns requests into prompts, and answers of engines into samples. It never waits.
+A session turns requests into prompts, and sampled tokens into samples. It never waits.
 
 Invariants
 1. A sampled token is trained once, in the branch where it was sampled.
-2. A token with origin SAMPLED has the log-prob and weight version that it was sampled with; no other token has them.
-3. Before a turn the engine reads exactly the branch's tokens; its sampled tokens are appended to them.
+2. A token with origin SAMPLED has the log-prob and weight version that it was sampled with; other tokens have neither.
+3. For each turn, the prompt is exactly the branch's tokens, and the sampled tokens are appended to them.
 4. The first `num_shared` tokens and `num_shared_turns` turns of a branch belong to its parent branch, and are trained
    there.
 """
@@ -46,40 +46,40 @@ class Turn:
     """Position of the first sampled token in the branch."""
     end: int
     num_messages: int
-    """Length of the conversation including this answer."""
+    """Number of messages in the conversation, including this answer."""
     finish: str
     """stop | length | abort"""
     ill_formed: bool = False
-    """Whether the turn contains a call that cannot be read."""
+    """Whether the turn contains a call that could not be parsed."""
     trained: bool = True
     """Whether the turn was sampled with the run's parameters."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of tokens, and the messages that the tokens encode. Finished turns never change."""
+    """A sequence of tokens, and the messages that they encode. Finished turns never change."""
 
     why: str
     """`first`, or the reason for the fork."""
     tools: str = ""
-    """The tools in the prompt, as JSON. A different list needs a different prompt."""
+    """The tools in the prompt, as JSON. A different list requires a different prompt."""
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """[T] origin of each token."""
+    """[T] token origins."""
     log_probs: list[float] = field(default_factory=list)
-    """[T] nats; 0.0 where not sampled."""
+    """[T] log-probs in nats; 0.0 where not sampled."""
     versions: list[int] = field(default_factory=list)
     """[T] weight versions; `NOT_SAMPLED` where not sampled."""
     experts: RoutedExperts | None = None
-    """Rows from the first token on."""
+    """Rows from the first token onwards."""
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_shared: int = 0
     num_shared_turns: int = 0
     parent: int | None = None
-    """Number of the branch from which this one forked; None if they share no tokens."""
+    """Index of the branch that this one was forked from; None if they share no tokens."""
     busy: bool = False
-    """Whether a turn is being sampled."""
+    """Whether a turn is currently being sampled."""
 
     def add_context(self, tokens: Tokens) -> None:
         """Appends tokens that the model did not sample (template, tool results, user messages)."""
@@ -98,7 +98,7 @@ class Branch:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Appends a sampled turn. `new`: the messages that the turn answers, whose tokens the branch already has."""
+        """Appends a sampled turn. `new`: the messages that it answers, whose tokens the branch already has."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
         self.tokens += generation.tokens
@@ -111,15 +111,15 @@ class Branch:
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
 
     def own_turns(self) -> list[Turn]:
-        """Returns the turns sampled in this branch, without those shared with its parent."""
+        """Returns the turns sampled in this branch, excluding those shared with its parent."""
         return self.turns[self.num_shared_turns :]
 
     def trained_turns(self) -> list[Turn]:
-        """Returns those of `own_turns` that have tokens and were sampled with the run's parameters."""
+        """Returns the turns of `own_turns` that have tokens and were sampled with the run's parameters."""
         return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
     def loss_mask(self) -> list[int]:
-        """Returns [T], 1 for the tokens of `trained_turns` and 0 elsewhere."""
+        """Returns the [T] loss mask: 1 for tokens of `trained_turns`, 0 elsewhere."""
         mask = [0] * len(self.tokens)
         for turn in self.trained_turns():
             mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
@@ -130,7 +130,7 @@ class Branch:
         return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
     def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
-        """Forks this branch, whose number is `number`, after a turn; `without_end` drops the turn's last token."""
+        """Forks this branch, which has index `number`, after a turn. `without_end` drops the turn's last token."""
         end = turn.end - without_end
         turns = self.turns[: self.turns.index(turn)]
         return Branch(
@@ -164,33 +164,33 @@ FIRST = "first"
 
 @dataclass(slots=True)
 class Opened:
-    """A turn that is ready to be sampled. Its prompt is all tokens of the branch."""
+    """A turn that is ready to be sampled. Its prompt consists of all tokens of the branch."""
 
     branch: Branch
     new: list[Message]
-    """The messages that the turn answers. Their tokens are in the branch, but they are not yet in `branch.messages`."""
+    """The messages that the turn answers. The branch already has their tokens, but `branch.messages` lacks them."""
 
 
 class Session:
-    """The conversations of one execution of an agent. For use on one event loop."""
+    """The conversations of one agent execution. For use on a single event loop."""
 
     def __init__(self, template: ConversationTemplate) -> None:
         self.branches: list[Branch] = []
         self.forks: Counter[str] = Counter()
-        """Reason -> number of branches, except the first branch."""
+        """Reason -> number of branches, not counting the first branch."""
         self.aborted = False
-        """Whether the run cancelled a turn, so that the execution is incomplete."""
+        """Whether the run cancelled a turn, which makes the execution incomplete."""
         self.hit_limit = False
-        """Whether a limit ended the execution. The sample of the branch `_last` is then truncated."""
+        """Whether a limit ended the execution. If so, the sample of the branch `_last` is truncated."""
         self._last: Branch | None = None
-        """The branch with the latest answer."""
+        """The branch of the latest answer."""
         self._template = template
 
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
-        """Finds or creates the branch for a request and appends the new messages. Marks the branch busy.
+        """Finds or creates the branch for a request, appends the new messages, and marks the branch busy.
 
         `thinks`: the wire format carries thinking, so missing thinking was dropped by the agent. Raises `DataError` if
-        the chat template refuses the messages.
+        the chat template rejects the messages.
         """
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, number, turn, why = self._where(messages, named, thinks)
@@ -212,13 +212,13 @@ class Session:
         ill_formed: bool = False,
         trained: bool = True,
     ) -> None:
-        """Adds the model's answer. `trained`: whether the run's parameters were used for sampling."""
+        """Adds the model's answer. `trained`: whether it was sampled with the run's parameters."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = False
         self._last = opened.branch
 
     def drop_turn(self, opened: Opened) -> None:
-        """Removes a turn that was not finished; the branch then ends with the previous turn."""
+        """Removes an unfinished turn. The branch then ends with the previous turn."""
         branch = opened.branch
         branch.busy = False
         end = branch.turns[-1].end if branch.turns else 0
@@ -229,7 +229,7 @@ class Session:
             self.forks[branch.why] -= branch.why != FIRST
 
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
-        """Returns the number of tokens that an engine would read for this request. Changes nothing."""
+        """Returns the number of prompt tokens for this request. Changes nothing."""
         named = json.dumps(list(tools), sort_keys=True) if tools else ""
         branch, _, turn, _ = self._where(messages, named, thinks=False)
         if branch is not None and turn is not None:
@@ -243,7 +243,7 @@ class Session:
     def _where(
         self, messages: Sequence[Message], tools: str, thinks: bool
     ) -> tuple[Branch | None, int, Turn | None, str]:
-        """Returns (branch, its number, the turn that the request continues, the reason for a fork or "")."""
+        """Returns (branch, its index, the turn that the request continues, the reason for a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
         seen = 0
         dropped = False
@@ -273,7 +273,7 @@ class Session:
         return None, 0, None, self._reason(messages, tools, seen, dropped)
 
     def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
-        """Returns the reason for a new branch that shares no tokens."""
+        """Returns the reason for a new branch that shares no tokens with others."""
         if dropped:
             return "thinking"
         if not seen:
@@ -290,7 +290,7 @@ class Session:
     def _behind(
         self, branch: Branch, number: int, turn: Turn, why: str, messages: Sequence[Message], tools: Sequence[Any]
     ) -> Opened | None:
-        """Opens a turn after `turn`; None if the template does not append the new messages."""
+        """Opens a turn after `turn`. Returns None if the template does not append the new messages."""
         new = list(messages[turn.num_messages :])
         try:
             suffix = self._template.suffix(
@@ -324,11 +324,11 @@ class Session:
         decode: Callable[[Sequence[int]], str] | None = None,
         reward: float | Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Returns a sample for each branch with its own tokens to train. The samples are siblings of one execution.
+        """Returns one sample per branch that has tokens of its own to train. The samples are siblings of one execution.
 
         If the run cancelled a turn, returns only a copy of `base` with status ABORTED, because an agent cannot continue
-        and starts over. `decode`: ids to text, for people and graders. `reward`: the reward of all samples; None: a
-        grader sets it.
+        and must start over. `decode`: converts ids to text, for people and graders. `reward`: reward of every sample;
+        None: a grader sets it.
         """
         if self.aborted:
             stopped = base.copy()
@@ -346,7 +346,7 @@ class Session:
 
     @staticmethod
     def _book_counts(base: Sample, first: Sample) -> None:
-        """Moves the counts that a generate function put into `base` to one sample, so that they count once."""
+        """Moves the counts that a generate function put into `base` to one sample, so that they count only once."""
         counts = base.metadata.pop(TURN_COUNTS, None)
         if isinstance(counts, dict):
             first.metadata[TURN_COUNTS] = {**counts, **first.metadata[TURN_COUNTS]}

@@ -1,20 +1,20 @@
 """Conversations as token ids: the first prompt, and the tokens between a sampled turn and the next one.
 
-A chat template writes text. Encoding a model's text again may not return the sampled ids, and templates drop thinking,
-trim text and reorder. So an assistant's message is never encoded. To find what follows a sampled turn, the template
-renders the whole conversation with a placeholder for each answer. The suffix is the text after the last placeholder,
-from the token that ends that turn on. The next prompt is the existing tokens plus the suffix.
+A chat template writes text. Re-encoding the model's text may not reproduce the sampled ids, and templates drop
+thinking, trim text and reorder messages. So assistant messages are never encoded. To find what follows a sampled turn,
+the entire conversation is rendered with a placeholder for each answer. The suffix is the text after the last
+placeholder, starting at the token that ends that turn. The next prompt is the existing tokens plus the suffix.
 
 The token that ends a turn depends on what follows: GLM's templates write only the header of the next message there, and
-gpt-oss ends its last turn with a different token. A model may sample any of its end tokens, so its end token may differ
-from the template's. In that case the prompt drops the model's end token, and the suffix follows the tokens before that
-end token (`Suffix`).
+gpt-oss ends the last turn with a different token. A model may sample any of its end tokens, so its end token may differ
+from the template's. In that case, the prompt drops the model's end token, and the suffix follows the tokens before it
+(`Suffix`).
 
 Invariants
-1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately returns the same ids.
+1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately produces the same ids.
 2. Control tokens in messages are spelled out (`ChatRenderer`); those in a suffix come from the template.
-3. A suffix has every new message, in order. If a template moves or omits one, `NotAppended` is raised.
-4. Tokens plus suffix equal the template's output from the end of the turn on, with no additional end token.
+3. A suffix contains every new message, in order. If a template moves or omits one, `NotAppended` is raised.
+4. From the end of the turn onwards, tokens plus suffix equal the template's output, without an extra end token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
 
 NO_TOOLS = (
-    "the chat template does not write tools, so the model would not see them; set a template that writes them "
-    "with --chat-template FILE"
+    "the chat template does not support tools, so the model would not see them; set a template that does with "
+    "--chat-template FILE"
 )
 
 
@@ -42,7 +42,7 @@ class Origin(str, Enum):
     USER = "user"
     TOOL = "tool"
     ASSISTANT = "assistant"
-    """Text in an assistant message that this session's model did not sample, such as an example or a summary."""
+    """Text in an assistant message that was not sampled in this session, such as an example or a summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,9 @@ class Suffix(Tokens):
     """The tokens that follow a sampled turn."""
 
     other_end: bool = False
-    """Whether the model ended the turn with a different end token from the template's. The suffix then begins with the
-    template's end token and replaces the last sampled token in the prompt."""
+    """Whether the model ended the turn with a different end token than the template's. If so, the suffix begins with
+    the template's, which replaces the last sampled token in the prompt.
+    """
 
 
 class NotAppended(DataError):
@@ -69,18 +70,18 @@ class NotAppended(DataError):
 
 class ConversationTemplate:
     def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
-        """`end_ids`: all tokens that end a turn; in some families, the header of the next message is one.
+        """`end_ids`: all tokens that end a turn; in some families, these include the header of the next message.
 
-        Raises `DataError` if there are none.
+        Raises `DataError` if it is empty.
         """
         if not end_ids:
-            raise DataError("no end token is known; set eos_token_id in the checkpoint's generation_config.json")
+            raise DataError("the checkpoint defines no end token; set eos_token_id in its generation_config.json")
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether the template writes the tools into the prompt. Some, such as DeepSeek-V3's, do not."""
+        """Whether the template writes tools into the prompt. Some, such as DeepSeek-V3's, do not."""
         tool = {"name": "probe_of_tools", "description": "", "parameters": {"type": "object", "properties": {}}}
         asked = [{"role": "user", "content": "?"}]
         try:
@@ -89,9 +90,9 @@ class ConversationTemplate:
             return False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Tokens:
-        """Returns the tokens of the whole conversation, up to the model's turn.
+        """Returns the tokens of the entire conversation, up to the model's turn.
 
-        Raises `DataError` with the template's error message, or if there are tools that the template does not write.
+        Raises `DataError` with the template's error message, or if there are tools that it does not support.
         """
         if tools and not self.writes_tools:
             raise DataError(NO_TOOLS)
@@ -103,18 +104,18 @@ class ConversationTemplate:
     ) -> Suffix:
         """Returns the tokens after a sampled turn, up to the model's next turn.
 
-        `before`: ends with the sampled turn. `new`: the messages after that turn. `last_id`: the last sampled token, or
-        None. Raises `NotAppended`.
+        `before`: messages up to and including the sampled turn. `new`: messages after it. `last_id`: last sampled
+        token, or None. Raises `NotAppended`.
         """
-        assert before and before[-1].role == "assistant", "a suffix follows a sampled turn"
-        assert all(m.role != "assistant" for m in new), "an assistant's message would be encoded"
+        assert before and before[-1].role == "assistant", "a suffix must follow a sampled turn"
+        assert all(m.role != "assistant" for m in new), "assistant messages must not be encoded"
         rendered = self._behind(before, new, tools)
         tokens = self._tokens(rendered, new, in_order=True)
         end = self.chat.decode(tokens.ids[:1])
         if not end or not rendered.marked.startswith(end) or not self.chat.control_ids.issuperset(tokens.ids[:1]):
             raise NotAppended(
                 f"the chat template writes {rendered.marked[:40]!r} after an assistant's turn, which does not begin "
-                "with a control token of the tokenizer, so the end of the turn is unknown"
+                "with a control token, so the end of the turn cannot be determined"
             )
         if last_id == tokens.ids[0]:
             return Suffix(tokens.ids[1:], tokens.origins[1:])
@@ -126,7 +127,7 @@ class ConversationTemplate:
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """Returns the template's text from the end of the last answer on."""
+        """Returns the template's text after the last answer, starting at the end of its turn."""
         words = "".join(m.text for m in new)
         word = "turn"
         while word in words:
@@ -138,19 +139,19 @@ class ConversationTemplate:
             messages = [m.for_template() for m in (*stand, *new)]
             try:
                 rendered = self.chat.render(messages, tools=list(tools) or None, add_generation_prompt=True)
-            except DataError as error:  # some templates refuse calls, or several in one turn
+            except DataError as error:  # some templates reject calls, or several in one turn
                 complaint = complaint or error
                 continue
             at = rendered.marked.rfind(mark)
             if at >= 0:
                 behind = rendered.part(at + len(mark))
                 return behind.part(self._num_in_turn(behind.marked, messages, len(before), tools, mark))
-        raise NotAppended(f"the chat template omits the text of an assistant's turn ({complaint})")
+        raise NotAppended(f"the chat template omits the text of an assistant message ({complaint})")
 
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
-        """Returns the number of characters after a turn's placeholder that belong to the turn: the text of its calls.
+        """Returns how many characters after a turn's placeholder still belong to the turn, such as its calls.
 
-        Renders the conversation up to that turn: the text before its end is the same there.
+        Renders the conversation up to that turn, where the text before the turn's end is the same.
         """
         first = self.first_end(behind)
         if first is not None and not first[0]:
@@ -182,9 +183,7 @@ class ConversationTemplate:
                 continue
             found = rendered.marked.find(text, at if in_order else 0)
             if found < 0 and in_order:
-                raise NotAppended(
-                    f"the chat template does not append the message of role {message.role}: {text[:80]!r}"
-                )
+                raise NotAppended(f"the chat template does not append the {message.role} message {text[:80]!r}")
             if found >= 0:
                 spans.append((found, found + len(text), Origin(message.role)))
                 at = found + len(text) if in_order else at
@@ -193,7 +192,7 @@ class ConversationTemplate:
 
 
 def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:
-    """Returns [T] origins. `starts`: position of each token's first character. `spans`: sorted, without overlaps."""
+    """Returns the [T] origins. `starts`: position of each token's first character. `spans`: sorted, non-overlapping."""
     out, i = [], 0
     for start in starts:
         while i < len(spans) and spans[i][1] <= start:

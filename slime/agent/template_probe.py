@@ -1,14 +1,14 @@
-"""Tests whether a model's chat template allows token in, token out, with one conversation for each feature of agents.
+"""Tests whether a chat template supports token in, token out, with one conversation per feature that agents use.
 
 Each conversation is played turn by turn: the template writes prompts and answers, and `ConversationTemplate` writes the
-suffixes between them. The concatenation must equal the template's output for the whole conversation. A feature that
-fails costs a fork at each turn that uses it. A template that fails at plain turns is refused. Tools are refused if the
-template does not write them, or writes calls that no parser reads (`tools_problem`).
+suffixes between them. Their concatenation must equal the template's output for the entire conversation. A feature that
+fails costs a fork at every turn that uses it. A template that fails on plain turns is rejected. Tools are rejected if
+the template does not write them, or writes calls that no parser can read (`tools_problem`).
 
 Invariants
-1. Token ids are compared; a counter-example shows the texts from the first difference on.
+1. Token ids are compared; a counterexample shows the texts from the first difference onwards.
 2. Only thinking may differ: templates drop the thinking of earlier turns, but the session's tokens keep it.
-3. Call ids have the form of the model's family.
+3. Call ids have the format of the model's family.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from slime.data.chat import ChatRenderer, Rendered
 
 PLAIN = "plain turns"
 SHOWN = 120
-"""Length of a counter-example in messages, in characters."""
+"""Maximum length of a counterexample in messages, in characters."""
 
 
 class State(str, Enum):
     EXACT = "exact"
     THINKING = "differs only in thinking"
-    BRANCHES = "in a new branch: the model's end token is not what the template writes there"
-    REFUSED = "refused by the template"
+    BRANCHES = "in a new branch: the model's end token differs from the template's"
+    REFUSED = "rejected by the template"
     NOT_APPENDED = "not appended"
 
 
@@ -56,22 +56,22 @@ class Outcome:
 class ProbeReport:
     outcomes: tuple[Outcome, ...]
     endings: tuple[tuple[str, str], ...] = ()
-    """(role of a message, token with which the template ends the answer before that message)."""
+    """(role of a message, token that ends the answer before that message)."""
     wrong_ends: str = ""
-    """Says what the template writes after an answer instead of an end token; empty if it writes one."""
+    """What the template writes after an answer instead of an end token; empty if it writes one."""
 
     @property
     def failing(self) -> tuple[str, ...]:
-        """Features that cost a fork, or that the template refuses."""
+        """Features that cost a fork or that the template rejects."""
         return tuple(outcome.feature for outcome in self.outcomes if not outcome.works)
 
     def require_plain_turns(self) -> None:
-        """Raises `DataError` with the counter-example if even plain turns fail."""
+        """Raises `DataError` with a counterexample if even plain turns fail."""
         plain = next(outcome for outcome in self.outcomes if outcome.feature == PLAIN)
         if self.wrong_ends or not (plain.works or plain.state is State.BRANCHES):
             raise DataError(
-                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; set a "
-                "different template with --chat-template FILE, or set the end ids in generation_config.json"
+                f"the chat template does not append turns: {self.wrong_ends or plain.detail}; set another "
+                "template with --chat-template FILE, or set the end ids in generation_config.json"
             )
 
 
@@ -88,7 +88,7 @@ def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = 
 
 
 def tools_problem(template: ConversationTemplate, tool_format: str | None = None) -> str:
-    """Returns why this chat template cannot be used to train agents with tools; empty if it can.
+    """Returns why this chat template cannot train agents that use tools; empty if it can.
 
     `tool_format`: how the model writes calls; None: derived from the chat template.
     """
@@ -103,14 +103,14 @@ def tools_problem(template: ConversationTemplate, tool_format: str | None = None
     try:
         turn = _written(template, calls, conversation, 1, [LOOK_UP])
     except DataError:
-        return ""  # the template refuses calls, or moves them
+        return ""  # the template rejects or moves calls
     reader = calls.reader([LOOK_UP], turn.prompt)
     got = reader.all(turn.said + (turn.end if turn.end in reader.ends else ""))
     if not calls.marks or got.calls == ((one.name, one.arguments),):
         return ""
     return (
-        f"the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format {calls.name} does not "
-        "read; set the right format with --agent-tool-format, or set a different template with --chat-template FILE"
+        f"the chat template writes a call as {turn.said.strip()[:SHOWN]!r}, which the format {calls.name} cannot "
+        "parse; set the right format with --agent-tool-format, or set a different template with --chat-template FILE"
     )
 
 
@@ -127,7 +127,7 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """Returns the conversations to play. None ends with an assistant's message: each suffix leads to a further turn."""
+    """Returns the conversations to play. None ends with an assistant message, so each suffix leads to another turn."""
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -170,7 +170,7 @@ def _result(call: ToolCall, text: str) -> Message:
 
 
 def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
-    """Says what directly follows an answer, if it is not an end token; else empty."""
+    """Describes what follows an answer if it is not an end token; else empty."""
     messages = [_user("What is red?"), _said("A colour."), _user("And blue?")]
     try:
         text = chat.render([m.for_template() for m in messages]).marked
@@ -184,12 +184,12 @@ def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
     given = ", ".join(f"{end!r} (id {i})" for end, i in ends.items())
     does = next((c for c in sorted(chat.control, key=len, reverse=True) if behind.startswith(c)), None)
     if does is None:
-        return f"after an answer it writes {behind[:40]!r}, which is not one of the end ids {given}"
+        return f"it writes {behind[:40]!r} after an answer, which is not one of the end ids {given}"
     return f"it ends a turn with {does!r} (id {chat.encode(Rendered(does))[0]}), but the end ids are {given}"
 
 
 def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> str:
-    """Returns the end token directly after the last answer of a conversation. gpt-oss uses a special token there."""
+    """Returns the end token right after the last answer of a conversation. gpt-oss uses a special token there."""
     with contextlib.suppress(DataError):
         text = template.chat.render([m.for_template() for m in messages], add_generation_prompt=False).marked
         first = template.first_end(text.rpartition(messages[-1].text)[2])
@@ -198,7 +198,7 @@ def _end_alone(template: ConversationTemplate, messages: Sequence[Message]) -> s
 
 
 def _endings(template: ConversationTemplate, calls: ToolFormat) -> Iterator[tuple[str, str]]:
-    """Returns the entries of `ProbeReport.endings`."""
+    """Yields the entries of `ProbeReport.endings`."""
     one = _called(calls, 0, "red")
     said, tools = [_user("What is red?"), _said("A colour.")], [LOOK_UP] if template.writes_tools else []
     for new, before in ((_user("And blue?"), said), (_system("Be brief."), said), (_result(one, "red"), None)):
@@ -237,8 +237,8 @@ def _played(
 ) -> tuple[list[int], int]:
     """Plays a session in which the model answers exactly as the template writes.
 
-    Returns (the session's tokens, number of branches caused by a different end token). If the prompt has opened the
-    thinking, the model closes the thinking.
+    Returns (the session's tokens, number of branches caused by a different end token). If the prompt opens the
+    thinking, the model closes it.
     """
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     ids = list(template.prompt(messages[: turns[0]], tools).ids)
@@ -247,7 +247,7 @@ def _played(
         turn = _written(template, calls, messages[:until], i, tools)
         said, last = template.chat.encode(Rendered(turn.said)), template.chat.encode(Rendered(turn.end))
         between = messages[: i + 1], messages[i + 1 : until], tools
-        if not last:  # the next header ends the turn, if it is one of the model's end tokens
+        if not last:  # the next header ends the turn if it is an end token of the model
             own = template.suffix(*between, last_id=None).ids[:1]
             last = list(own) if template.end_ids.issuperset(own) else [min(template.end_ids)]
         suffix = template.suffix(*between, last_id=last[0])
@@ -261,7 +261,7 @@ class _Turn:
     prompt: str
     said: str
     end: str
-    """The token that ends the turn when it is the last one; empty if the template writes none."""
+    """The token that ends the turn if it is the last one; empty if the template writes none."""
 
 
 def _written(
@@ -273,10 +273,10 @@ def _written(
     prompt = chat.render(shown[:turn], tools=named).marked
     opened = _open_thinking(prompt)
     start = prompt.removesuffix(opened)
-    # Templates write thinking only for the last turn.
+    # Templates write the thinking of the last turn only.
     alone = chat.render(shown[: turn + 1], tools=named, add_generation_prompt=False).marked
     whole = chat.render(shown, tools=named).marked
-    bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may end the thinking of earlier ones
+    bare = calls.thought.sub("", start), calls.thought.sub("", alone)  # this turn may drop earlier turns' thinking
     tried = [(start, alone), (start, whole), bare]
     start, text = next(((at, one) for at, one in tried if one.startswith(at)), ("", ""))
     if not text:
@@ -288,14 +288,14 @@ def _written(
     said = text[len(start) : at].removeprefix(opened)
     lost = [part for part in (messages[turn].text, *(c.name for c in messages[turn].calls)) if part not in said]
     if lost:
-        raise NotAppended(f"the chat template omits {lost[0]!r} of an answer: {said[:SHOWN]!r}")
+        raise NotAppended(f"the chat template omits {lost[0]!r} from an answer: {said[:SHOWN]!r}")
     if opened and CLOSE not in said and CLOSE not in opened:
         said = f"\n{CLOSE}\n\n{said}"
     return _Turn(prompt, said, end)
 
 
 def _open_thinking(prompt: str) -> str:
-    """Returns the end of a prompt that opens the thinking, or contains empty thinking; else empty."""
+    """Returns the end of a prompt that opens the thinking or contains empty thinking; else empty."""
     at = prompt.rfind(OPEN)
     thought = prompt[at:] if at >= 0 else ""
     return thought if not thought.removeprefix(OPEN).replace(CLOSE, "").strip() else ""
@@ -308,4 +308,4 @@ def _parting(ours: str, theirs: str) -> str:
     a, b = ours[start : start + SHOWN], theirs[start : start + SHOWN]
     if a == b:
         return f"the same text has different tokens: {ours[-SHOWN:]!r}"
-    return f"a session has {a!r} where the template writes {b!r}"
+    return f"the session has {a!r} where the template writes {b!r}"

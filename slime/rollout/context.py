@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Models(dict[str, EngineClient]):
-    """Model name -> client. Raises `HookError` for a model that is not served."""
+    """Model name -> client. Raises `HookError` for models that are not served."""
 
     def __missing__(self, name: str) -> EngineClient:
         known = ", ".join(self) or "none"
@@ -41,24 +41,24 @@ class Models(dict[str, EngineClient]):
 class RolloutContext:
     args: Args
     client: EngineClient | None
-    """Client of the policy's engines; None if no engine runs (SFT, replay)."""
+    """Client of the policy's engines; None if no engine is running (SFT, replay)."""
     tokenizer: Any
     """The HF tokenizer of `--hf-checkpoint`; None without a checkpoint."""
     graders: GraderPool | None
     progress: Progress
     loop: asyncio.AbstractEventLoop
-    """The manager's event loop; a user function in a thread schedules coroutines on it."""
+    """The manager's event loop, on which user functions in threads schedule coroutines."""
     teacher: TeacherClient | None = None
-    """The server of `--opd-teacher-url`."""
+    """Client of the server at `--opd-teacher-url`."""
     rollout_id: int | None = None
     models: Mapping[str, EngineClient] = field(default_factory=Models)
-    """Client of each model, including the policy, by its name in `--sglang-config`; without that flag the name is
-    "default".
+    """Clients of all models, including the policy, by name in `--sglang-config`. Without that flag, the policy is
+    called "default".
     """
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
-    """Runs the groups; None: this process runs them."""
+    """Runs the groups; None: they run in this process."""
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
         """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""
@@ -66,10 +66,10 @@ class RolloutContext:
         return Pictures.of(digests, ImageFolder.of_run(self.args.run_dir), token_id)
 
     def engine(self) -> EngineClient:
-        """Returns the client. Raises `HookError` if no engine runs."""
+        """Returns `client`. Raises `HookError` if no engine is running."""
         if self.client is None:
             raise HookError(
-                "no engine runs, because this rollout function works without engines; do not generate in it"
+                "this rollout function runs without engines, so it cannot generate; use one that runs with engines"
             )
         return self.client
 
@@ -87,7 +87,7 @@ def current() -> RolloutContext:
 
 @contextlib.contextmanager
 def use(context: RolloutContext) -> Iterator[RolloutContext]:
-    """Makes `context` the current one for the block and for the tasks created in it."""
+    """Makes `context` current within the block and in tasks created there."""
     token = _CURRENT.set(context)
     try:
         yield context

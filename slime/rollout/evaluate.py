@@ -1,15 +1,15 @@
-"""Evaluation: samples `n` answers to every held-out prompt, with separate sampling parameters.
+"""Evaluation: samples `n` responses to every held-out prompt, with separate sampling parameters.
 
-All executions start together; the client limits the requests in flight. The first error cancels the other executions.
+All executions start together; the client limits the requests in flight. The first error cancels all other executions.
 
 Invariants
 1. Each sample gets a fresh copy of its dataset's sampling parameters.
-2. All samples of an evaluation come from one weight version. Several versions are an error and are never averaged.
-3. Failed executions, and answers that no grader can score, are counted but enter no score. If more than
-   `--eval-max-failed-fraction` of a dataset fail, the evaluation ends immediately. An answer without a score is graded
-   again, at most `MAX_TRIES` times, but never sampled again: replacing answers that graders fail on would raise the
-   score.
-4. Fan-out siblings are one execution: mean and pass rate count the mean of their rewards once.
+2. All samples of an evaluation come from a single weight version. Mixed versions are an error and are never averaged.
+3. Failed executions, and responses that no grader can score, are counted but do not affect the score. If more than
+   `--eval-max-failed-fraction` of a dataset fails, the evaluation fails immediately. If grading fails, the response is
+   graded again, up to `MAX_TRIES` times, but never resampled: replacing responses that graders fail on would inflate
+   the score.
+4. Fan-out siblings count as one execution: the mean and the pass rate use the mean of their rewards once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EvalDataset:
 
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
-    """Makes fresh samples, row by row. Their indices are negative, so that they stay out of every ledger."""
+    """Makes fresh samples, row by row. Their indices are negative to keep them out of the ledger."""
     config = dataset.config
     samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):
@@ -77,7 +77,7 @@ def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
 
 @dataclass(slots=True)
 class _FailedExecutions:
-    """The executions of a dataset that failed in every try, with the reasons."""
+    """Tracks the executions of a dataset that failed in every attempt, and why."""
 
     name: str
     num_executions: int
@@ -90,15 +90,15 @@ class _FailedExecutions:
         if len(self.reasons) > self.num_allowed:
             named = "; ".join(dict.fromkeys(self.reasons[-NAMED_REASONS:]))
             raise EngineError(
-                f"{len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation, more than "
-                f"{self.num_allowed} (--eval-max-failed-fraction); the reasons: {named}"
+                f"{len(self.reasons)} of {self.num_executions} samples of {self.name} failed in evaluation; at most "
+                f"{self.num_allowed} may fail (--eval-max-failed-fraction); reasons: {named}"
             )
 
 
 async def _evaluate_one(
     context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks, losses: _FailedExecutions
 ) -> list[Sample]:
-    """Generates and scores one execution. Unscored and failed samples have no reward. Raises the error of
+    """Generates and scores one execution. Unscored and failed samples get no reward. Raises the error of
     `_FailedExecutions.add`.
     """
     episodes: Episodes = context.workers or LocalEpisodes(context.client)
@@ -109,9 +109,9 @@ async def _evaluate_one(
             context.progress.done += 1
             return execution.samples
         if execution.outcome in GIVEN_UP:
-            break  # the next try would end in the same way
+            break  # another attempt would have the same outcome
         if execution.outcome is Outcome.UNSCORED and len(execution.samples) > 1:
-            break  # the siblings would be sampled again
+            break  # another attempt would resample the siblings
         sample = execution.samples[0]
     context.progress.done += 1
     left = execution.samples[0]
@@ -120,7 +120,7 @@ async def _evaluate_one(
         return [left]
     reason = f"{execution.outcome.value}: {execution.reason}"
     losses.add(reason)
-    logger.warning("evaluation sample %s failed in every try: %s", sample.index, reason)
+    logger.warning("evaluation sample %s failed in every attempt: %s", sample.index, reason)
     failed = reset(left)
     failed.status, failed.failure = Status.FAILED, reason
     return [failed]
@@ -129,14 +129,14 @@ async def _evaluate_one(
 def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
     """Returns `eval/<name>...` metrics, without a score if all samples failed.
 
-    Raises `DataError` if some samples did not fail, but none has a score.
+    Raises `DataError` if no sample has a score although some did not fail.
     """
     name = f"eval/{dataset.config.name}"
     finished = [s for s in samples if s.get_reward_value(reward_key) is not None]
     rewards = rewards_by_execution(finished, reward_key)
     failed = [s for s in samples if s.status is Status.FAILED]
     num_ungradable = sum(bool(s.ungradable) for s in finished)
-    counts = {  # each sample is in one of the last four
+    counts = {  # every sample falls into one of the last four
         f"{name}-num_prompts": float(len(dataset.rows)),
         f"{name}-num_scored": float(len(finished) - num_ungradable),
         f"{name}-num_ungradable": float(num_ungradable),
@@ -144,7 +144,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         f"{name}-num_failed": float(len(failed)),
     }
     if failed and len(failed) == len(samples):
-        logger.warning("%s has no score: all of its samples failed; the last reason: %s", name, failed[-1].failure)
+        logger.warning("%s has no score, because all of its samples failed; last reason: %s", name, failed[-1].failure)
         return counts
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
@@ -197,19 +197,19 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     versions = sorted({v for entry in data.values() for s in entry["samples"] for v in s.weight_versions})
     if len(versions) > 1:
         raise EngineError(
-            f"the evaluation samples have the weight versions {versions}, because weights changed meanwhile or an "
-            "engine missed a sync; evaluate again, because a mixed score says nothing about any version"
+            f"the evaluation mixes the weight versions {versions}: weights changed during the evaluation, or an engine "
+            "missed a sync; evaluate again, because a mixed score is meaningless"
         )
     if versions:
         metrics["eval/weight_version"] = float(versions[0])
     return RolloutFnEvalOutput(data, metrics)
 
 
-# ---- user functions of a whole step: `--rollout-function-path` and `--eval-function-path` --------------------------
+# ---- user functions for whole steps: `--rollout-function-path` and `--eval-function-path` ---------------------------
 
 
 async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
-    """Calls the user's rollout function and adds metrics of its samples. Raises `HookError` for a wrong result."""
+    """Calls the user's rollout function and adds sample metrics. Raises `HookError` if the result is invalid."""
     path = context.args.rollout_function_path
     output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
     if isinstance(output, list):
@@ -222,9 +222,9 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
 
 
 async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:
-    """Calls the user's evaluation function. Raises `HookError` for a wrong result."""
+    """Calls the user's evaluation function. Raises `HookError` if the result is invalid."""
     path = context.args.eval_function_path
-    assert path is not None, "an evaluation without --eval-function-path"
+    assert path is not None, "--eval-function-path is not set"
     output = await _call(path, "eval", context, rollout_id, source, evaluation=True)
     data = output if isinstance(output, dict) else getattr(output, "data", None)
     if not isinstance(data, dict) or not all(isinstance(one, dict) and "rewards" in one for one in data.values()):
@@ -241,8 +241,8 @@ async def _call(
     path: str, kind: str, context: RolloutContext, rollout_id: int, source: object, *, evaluation: bool
 ) -> Any:
     function = load(path, kind)
-    assert function is not None, f"no function behind {path}"
+    assert function is not None, f"{path} is not a function"
     given = (context.args, rollout_id, source)
     call = function if is_async(function) else partial(in_thread, function)
-    limit_s = context.args.execution_timeout_s  # progress of any execution counts
+    limit_s = context.args.execution_timeout_s  # any execution's progress counts
     return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)

@@ -1,21 +1,21 @@
-"""Runs one group from prompt to rewards: its executions run concurrently, and each has exactly one outcome.
+"""Runs one group from prompt to rewards. Its executions run concurrently, and each has exactly one outcome.
 
-Outcomes of an execution, and the state that is left for a later try
-- finished: complete samples with scores.
+Outcomes of an execution, and the state from which a later attempt starts
+- finished: the samples are complete and scored.
 - aborted: the loop or the engine interrupted the execution. If the run cancelled one of its requests
-  (`Transcript.taken_back`), the execution is aborted regardless of what its code, hooks or graders return or raise: a
-  score of a partial answer does not count, and SDKs wrap the cancellation in their own errors. If the code itself sets
-  ABORTED, `--partial-rollout` keeps the tokens; otherwise the sample returns to its state before the try.
+  (`Transcript.taken_back`), the execution is aborted regardless of what its code, hooks or graders return or raise: the
+  score of a partial response does not count, and SDKs wrap the cancellation in their own errors. If the code itself
+  sets ABORTED, `--partial-rollout` keeps the tokens; otherwise the sample is restored to its state before the attempt.
 - failed, unscored, expired, rejected, deadly: engine, grader or user code failed or stalled; `reason` says why. The
-  sample returns to its state before the try and never gets a reward of zero. A finished sample is also unscored if a
-  trained token was not sampled as the sample claims (law 1): it is not trained, and its group continues without it.
+  sample is restored to its state before the attempt and never gets a reward of zero. A finished sample is also unscored
+  if a trained token was not sampled as claimed (law 1); its group continues without it.
 
-An execution waits for the generate function as long as that function makes progress (`supervised`), then for the grader
-pool, which has its own limits. `group_loop` ends an execution by cancelling its task.
+An execution waits for the generate function while it makes progress (`supervised`), and then for the grader pool, which
+has its own limits. `group_loop` ends an execution by cancelling its task.
 
-A group is finished when all its executions are finished, or when enough are scored to compare them
-(`can_be_compared`). The other executions then have no reward and are left out of statistics. A later try in the same
-step runs only unfinished executions.
+A group is finished when all its executions are finished, or when enough of them are scored for a comparison
+(`can_be_compared`). The others then have no reward and are excluded from statistics. Another attempt in the same step
+runs only the unfinished executions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FATAL = (ConfigError, HookError, LedgerError, NumericsError)
-"""Errors that a second try cannot fix: they end the run."""
+"""Errors that a retry cannot fix; they end the run."""
 FINISHED = (Status.COMPLETED, Status.TRUNCATED)
 
 
@@ -76,20 +76,20 @@ class Outcome(str, Enum):
     REJECTED = "rejected"
     """The engine can never serve the request (HTTP 4xx)."""
     DEADLY = "deadly"
-    """Engines died while they worked on the request."""
+    """Engines died while working on the request."""
 
 
 GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
-"""Outcomes that another try in this step would repeat."""
+"""Outcomes that another attempt in this step would repeat."""
 
 SEVERITY = (Outcome.FINISHED, Outcome.UNSCORED, Outcome.ABORTED, Outcome.FAILED, *GIVEN_UP)
-"""From best to worst. A group has the worst outcome of its executions, except that it may finish with unscored ones."""
+"""From best to worst. A group gets the worst outcome of its executions, but may finish with some unscored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
     samples: list[Sample]
-    """Complete if finished; otherwise the state from which a later try starts."""
+    """Complete if finished; otherwise the state from which a later attempt starts."""
     outcome: Outcome
     reason: str = ""
 
@@ -101,11 +101,11 @@ class GroupResult:
     outcome: Outcome
     reason: str = ""
     verdict: DynamicFilterOutput | None = None
-    """Verdict of the user's filter on a finished group; None without a filter."""
+    """The user filter's verdict on a finished group; None without a filter."""
 
 
 def mask_older(sample: Sample) -> None:
-    """Masks the tokens that are older than the sample's newest weights (`--mask-offpolicy-in-partial-rollout`)."""
+    """Masks tokens older than the sample's newest weights (`--mask-offpolicy-in-partial-rollout`)."""
     num, mask = sample.response_length, sample.loss_mask
     versions, mask = sample.token_versions or [NOT_SAMPLED] * num, [1] * num if mask is None else mask
     newest = max(versions, default=NOT_SAMPLED)
@@ -118,7 +118,7 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 
 
 def _set_score(sample: Sample, score: Score) -> str:
-    """Writes a score into the sample. Returns why the sample is unscored, or ''."""
+    """Stores a score in the sample. Returns why the sample is unscored, or ''."""
     if isinstance(score, Unscored):
         sample.reward, sample.unscored, sample.ungradable = None, score.reason, ""
         return score.reason
@@ -127,13 +127,13 @@ def _set_score(sample: Sample, score: Score) -> str:
 
 
 async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
-    """Grades the samples without a reward, or all if `group`. Returns the first reason for a missing score, or ''."""
+    """Grades samples that have no reward, or all if `group`. Returns the first reason for a missing score, or ''."""
     missing = list(samples) if group else [s for s in samples if s.reward is None]
     if not missing:
         return ""
     if context.graders is None:
         raise ConfigError(
-            f"sample {missing[0].index} needs a reward, but no grader is set; set --rm-type or --custom-rm-path"
+            f"sample {missing[0].index} needs a reward, but there is no grader; set --rm-type or --custom-rm-path"
         )
     with waiting():  # the pool has its own limits
         if group:
@@ -154,10 +154,10 @@ async def run_execution(
     dataset: EvalDatasetConfig | None = None,
     attempts: int = 0,
 ) -> Execution:
-    """Generates one execution and scores it, unless its group is graded together. Raises `FATAL` errors only.
+    """Generates one execution, and scores it unless its group is graded together. Raises only `FATAL` errors.
 
-    `dataset`: the evaluation dataset, which sets the limits. `attempts`: how often the group was issued before, for the
-    trace.
+    `dataset`: the evaluation dataset whose limits apply. `attempts`: how often the group was issued before (recorded in
+    the trace).
     """
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
@@ -199,7 +199,7 @@ async def _generate_and_score(
     *,
     evaluation: bool,
 ) -> Execution:
-    """Runs one try. `before`: the sample from which a later try starts."""
+    """Runs one attempt. `before`: the sample from which a later attempt starts."""
     args, result = context.args, [sample]
     if sample.status not in FINISHED:
         if sample.generate_function_path:
@@ -229,12 +229,12 @@ async def _generate_and_score(
         return Execution(result, Outcome.FINISHED)
     as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
     with traced("grade", samples=len(result)):
-        reason = await score_samples(context, result, group=as_group)  # a grader of whole groups takes a list
+        reason = await score_samples(context, result, group=as_group)  # a group grader takes a list
     return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
 
 
 def graded_together(context: RolloutContext, evaluation: bool) -> bool:
-    """Returns whether the executions of a group are graded together at the end."""
+    """Returns whether all executions of a group are graded together at the end."""
     return context.args.group_rm and not evaluation
 
 
@@ -243,7 +243,7 @@ def count_pauses(context: RolloutContext) -> int:
 
 
 def _not_as_sampled(samples: Sequence[Sample]) -> str:
-    """Returns why the samples must not be trained (law 1), and marks them unscored; '' if they may be trained."""
+    """Returns why the samples must not be trained (law 1), or ''. If there is a reason, marks them unscored."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
     reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
@@ -253,7 +253,7 @@ def _not_as_sampled(samples: Sequence[Sample]) -> str:
 
 
 def _require_status(sample: Sample, statuses: set[Status]) -> None:
-    """Raises `HookError` for a sample that is left PENDING."""
+    """Raises `HookError` if a sample is still PENDING without an interruption."""
     scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
     interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
     if Status.PENDING in statuses and not interrupted:
@@ -266,15 +266,15 @@ def _require_status(sample: Sample, statuses: set[Status]) -> None:
 def was_interrupted(context: RolloutContext, num_pauses: int, problem: BaseException) -> bool:
     """Returns whether an error comes from a request that the run cancelled.
 
-    Either the client sent the request, perhaps in a task that executions share, or a user's HTTP client sent it and a
-    pause after `num_pauses` interrupted it (`compat/sglang_aborted_requests.py`).
+    The request was sent either by the client, possibly in a task shared by executions, or by a user's HTTP client and
+    interrupted by a pause since `num_pauses` was read (`compat/sglang_aborted_requests.py`).
     """
     paused = count_pauses(context) > num_pauses
     return any(isinstance(one, TakenBack) for one in causes(problem)) or (paused and asks_again(problem))
 
 
 def _grader_was_interrupted(context: RolloutContext, num_pauses: int, ended: Execution) -> bool:
-    """Returns whether a score is missing because the run cancelled a request of the grader process."""
+    """Returns whether a score is missing because the run cancelled a grader process's request."""
     asked = ended.outcome is Outcome.UNSCORED and ASK_AGAIN in ended.reason
     return asked and count_pauses(context) > num_pauses
 
@@ -296,7 +296,7 @@ def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
 
 
 def _failed(before: Sample, problem: Exception) -> Execution:
-    """Returns the outcome for an error."""
+    """Returns the execution that results from an error."""
     if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
         return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:
@@ -305,13 +305,13 @@ def _failed(before: Sample, problem: Exception) -> Execution:
         case DeadlineExceeded():
             return Execution([before], Outcome.EXPIRED, str(problem))
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
-    exited = isinstance(problem, HookExited)  # the error's text already names kind and place
+    exited = isinstance(problem, HookExited)  # its message already names the error type and place
     reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
     return Execution([before], Outcome.FAILED, reason)
 
 
 async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently and returns their results in order. The first error cancels the others
+    """Runs coroutines concurrently and returns their results in order. On the first error, cancels the others
     (`end_tasks`).
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in work]
@@ -322,7 +322,7 @@ async def all_or_first_error(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def by_execution(group: Group) -> list[list[Sample]]:
-    """Groups the samples by execution, in order of first appearance."""
+    """Groups samples by execution, in order of first appearance."""
     executions: dict[int | None, list[Sample]] = {}
     for sample in group.samples:
         executions.setdefault(sample.index, []).append(sample)
@@ -330,7 +330,7 @@ def by_execution(group: Group) -> list[list[Sample]]:
 
 
 def can_be_compared(group: Group) -> bool:
-    """Returns whether enough executions are scored: at least half, and at least two unless there is only one.
+    """Returns whether enough executions are scored: at least half, and at least two unless the group has only one.
 
     Marks the siblings of an unscored sample as unscored.
     """
@@ -343,7 +343,7 @@ def can_be_compared(group: Group) -> bool:
 
 
 async def run_group(context: RolloutContext, group: Group, params: dict[str, Any], hook: Hook) -> GroupResult:
-    """Runs the unfinished executions of a group. Raises `FATAL` errors only, after cancelling the others."""
+    """Runs the unfinished executions of a group. Raises only `FATAL` errors, after cancelling the other executions."""
     again = group.attempts
     executions = await all_or_first_error(
         [run_execution(context, e, params, hook, attempts=again) for e in by_execution(group)]
@@ -368,18 +368,18 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
         return GroupResult(finished, Outcome.FINISHED)
     if context.args.group_rm:
         for sample in graded:
-            sample.reward = None  # graded by one call, so all are graded again
+            sample.reward = None  # one call grades the whole group, so all are graded again
     return _left_of(group, executions, Execution([], Outcome.UNSCORED, worst.reason or reason))
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:
-    """Returns a group that did not finish. Unscored executions start over, because some of their tokens may not have
-    been sampled.
+    """Returns the unfinished group. Unscored executions start over, because some of their tokens may not have been
+    sampled.
     """
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
 
 
 def failure_kind(result: GroupResult) -> str:
-    """Returns the outcome and the reason as one name, for the ledger and the metrics."""
+    """Combines outcome and reason into a name for the ledger and the metrics."""
     return f"{result.outcome.value}_{reason_kind(result.reason)}"

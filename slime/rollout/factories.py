@@ -1,5 +1,5 @@
-"""Builds the parts of a rollout from the settings: tokenizer, Data Buffer, evaluation datasets, and the clients of
-engines, teacher and graders.
+"""Builds the components of a rollout from the settings: tokenizer, Data Buffer, evaluation datasets, and the clients
+for engines, teacher and graders.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tokenizer_of(path: str) -> Any:
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
-    """Opens the Data Buffer over the source of `--data-source`."""
+    """Opens the Data Buffer on top of the source named by `--data-source`."""
     context = SourceContext(
         args=args, tokenizer=tokenizer, buffer_filter=load(args.buffer_filter_path, "buffer_filter")
     )
@@ -62,7 +62,7 @@ def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
-    """Makes a client for each served model, by name; engines are admitted later. `tokenizer`: the policy's."""
+    """Makes a client for each served model, by name; engines are added later. `tokenizer`: the policy's tokenizer."""
     return Models(
         {
             model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
@@ -74,7 +74,7 @@ def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
 
 
 def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
-    """Makes the client of a model that has its own checkpoint; its answers are never trained."""
+    """Makes the client of a model with its own checkpoint, whose responses are never trained on."""
     path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
@@ -99,8 +99,8 @@ def engine_client(
 ) -> EngineClient:
     """Makes a client for engines that serve the policy's checkpoint.
 
-    `urls`: engines at start; others are admitted later. `tokenizer`: the tokenizer that the engines decode with, if
-    any. The other parameters are those of `EngineClient`.
+    `urls`: initial engines; more can be admitted later. `tokenizer`: the engines' tokenizer, if any. The other
+    parameters are as in `EngineClient`.
     """
     return EngineClient(
         *urls,
@@ -119,7 +119,7 @@ def engine_client(
 
 
 def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
-    """Returns how SGLang ends an answer, from the checkpoint's config, generation config and tokenizer."""
+    """Returns when SGLang ends a response, according to the checkpoint's config, generation config and tokenizer."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(hf_checkpoint) / name
@@ -138,7 +138,7 @@ def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
 
 
 def teacher_client(args: Args) -> TeacherClient | None:
-    """Makes the client of `--opd-teacher-url`; None if it is not set."""
+    """Makes the client for `--opd-teacher-url`; None if it is not set."""
     if args.opd_teacher_url is None:
         return None
     return TeacherClient(
@@ -174,7 +174,7 @@ def _expert_format(args: Args) -> ExpertFormat | None:
 
 
 def _vocab_size(hf_checkpoint: str) -> int | None:
-    """Returns the vocabulary size in the model's config; None if it is missing."""
+    """Reads the vocabulary size from the model's config; None if it is missing."""
     path = Path(hf_checkpoint) / "config.json"
     size = text_config(json.loads(path.read_text())).get("vocab_size") if path.is_file() else None
     return None if size is None else int(size)

@@ -1,4 +1,4 @@
-"""Rewards of executions, and the built-in dynamic sampling filters (`--dynamic-sampling-filter-path`)."""
+"""Per-execution rewards, and the built-in dynamic sampling filters (`--dynamic-sampling-filter-path`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.settings.groups.reward import RewardSettings
 
 
 def without_unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """Returns the samples without the unscored ones, for user functions that expect a number as reward."""
+    """Drops unscored samples, for user functions that expect a numeric reward."""
     return [s for s in samples if s.reward is not None or not s.unscored]
 
 
 def reward_of_executions(samples: Sequence[Sample], reward_key: str | None) -> dict[int | None, float]:
-    """Returns execution -> mean reward of its fan-out siblings, without unscored executions."""
+    """Returns execution index -> mean reward of its fan-out siblings. Skips unscored executions."""
     rewards: dict[int | None, list[float]] = {}
     for sample in samples:
         reward = sample.get_reward_value(reward_key)
@@ -31,14 +31,14 @@ def rewards_by_execution(samples: Sequence[Sample], reward_key: str | None) -> l
 
 
 def execution_rewards(args: RewardSettings, samples: list[Sample]) -> list[float]:
-    """Returns `rewards_by_execution` with `--reward-key`."""
+    """Like `rewards_by_execution`, with the key from `--reward-key`."""
     return rewards_by_execution(samples, args.reward_key)
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Drops a group if all its executions have the same reward: its advantages are zero (DAPO, arXiv:2503.14476).
+    """Drops a group whose rewards are all equal, because its advantages are zero (DAPO, arXiv:2503.14476).
 
-    Compares rewards exactly, because the standard deviation of equal floats may differ from zero.
+    Compares rewards exactly, because rounding can make the standard deviation of equal floats nonzero.
     """
     rewards = execution_rewards(args, samples)
     if len(set(rewards)) > 1:
@@ -47,8 +47,8 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 
 
 def check_reward_nonzero_std_with_fallback(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Like `check_reward_nonzero_std`, but keeps the group if the step would have to draw another prompt instead.
+    """Like `check_reward_nonzero_std`, but keeps the group if the step would otherwise have to draw another prompt.
 
-    For `--over-sampling-batch-size` above `--rollout-batch-size`.
+    Intended for `--over-sampling-batch-size` above `--rollout-batch-size`.
     """
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)

@@ -1,11 +1,11 @@
-"""The default generate function, sampling parameters, and the limits on the length of an answer.
+"""The default generate function, sampling parameters, and the limits on response length.
 
 A custom function (`--custom-generate-function-path`) has the signature of `generate` and may return several samples (a
-fan-out: sub-agents, compaction), which share the execution's `index`.
+fan-out, for example for sub-agents or compaction), which share the execution's `index`.
 
-`temperature`, `top_p` and `top_k` are always sent. Otherwise the engine would take a missing value from the checkpoint
-or its own defaults, and the log-probs would belong to a different distribution. `Limits.next_answer` bounds every
-answer, whether it comes from the default `generate`, an agent or a function that posts to `/generate`.
+`temperature`, `top_p` and `top_k` are always sent. Otherwise the engine would fill in missing values from the
+checkpoint or its own defaults, and the log-probs would belong to a different distribution. `Limits.next_answer` bounds
+every response, whether it comes from the default `generate`, an agent or a function that posts to `/generate`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.rules import engine_context
 
 MARGIN = 6
-"""SGLang 0.5.16 refuses a prompt that leaves this many tokens or fewer of the model's context."""
+"""SGLang 0.5.16 rejects a prompt that leaves this many tokens or fewer in the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on the tokens of one execution, besides `max_new_tokens`. Tasks inherit them through `LIMITS`."""
+    """Token limits of one execution, in addition to `max_new_tokens`. Tasks inherit them through `LIMITS`."""
 
     max_context_len: int | None = None
-    """Maximum length of a conversation: the tokens that a request reads and samples."""
+    """Maximum length of a conversation: the prompt and sampled tokens of a request."""
     max_total_response_len: int | None = None
-    """Maximum number of tokens in all answers of the execution together."""
+    """Maximum number of tokens in all responses of the execution combined."""
     served: int | None = None
     """The model's context length. Engines refuse longer requests."""
     transcript: Transcript = field(default_factory=Transcript)
@@ -52,7 +52,7 @@ class Limits:
         evaluation: bool = False,
         dataset: EvalDatasetConfig | None = None,
     ) -> Limits:
-        """Returns the limits of training or evaluation; those of `dataset` if it is set."""
+        """Returns the limits for training or evaluation; the limits of `dataset` if it is set."""
         context, total = args.rollout_max_context_len, args.rollout_max_total_response_len
         if dataset is not None:
             context, total = dataset.max_context_len, dataset.max_total_response_len
@@ -65,9 +65,9 @@ class Limits:
         return self.max_total_response_len is not None and self._left_in_all() <= 0
 
     def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
-        """Returns how many tokens a request that reads `num_read` tokens may sample.
+        """Returns how many tokens a request with a prompt of `num_read` tokens may sample.
 
-        `most`: limit for the whole answer. `begun`: number of tokens of the answer so far, included in `num_read`.
+        `most`: limit for the whole response. `begun`: number of response tokens so far, included in `num_read`.
         """
         if self.served is not None and num_read >= self.served - MARGIN:
             return 0
@@ -77,7 +77,7 @@ class Limits:
         return max(0, min(left))
 
     def _left_in_all(self) -> int:
-        assert self.max_total_response_len is not None, "there is no limit"
+        assert self.max_total_response_len is not None, "the limit is not set"
         return self.max_total_response_len - self.transcript.num_sampled()
 
 
@@ -89,7 +89,7 @@ def _served(args: Args) -> int | None:
     if args.rollout_external_engine_addrs:
         return None
     key = (args.hf_checkpoint, args.sglang.get("context_length"), args.sglang.get("allow_auto_truncate"))
-    if key not in _SERVED:  # reads the file once
+    if key not in _SERVED:  # read the file only once
         _SERVED[key] = engine_context(args)
     return _SERVED[key]
 
@@ -98,7 +98,7 @@ _SERVED: dict[tuple[Any, ...], int | None] = {}
 
 
 def num_begun(sample: Sample) -> int:
-    """Returns the number of tokens in the unfinished answer at the end of the sample; 0 without one."""
+    """Returns the number of tokens in the unfinished response at the end of the sample; 0 if there is none."""
     versions = sample.column("token_versions")
     if sample.status is Status.COMPLETED or versions is None:
         return 0
@@ -139,7 +139,7 @@ def eval_sampling_params(dataset: EvalDatasetConfig) -> dict[str, Any]:
 
 
 def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a copy for one execution, with its own seed under deterministic inference."""
+    """Returns a copy for one execution, with its own seed if inference is deterministic."""
     params = dict(params)
     if args.sglang.get("enable_deterministic_inference"):
         params["sampling_seed"] = (args.rollout_seed + index) % 2**31
@@ -147,38 +147,38 @@ def seeded(args: Args, params: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
-    """Returns the ids of the sample if it has any, else those of its text prompt.
+    """Returns the sample's ids if it has any, else the ids of its text prompt.
 
-    Adds no beginning-of-sequence token, because chat templates write it. Messages are rendered only by the dataset,
-    which disarms control tokens in their text. Raises `ConfigError` for messages, `DataError` without a tokenizer.
+    Adds no beginning-of-sequence token, because chat templates include it. Only the dataset renders messages, because
+    it neutralizes control tokens in their text. Raises `ConfigError` for messages, and `DataError` without a tokenizer.
     """
     if sample.tokens:
         return list(sample.tokens)
     if tokenizer is None:
-        raise DataError(f"sample {sample.index} has neither ids nor a tokenizer to make them; set --hf-checkpoint")
+        raise DataError(f"sample {sample.index} has no ids, and no tokenizer to encode its prompt; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
         raise ConfigError(
-            f"the prompt of sample {sample.index} is a list of messages, and nothing renders them; add "
+            f"the prompt of sample {sample.index} is a list of messages, but nothing renders them; set "
             "--apply-chat-template, or render them in --custom-generate-function-path or --data-source-path"
         )
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 
 
 def remaining_tokens(args: Args, sample: Sample, max_new_tokens: int) -> int:
-    """Returns how many tokens the next request of the sample may sample.
+    """Returns how many tokens the sample's next request may sample.
 
-    `max_new_tokens`: limit for one answer, including the tokens of an interrupted one. The limits of the conversation
-    and of the execution apply as well.
+    `max_new_tokens`: limit for one response, including the tokens of an interrupted one. The limits on the conversation
+    and the execution apply as well.
     """
     limits = LIMITS.get() or Limits.of(args, Transcript.behind(sample))
     return limits.next_answer(max_new_tokens, len(sample.tokens), num_begun(sample))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Generates the next answer of `sample`, or the rest of an unfinished one, in place.
+    """Generates the next response of `sample` in place, or the rest of an unfinished one.
 
-    `max_new_tokens` limits this answer. A sample that may get no token becomes TRUNCATED. Raises the errors of
-    `EngineClient.generate`.
+    `max_new_tokens` limits this response. If no more tokens are allowed, the sample becomes TRUNCATED. Raises the
+    errors of `EngineClient.generate`.
     """
     context = current()
     sample.tokens = prompt_ids(sample, context.tokenizer)

@@ -1,26 +1,25 @@
-"""Guards around user code in a rollout: limits, threads for synchronous functions, and a watchdog for the event loop.
+"""Protects a rollout from user code: time limits, threads for synchronous functions, and an event-loop watchdog.
 
     samples = await supervised(generate(...), what="execution 3 of group 1 in mine.generate", limit_s=1800.0)
-    alive()        # a generate function calls this now and then during its own long waits
+    alive()        # a generate function calls this periodically during its own long waits
 
-Limits apply to the time without progress. A call of `alive` counts as progress, and so does the end of a `waiting`
+Limits apply to the time without progress. A call to `alive` counts as progress, and so does the end of a `waiting`
 block, in which engine clients, graders and sandboxes wait under their own limits. Tasks, and threads that slime starts,
 inherit the `Heartbeat` of their call through `HEARTBEAT`.
 
 Invariants
-1. Time in a `waiting` block does not count. Progress of a call is also progress of the calls around it.
+1. Time in a `waiting` block does not count. Progress of a call is also progress of the enclosing calls.
 2. User code ends with a result, an `Exception` or a cancellation by slime. If user code cancels itself or raises an
-   exception like `SystemExit`, also in tasks that it starts, the error becomes `HookExited`; otherwise asyncio would
-   end the event loop.
-3. A task or thread that does not end after its cancellation is left behind: it is named in a warning and counted, and
-   nothing waits for it any longer, not even the exit of the process.
+   exception like `SystemExit`, even in tasks that it starts, the error becomes `HookExited`; otherwise asyncio would
+   stop the event loop.
+3. A task or thread that ignores its cancellation is left behind: it is counted, a warning names it, and nothing waits
+   for it any longer, not even process exit.
 4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions use other threads (`beside`).
-5. When user code has blocked the event loop up to the limit, the watchdog interrupts the code, at most
-   `MOST_BROKEN_OFF` times: the execution expires, and the loop continues. The watchdog never interrupts code of slime
-   or of a library.
-6. If code cannot be interrupted (a sleep, a regular expression that holds the interpreter), the process ends `GRACE_S`
-   later. `faulthandler` writes the stack of each thread and ends the process from a thread that does not need the
-   interpreter.
+5. If user code blocks the event loop up to the limit, the watchdog interrupts the code, at most `MOST_BROKEN_OFF`
+   times: the execution expires, and the loop continues. The watchdog never interrupts slime or library code.
+6. If code cannot be interrupted (such as a sleep, or a regular expression that holds the GIL), the process exits
+   `GRACE_S` later. `faulthandler` dumps the stack of every thread and exits the process from a thread that does not
+   need the GIL.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ class Heartbeat:
         self._at, self._num_waiting = loop.time(), 0
         self.num_beats = 0
         self.threads: set[int] = set()
-        """Ids of the threads that run for the call now."""
+        """Ids of the threads that are running on behalf of the call."""
 
     def beat(self) -> None:
-        """Records progress; any thread may call this."""
+        """Records progress. Thread-safe."""
         try:
             here = asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -90,7 +89,7 @@ HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("slime_heartbeat", default=
 
 
 def alive() -> None:
-    """Records progress of the calling function (`--execution-timeout-s`); does nothing outside of a rollout."""
+    """Reports that the calling function makes progress (`--execution-timeout-s`); does nothing outside a rollout."""
     beat = HEARTBEAT.get()
     if beat is not None:
         beat.beat()
@@ -104,7 +103,7 @@ class Waiting:
 
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """Marks a block in which user code handles a part of the awaited answer, so that time counts again."""
+        """Marks a block in which user code processes a chunk of the awaited response, so the clock runs again."""
         if self._beat is None:
             yield
             return
@@ -118,7 +117,7 @@ class Waiting:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Waiting]:
-    """Marks a block that waits on the event loop under its own limit; its time does not count."""
+    """Marks a block that waits on the event loop under its own limit, so the clock stops."""
     beat = HEARTBEAT.get()
     if beat is None:
         yield Waiting(None)
@@ -138,7 +137,7 @@ MOST_AT_ONCE = 64
 
 
 class DaemonThreads(concurrent.futures.Executor):
-    """Runs each call in a daemon thread: asyncio's own pool is small, and Python waits for its threads at exit."""
+    """Runs each call in a daemon thread, because asyncio's pool is small and Python joins its threads at exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -148,7 +147,7 @@ class DaemonThreads(concurrent.futures.Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # raised where the result is awaited
+            except BaseException as error:  # re-raised where the result is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -161,16 +160,16 @@ _THREADS = DaemonThreads()
 _OWN = concurrent.futures.ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime")  # starts threads when needed
 _SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 LEFT_BEHIND: set[int] = set()
-"""Ids of threads that still run but are no longer awaited."""
+"""Ids of threads that are still running but no longer awaited."""
 
 
 class Stalled(BaseException):
-    """Raised by the watchdog in code that blocks the event loop. It is not an `Exception`, because a retry loop would
-    catch an `Exception`.
+    """Raised by the watchdog in code that blocks the event loop. Not an `Exception`, so that retry loops do not catch
+    it.
     """
 
     def __str__(self) -> str:
-        return "user code blocked the event loop for as long as --execution-timeout-s allows"
+        return "user code blocked the event loop for longer than --execution-timeout-s allows"
 
 
 def exited(error: BaseException) -> HookExited | DeadlineExceeded:
@@ -191,10 +190,10 @@ async def beside(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a user's function in a thread, in the caller's context. `name`: the function's name in errors.
+    """Calls a user function in a thread, in the caller's context. `name`: name of the function in error messages.
 
-    Passes on the function's errors, but raises `HookExited` for exceptions like `SystemExit`, and `HookError` for
-    `StopIteration`, which asyncio cannot pass on.
+    Propagates the function's errors, but raises `HookExited` for exceptions like `SystemExit`, and `HookError` for
+    `StopIteration`, which asyncio cannot propagate.
     """
     loop, context, beat = asyncio.get_running_loop(), contextvars.copy_context(), HEARTBEAT.get()
     slots = _SLOTS.setdefault(loop, asyncio.Semaphore(MOST_AT_ONCE))
@@ -219,7 +218,7 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
             if beat is not None:
                 beat.threads.discard(me)
 
-    with waiting():  # until another call ends
+    with waiting():  # for a free slot
         await slots.acquire()
     try:
         return await loop.run_in_executor(_THREADS, call)
@@ -234,14 +233,14 @@ async def run_in_thread(name: str, function: Callable[..., Any], *args: Any, **k
 logger = logging.getLogger(__name__)
 
 END_LIMIT_S = 5.0
-"""Seconds that a cancelled task of user code may take to end. Callers that end several tasks use a multiple of this."""
+"""How long (s) a cancelled user task may take to end. Callers that end several tasks use a multiple of this."""
 _LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 
 
 async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float | None) -> T:
     """Awaits a user's coroutine. `what`: its name in errors. `limit_s`: seconds without progress; None or 0: no limit.
 
-    Raises `DeadlineExceeded` at the limit, `HookExited` if user code exits or cancels itself, and errors of the
+    Raises `DeadlineExceeded` at the limit, `HookExited` if user code exits or cancels itself, and any error of the
     coroutine.
     """
     loop = asyncio.get_running_loop()
@@ -268,7 +267,7 @@ async def supervised(work: Coroutine[Any, Any, T], *, what: str, limit_s: float 
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIMIT_S) -> None:
-    """Cancels tasks, waits up to `limit_s` for them to end, and leaves the rest behind. Drops all results."""
+    """Cancels tasks, waits up to `limit_s` for them to end, and leaves the rest behind. Discards all results."""
     those = list(tasks)
     running = [task for task in those if not task.done()]
     for task in running:
@@ -285,17 +284,17 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], limit_s: float = END_LIM
 
 
 def num_left_behind() -> int:
-    """Returns the number of tasks and threads of user code that still run but are no longer awaited."""
+    """Returns the number of user tasks and threads that are still running but no longer awaited."""
     return len(_LEFT_BEHIND) + len(LEFT_BEHIND)
 
 
 def _leave_behind(task: asyncio.Task[Any], limit_s: float) -> None:
     stands = place_of_task(task)
     logger.warning(
-        "%s did not end within %g s of its cancellation and is left behind; it is at %s",
+        "%s did not end within %g s of its cancellation and is left behind, running at %s",
         task.get_name(),
         limit_s,
-        stands or "an unknown place",
+        stands or "an unknown line",
     )
     _LEFT_BEHIND.add(task)
     task.add_done_callback(_forget)
@@ -304,7 +303,7 @@ def _leave_behind(task: asyncio.Task[Any], limit_s: float) -> None:
 def _forget(task: asyncio.Task[Any]) -> None:
     _LEFT_BEHIND.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.info("%s, which was left behind, has ended: %r", task.get_name(), error)
+        logger.info("%s, which had been left behind, has ended: %r", task.get_name(), error)
 
 
 def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat) -> DeadlineExceeded:
@@ -313,13 +312,13 @@ def _expired(what: str, limit_s: float, task: asyncio.Task[Any], beat: Heartbeat
     place = in_threads[0] if in_threads else place_of_task(task)
     return DeadlineExceeded.waiting(
         owner=what,
-        for_what=f"progress (--execution-timeout-s); it is at {place or 'an unknown place'}",
+        for_what=f"progress (--execution-timeout-s); it is at {place or 'an unknown line'}",
         limit_s=limit_s,
         last_progress=f"{beat.num_beats} heartbeats so far" if beat.num_beats else "none",
     )
 
 
-# ---- the line that code has reached ----------------------------------------------------------------------------------
+# ---- which line is running -------------------------------------------------------------------------------------------
 
 
 def place_of_frame(frame: FrameType) -> Place | None:
@@ -329,7 +328,7 @@ def place_of_frame(frame: FrameType) -> Place | None:
 
 
 def place_of_task(task: asyncio.Task[Any]) -> Place | None:
-    """Returns the line to blame in a waiting task, found through the coroutines and tasks that it awaits."""
+    """Returns the line to blame in a waiting task, by following the coroutines and tasks that it awaits."""
     return blamed(_places(task))
 
 
@@ -353,7 +352,7 @@ def _either(thing: Any, *names: str) -> Any:
 
 
 def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
-    """Returns a task that `task` awaits, perhaps among others."""
+    """Returns a task that `task` awaits, possibly one of several."""
     waits_for: Any = getattr(task, "_fut_waiter", None)
     among = [waits_for, *(getattr(waits_for, "_children", None) or ())]
     return next((one for one in among if isinstance(one, asyncio.Task) and not one.done()), None)
@@ -363,7 +362,7 @@ def _waits_for(task: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
 
 
 class Contained(Coroutine[Any, Any, T]):
-    """Wraps a coroutine and converts exceptions that would end the event loop."""
+    """Wraps a coroutine and converts exceptions that would stop the event loop."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self.coroutine = coroutine
@@ -407,25 +406,24 @@ def _make_task(
 
 # ---- the watchdog ------------------------------------------------------------------------------------------------
 LAST_WORDS = "rollout_stall.txt"
-"""File in the log folder in which a rollout process records why it ended itself."""
+"""File in the log folder in which a rollout process records why it killed itself."""
 WARN_S, GRACE_S = 10.0, 30.0
-"""Seconds without a turn of the event loop before the first warning, and seconds from the interruption to the end of
-the process.
+"""Seconds without an event-loop iteration before the first warning, and seconds from the interruption to process exit.
 """
 LOOK_S = 1.0
 MOST_BROKEN_OFF = 3
-"""Maximum number of interruptions; code that blocks the loop more often ends the process."""
+"""Maximum number of interruptions. If code blocks the loop more often, the process exits."""
 _TIMED_OUT = "Timeout ("
-"""Start of a report by `faulthandler`."""
+"""A `faulthandler` report starts with this."""
 _FRAME = re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
 
 
 class Watchdog:
-    """Watches an event loop from its own thread until `close`. Must be constructed on the loop's thread.
+    """Watches an event loop from a separate thread until `close`. Must be constructed on the loop's thread.
 
-    The watchdog schedules a callback on the loop and waits for it. While the callback does not run, the watchdog warns
+    The watchdog schedules a callback on the loop and waits for it. While the callback is overdue, the watchdog warns
     and names the running line (also in `stall`), and at the limit it interrupts the code. If the loop stays blocked,
-    the process ends and leaves a file that says why (`last_words`).
+    the process exits and leaves a file that says why (`last_words`).
     """
 
     def __init__(
@@ -437,8 +435,8 @@ class Watchdog:
         warn_s: float = WARN_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`limit_s`: seconds without a turn; 0: no limit. `last_words`: the file; None: the watchdog never ends the
-        process.
+        """`limit_s`: seconds without an iteration; 0: no limit. `last_words`: path of the file; None: the watchdog
+        never kills the process.
         """
         self._loop, self._limit_s, self._warn_s, self._grace_s = loop, limit_s, warn_s, grace_s
         self._look_s = min(LOOK_S, warn_s / 4)
@@ -446,7 +444,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._longest_s, self._num_broken_off = 0.0, 0
         self.stall = ""
-        """Describes the code that blocks the loop now; empty while the loop runs."""
+        """Describes the code that is blocking the loop; empty while the loop runs."""
         self._path = last_words if limit_s else None
         self._file = None
         if self._path is not None:
@@ -461,7 +459,7 @@ class Watchdog:
         return longest_s
 
     def close(self) -> None:
-        """Stops watching, and removes the file of `last_words`."""
+        """Stops watching and deletes the `last_words` file."""
         self._closed.set()
         if self._path is not None and self._file is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -471,7 +469,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._look()
-        finally:  # without a watch, faulthandler must not end the process
+        finally:  # once unwatched, faulthandler must not kill the process
             if self._file is not None:
                 faulthandler.cancel_dump_traceback_later()
 
@@ -487,7 +485,7 @@ class Watchdog:
             self.stall = ""
 
     def _wait(self, turned: threading.Event, asked: float) -> None:
-        """Waits for a turn of the loop; warns and interrupts when due."""
+        """Waits for an iteration of the loop; warns and interrupts when due."""
         warn_s, was_broken = self._warn_s, not self._limit_s
         while not turned.wait(self._look_s) and not self._closed.is_set():
             stands_s = time.monotonic() - asked
@@ -496,7 +494,7 @@ class Watchdog:
                 self.stall = f"{place or 'something'} has blocked the event loop for {stands_s:.0f} s"
             if stands_s >= warn_s:
                 warn_s *= 2
-                logger.warning("%s; await there, or call it in a thread (asyncio.to_thread)", self.stall)
+                logger.warning("%s; use await there, or call it in a thread (asyncio.to_thread)", self.stall)
             if stands_s >= self._limit_s and not was_broken:
                 was_broken = True
                 if place is not None and not place.is_ours and not place.is_library:
@@ -516,7 +514,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._limit_s + self._grace_s, exit=True, file=self._file)
 
     def _place(self) -> Place | None:
-        """Returns the line that the loop runs now, ignoring the frames that started the loop."""
+        """Returns the line that the loop is running, ignoring the frames that started the loop."""
         frame = sys._current_frames().get(self._watched)
         stack = traceback.extract_stack(frame) if frame is not None else []
         begin = max((number for number, one in enumerate(stack, 1) if one.name == "run_forever"), default=0)
@@ -524,7 +522,7 @@ class Watchdog:
 
 
 def last_words(path: Path) -> str | None:
-    """Reads the file of a `Watchdog`. Returns why its process ended itself; None if the process did not."""
+    """Reads the file of a `Watchdog`. Returns why its process killed itself; None if it did not."""
     with contextlib.suppress(OSError):
         head, _, report = path.read_text(errors="replace").partition("\n")
         if _TIMED_OUT not in report:
@@ -534,7 +532,7 @@ def last_words(path: Path) -> str | None:
         found = [Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(of_thread)]
         return (
             f"{blamed(reversed(found)) or 'something'} blocked the rollout's event loop for {limit_s} s "
-            "(--execution-timeout-s), so the process ended itself; await there, or call it in a thread "
+            "(--execution-timeout-s), so the process exited; use await there, or call it in a thread "
             "(asyncio.to_thread)"
         )
     return None

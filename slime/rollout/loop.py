@@ -1,4 +1,4 @@
-"""`generate_rollout`: the step schedule as a function that users can wrap. `run`: runs a coroutine from such a wrapper.
+"""`generate_rollout`: the step schedule as a function that users can wrap. `run` runs a coroutine from such a wrapper.
 
 --rollout-function-path slime.rollout.loop.generate_rollout         # the default
 """
@@ -17,7 +17,7 @@ from slime.rollout.schedules.step import generate_step
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 LOOK_S = 5.0
-"""How often (s) a waiting thread checks that the event loop is alive."""
+"""How often (s) a waiting thread checks that the event loop is still running."""
 Output = RolloutFnTrainOutput | RolloutFnEvalOutput
 T = TypeVar("T")
 
@@ -31,9 +31,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
-    """Runs a coroutine on the rollout's event loop, from a thread, and returns its result.
+    """Runs a coroutine on the rollout's event loop from another thread, and returns its result.
 
-    Raises `HookError` if called on that event loop itself or outside a rollout, or if the loop has ended.
+    Raises `HookError` if called on that event loop or outside a rollout, or if the loop has stopped.
     """
     context = current()
     try:
@@ -42,7 +42,7 @@ def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
         running = None
     if running is context.loop:
         work.close()
-        raise HookError(f"{what} was called on the rollout's event loop; make the calling function synchronous")
+        raise HookError(f"{what} was called on the rollout's event loop; call it from a synchronous function")
 
     async def in_context() -> T:
         with use(context):
@@ -52,7 +52,7 @@ def run_on_loop(work: Coroutine[Any, Any, T], *, what: str) -> T:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Calls `run_on_loop` in a rollout, and `asyncio.run` outside one."""
+    """Like `run_on_loop` inside a rollout, and like `asyncio.run` outside one."""
     try:
         current()
     except HookError:
@@ -61,7 +61,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: str) -> T:
-    """Waits for the result of a step, which has its own limits. Raises `HookError` if the event loop ends."""
+    """Waits for the result of a step, which enforces its own limits. Raises `HookError` if the event loop stops."""
     while True:
         try:
             return step.result(timeout=LOOK_S)
@@ -69,4 +69,4 @@ def _result(step: concurrent.futures.Future[T], context: RolloutContext, what: s
             if step.done():
                 raise  # raised by the step itself
             if not context.loop.is_running():
-                raise HookError(f"{what} waits for an event loop that has ended; call it while the step runs") from None
+                raise HookError(f"{what} waits for a stopped event loop; call it while the step is running") from None

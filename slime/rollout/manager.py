@@ -1,12 +1,12 @@
-"""`RolloutManager` is the rollout side of a run: Data Buffer, engine clients, graders, schedule, evaluation.
+"""`RolloutManager`: the rollout side of a run, with Data Buffer, engine clients, graders, schedule and evaluation.
 
-The driver calls `generate` for a batch, trains on it, calls `commit`, and may then call `save`. `generate` and
-`evaluate` may overlap. The schedule (`slime.rollout.schedules`) waits for engines and graders. All methods run on one
-event loop; threads run synchronous user functions and write files.
+For each step, the driver calls `generate` for a batch, trains on it, calls `commit`, and may then call `save`.
+`generate` and `evaluate` may overlap. The schedule (`slime.rollout.schedules`) waits for engines and graders. All
+methods run on one event loop; synchronous user functions and file writes run in threads.
 
 Invariants
 1. The groups of a batch stay in flight in the buffer until `commit` (`BatchAccount`).
-2. `close` leaves no request, connection or grader process.
+2. `close` leaves no request, connection or grader process behind.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.topology_yaml import topology_of
 
 NUM_PROMPTS, NUM_TOKENS = 16, 64
-"""Maximum number of prompts in a probe, and of tokens in each answer."""
+"""Maximum number of prompts in a probe, and of tokens in each response."""
 
 
 class MismatchProbe:
-    """Samples answers to prompts of the last batch, so that the trainer can compare its log-probs with the engines'.
+    """Samples responses to prompts of the last batch, so that the trainer can compare its log-probs with the engines'.
 
-    Used by schedules whose batches are older than the trainer's weights. The answers stay outside the Data Buffer and
-    are neither graded nor trained.
+    Used by schedules whose batches are older than the trainer's weights. The responses stay outside the Data Buffer and
+    are neither graded nor trained on.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class MismatchProbe:
         self._prompts = [column[:length].tolist() for column, length in prompts]
 
     async def ask(self, client: EngineClient | None, args: RolloutSettings) -> TrainBatch:
-        """Samples short answers with the current weights. Raises `HookError` before the first generation."""
+        """Samples short responses with the current weights. Raises `HookError` before the first generation."""
         if client is None or not self._prompts:
             raise HookError(
-                "the mismatch probe has no prompts, because no engine has generated a batch; generate one first"
+                "the mismatch probe has no prompts, because no batch has been generated yet; generate one first"
             )
         params = {k: v for k, v in rollout_sampling_params(args).items() if not k.startswith("stop")}
         params["max_new_tokens"] = min(NUM_TOKENS, args.rollout_max_response_len)
@@ -101,7 +101,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_FILE = "data_buffer.json"
 CLOSE_LIMIT_S = 60.0
-"""Limit for closing each part; waits inside a part have shorter limits."""
+"""Time limit for closing each component; waits inside a component have shorter limits."""
 
 
 class RolloutManager:
@@ -115,8 +115,8 @@ class RolloutManager:
     ) -> None:
         """Loads the tokenizer and the data.
 
-        `engines`: addresses of the policy's engines at start; None if no model has engines. `keys`: API keys.
-        `workers`: processes that run the groups; None: this process runs them.
+        `engines`: addresses of the policy's initial engines; None if no model has engines. `keys`: API keys. `workers`:
+        processes that run the groups; None: they run in this process.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -145,7 +145,7 @@ class RolloutManager:
         self._recorder = Recorder(args)
         self._probe = MismatchProbe()
         self.showcase = Showcase(args, self._tokenizer)
-        """Samples to show for each step and evaluation; removed when the metrics are logged."""
+        """Samples to show for each step and evaluation; removed once the metrics are logged."""
         self._progress: list[Progress] = []
 
     @property
@@ -153,11 +153,11 @@ class RolloutManager:
         return len(self._source)
 
     def progress(self) -> str:
-        """Describes the running work in one line; empty if idle."""
+        """Describes the running work in one line; empty when idle."""
         return "; ".join(str(p) for p in self._progress)
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
-        """Generates, or replays, the batch of one step; its groups are in flight until `commit`."""
+        """Generates or replays the batch of one step. Its groups stay in flight until `commit`."""
         started = time.monotonic()
         output = self._recorder.replay(rollout_id) if self._recorder.replays else await self._rollout(rollout_id)
         await self._recorder.save_rollout(rollout_id, output.samples)
@@ -193,7 +193,7 @@ class RolloutManager:
         return {} if logged else metrics
 
     async def held_out(self) -> tuple[HeldOut, ...]:
-        """Returns the datasets on which the trainer measures the loss."""
+        """Returns the datasets on which the trainer measures the held-out loss."""
         made: tuple[HeldOut, ...] = await beside(held_out_batches, self._args, self._tokenizer, self._loss_datasets)
         return made
 
@@ -201,19 +201,19 @@ class RolloutManager:
         return await self._probe.ask(self._client, self._args)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
-        """Adds engines of a model. `worker`: the part of a request that the engines serve."""
+        """Adds engines to a model. `worker`: whether they do prefill, decode or both."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """Removes engines of a model; their requests continue at others. `died`: whether the engines died or hang."""
+        """Removes engines of a model; their requests move to others. `died`: whether the engines died or hang."""
         self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Returns engines of all models that were found stalled in the last `within_s` seconds.
+        """Returns the engines, of any model, that were found stalled in the last `within_s` seconds.
 
         A stalled engine sends no token within `--request-timeout-s`.
         """
@@ -221,14 +221,14 @@ class RolloutManager:
         return [url for client in self._clients.values() for url in client.stalled(within_s)] + workers
 
     async def progressing(self, within_s: float) -> list[str]:
-        """Returns engines of all models that sent a token in the last `within_s` seconds."""
+        """Returns the engines, of any model, that sent a token in the last `within_s` seconds."""
         workers = await self._workers.progressing(within_s) if self._workers is not None else []
         return [url for client in self._clients.values() for url in client.progressing(within_s)] + workers
 
     async def pause(self, *, hand_back: bool = True) -> None:
         """Ends the requests of a continuous schedule until `resume`.
 
-        `hand_back`: a save follows, so the tokens go to the Data Buffer; otherwise the requests continue at `resume`.
+        `hand_back`: return the tokens to the Data Buffer for a save; otherwise the requests continue at `resume`.
         """
         await self._schedule.pause(hand_back=hand_back)
 
@@ -244,7 +244,7 @@ class RolloutManager:
         return self._source.metrics()
 
     async def save(self, directory: Path) -> None:
-        """Writes the Data Buffer, as it is now, into `directory` in a thread."""
+        """Writes the current state of the Data Buffer into `directory`, in a thread."""
         step = self._account.last_step
         await beside(self._source.begin_save(directory / BUFFER_FILE, rollout_id=step))
 
@@ -254,7 +254,7 @@ class RolloutManager:
         self._account.clear()
 
     async def close(self) -> None:
-        """Closes schedule, graders and connections. Warns if a part takes longer than `CLOSE_LIMIT_S`."""
+        """Closes schedule, graders and connections. Warns about and cancels components that exceed `CLOSE_LIMIT_S`."""
         others = (self._workers, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
             closing = asyncio.create_task(part.close(), name=f"closing {type(part).__name__}")
@@ -262,23 +262,23 @@ class RolloutManager:
             if closing.done():
                 closing.result()
             else:
-                logger.warning("%s took longer than %g s and is cancelled", closing.get_name(), CLOSE_LIMIT_S)
+                logger.warning("%s took longer than %g s and was cancelled", closing.get_name(), CLOSE_LIMIT_S)
                 await end_tasks([closing])
 
     async def _traffic(self) -> dict[str, float]:
-        """Returns metrics of the requests to the policy since the last batch, here and in workers."""
+        """Returns metrics of the requests to the policy since the last batch, from this process and the workers."""
         here = self._client.take_traffic() if self._client is not None else None
         there = await self._workers.traffic() if self._workers is not None else []
         return traffic_metrics([here, *there])
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Generates the batch of a step and accounts for its groups."""
+        """Generates the batch of a step and records its groups."""
         before = None if self._schedule.continuous else self._account.in_flight()
         with self._context(rollout_id) as context:
             step = self._schedule.step(context, rollout_id, self._source)
             output = await supervised(
                 step, what=f"rollout {rollout_id}", limit_s=None
-            )  # its parts have their own limits
+            )  # its components have their own limits
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
         output.metrics |= await beside(staleness, output.samples, now=now, limit=limit)
@@ -286,7 +286,7 @@ class RolloutManager:
 
     @contextlib.contextmanager
     def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
-        """Makes a new context current in the block, and lists it for `progress`."""
+        """Makes a new context current within the block, and lists it for `progress`."""
         context = RolloutContext(
             args=self._args,
             client=self._client,

@@ -1,7 +1,7 @@
 """Recorded rollouts (`--save-debug-rollout-data`, `--load-debug-rollout-data`): zstd-compressed JSON lines, no pickle.
 
-The first line names format and step; each further line is one group. Floats are stored exactly, and files are written
-atomically.
+The first line contains the format and the step; each following line is one group. Floats are stored exactly, and files
+are written atomically.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VERSION = 1
 
 
 def path_of(template: str, rollout_id: int | str) -> Path:
-    """Fills `{rollout_id}` in a template with a step or the name of an evaluation."""
+    """Replaces `{rollout_id}` in a template with a step or the name of an evaluation."""
     return Path(template.replace("{rollout_id}", str(rollout_id)))
 
 
 def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> None:
-    """Writes the groups of a step. Raises `DataError` for a sample that is not plain JSON."""
+    """Writes the groups of a step. Raises `DataError` if a sample is not JSON-serializable."""
     lines = [json.dumps({"format": FORMAT, "version": VERSION, "rollout_id": rollout_id})]
     try:
         for samples in groups:
@@ -44,13 +44,13 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
             lines.append(Group(index, tuple(samples)).to_json(allow_nan=False))
     except (TypeError, ValueError) as problem:
         raise DataError(
-            f"a sample cannot be recorded ({problem}); keep its metadata, label and reward plain JSON"
+            f"a sample cannot be recorded ({problem}); its metadata, label and reward must be plain JSON"
         ) from problem
     _write(path, zstandard.ZstdCompressor(level=6).compress(("\n".join(lines) + "\n").encode()))
 
 
 def save_train_batch(path: Path, batch: TrainBatch) -> None:
-    """Writes a batch as .npz with `rollout_id`, and `<position>/<field of TrainSample>` for each field that is not
+    """Writes a batch as .npz with `rollout_id`, and `<position>/<field of TrainSample>` for every field that is not
     None.
     """
     arrays = {"rollout_id": np.asarray(batch.rollout_id)}
@@ -58,14 +58,14 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
         arrays |= {f"{position}/{name}": np.asarray(value) for name, value in values.items() if value is not None}
     other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biuf")
-    assert not other, f"{other[:5]} are not numeric and would be written as a pickle"
+    assert not other, f"{other[:5]} are not numeric and would be pickled"
     content = io.BytesIO()
     np.savez_compressed(content, **cast(Any, arrays))
     _write(path, content.getvalue())
 
 
 def head_and_tail(groups: list[list[Sample]], part: float | None) -> list[list[Sample]]:
-    """Returns the fraction `part` of the groups, at least one group, half from each end; None: all groups."""
+    """Returns a fraction `part` of the groups, half from each end, but at least one group; None: all groups."""
     num = len(groups) if part is None else max(1, round(part * len(groups)))
     return groups[: (num + 1) // 2] + groups[len(groups) - num // 2 :]
 
@@ -76,15 +76,15 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def load_rollout(path: Path) -> tuple[int, list[list[Sample]]]:
-    """Returns the step and its groups. Raises `DataError` if the file is missing, damaged or of another format."""
+    """Returns the step and its groups. Raises `DataError` if the file is missing, damaged or in another format."""
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             lines = stream.read().decode().splitlines()
         header = json.loads(lines[0])
         if header.get("format") != FORMAT or header.get("version") != VERSION:
             raise DataError(
-                f"{path} has the format {header.get('format')} {header.get('version')}, but only {FORMAT} {VERSION} "
-                "can be read; record the rollout again"
+                f"{path} has format {header.get('format')} {header.get('version')}, but only {FORMAT} {VERSION} is "
+                "supported; record the rollout again"
             )
         groups = [list(Group.from_dict(json.loads(line)).samples) for line in lines[1:]]
     except FileNotFoundError:
@@ -113,7 +113,7 @@ class Recorder:
 
     def replay(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Reads a recorded step. Raises `DataError`."""
-        assert self._args.load_debug_rollout_data is not None, "a replay without --load-debug-rollout-data"
+        assert self._args.load_debug_rollout_data is not None, "--load-debug-rollout-data is not set"
         _, groups = load_rollout(path_of(self._args.load_debug_rollout_data, rollout_id))
         groups = head_and_tail(groups, self._args.load_debug_rollout_data_subsample)
         return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))

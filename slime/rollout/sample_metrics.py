@@ -1,16 +1,16 @@
-"""Metrics of a batch's samples, including turns, tool calls and the age of tokens; and the choice of samples to show.
+"""Metrics of a batch's samples, including turns, tool calls and token staleness; and the choice of samples to display.
 
-    count_tool_call(sample)                  # in a generate function: a tool answered
+    count_tool_call(sample)                  # in a generate function: a tool returned a result
     count_tool_call(sample, failed=True)     # the call was malformed, raised or timed out
 
 The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors` and, optionally, `turns`.
-Without `turns`, each run of sampled tokens counts as a turn. The counts travel with the sample through retries,
-checkpoints and recordings; a sample that starts over has no counts. Metrics add up the counts of fan-out siblings,
-so siblings that share turns or calls must report them once (`slime.agent.session` does).
+Without `turns`, each run of sampled tokens counts as one turn. Counts stay with the sample across retries, checkpoints
+and recordings; a sample that starts over loses them. Metrics sum the counts of fan-out siblings, so siblings that share
+turns or calls must report them only once (`slime.agent.session` does).
 
 Invariants
-1. For equal samples, seed and step, the same samples are shown, each at most once.
-2. Shown text is decoded for people only and never enters a batch. A sample that cannot be shown never ends a run.
+1. The choice of samples depends only on samples, seed and step, and shows each sample at most once.
+2. Displayed text is decoded only for people and never enters a batch. Failing to display a sample never ends a run.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from slime.settings import Args
 
 
 def count_tool_call(sample: Sample, *, failed: bool = False) -> None:
-    """Counts a call of a tool. `failed`: the model got an error instead of a result."""
+    """Counts a tool call. `failed`: the model got an error instead of a result."""
     counts = sample.metadata.setdefault(TURN_COUNTS, {})
     counts["tool_calls"] = counts.get("tool_calls", 0) + 1
     counts["tool_errors"] = counts.get("tool_errors", 0) + int(failed)
 
 
 def expect_tools(sample: Sample) -> None:
-    """Counts the sample in the tool metrics, with zero calls until it makes one."""
+    """Includes the sample in the tool metrics, with zero calls until it makes one."""
     counts = sample.metadata.setdefault(TURN_COUNTS, {})
     counts.setdefault("tool_calls", 0)
     counts.setdefault("tool_errors", 0)
 
 
 def num_turns(sample: Sample) -> int:
-    """Returns the number of turns that the generate function reported, else the number of runs of sampled tokens."""
+    """Returns the number of turns reported by the generate function, else the number of runs of sampled tokens."""
     reported = _counts(sample).get("turns")
     if reported is not None:
         return reported
@@ -60,7 +60,7 @@ def num_turns(sample: Sample) -> int:
 
 
 def tool_counts(sample: Sample) -> dict[str, int]:
-    """Returns `num_turns`, `tool_calls` and `tool_errors` of a sample with several turns or with tools; else {}."""
+    """Returns `num_turns`, `tool_calls` and `tool_errors` of a sample; {} if it has a single turn and no tools."""
     turns, counts = num_turns(sample), _counts(sample)
     if turns < 2 and "tool_calls" not in counts:
         return {}
@@ -69,9 +69,7 @@ def tool_counts(sample: Sample) -> dict[str, int]:
 
 
 def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns metrics of turns and tools per execution, under `prefix/`; {} if no execution has
-    several turns or tools.
-    """
+    """Returns turn and tool metrics per execution, under `prefix/`; {} if no execution has several turns or tools."""
     executions: dict[tuple[int | None, int | None], Counter[str]] = {}
     for sample in samples:
         counts = executions.setdefault((sample.group_index, sample.index), Counter())
@@ -93,7 +91,7 @@ def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _counts(sample: Sample) -> dict[str, int]:
-    """Returns the valid counts; a dataset may have a column of that name with arbitrary content."""
+    """Returns the valid counts. A dataset may have an unrelated column of the same name."""
     counts = sample.metadata.get(TURN_COUNTS)
     if not isinstance(counts, dict):
         return {}
@@ -101,7 +99,7 @@ def _counts(sample: Sample) -> dict[str, int]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns mean, median, max and min under `name/`; {} without values."""
+    """Returns mean, median, max and min under `name/`; {} if there are no values."""
     if not values:
         return {}
     return {
@@ -113,17 +111,15 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns the unbiased probability that one of `k` samples is correct (Chen et al., 2021,
-    arXiv:2107.03374, eq. 1).
-    """
+    """Returns the unbiased pass@k estimate (Chen et al., 2021, arXiv:2107.03374, eq. 1)."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_samples: int) -> dict[int, float]:
-    """Returns k -> mean pass@k over prompts, for powers of two up to `num_samples`; {} if that is 1. A reward of 1
-    passes.
+    """Returns k -> mean pass@k over prompts, for powers of two up to `num_samples`; {} if `num_samples` is 1. A sample
+    passes if its reward is 1.
     """
     hits_of = [[reward == 1.0 for reward in rewards_by_execution(group, reward_key)] for group in groups]
     out, k = {}, 1
@@ -192,7 +188,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
 
 
 def speed(groups: Sequence[Sequence[Sample]], seconds: float, *, num_gpus: int | None) -> dict[str, float]:
-    """Returns the time of a rollout, and its response tokens per second and GPU."""
+    """Returns the duration of a rollout, and its response tokens per second per GPU."""
     tokens = sum(s.effective_response_length for group in groups for s in group)
     per_gpu = tokens / max(seconds, 1e-9) / max(num_gpus or 0, 1)
     return {"perf/rollout_time": seconds, "perf/tokens_per_gpu_per_sec": per_gpu}
@@ -205,7 +201,7 @@ MAX_LABEL_CHARS, MAX_SCORES = 500, 20
 
 
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
-    """Returns positions of at most `num` samples to show: best, worst, then random ones. `chance` breaks ties.
+    """Returns the positions of up to `num` samples to display: best, worst, then random ones. `chance` breaks ties.
 
     Picks a best and a worst sample only if at least two rewards are finite.
     """
@@ -225,10 +221,10 @@ def _comparable(reward: float | None) -> bool:
 
 
 class Showcase:
-    """The samples to show for each step and evaluation, as text, until they are logged with the metrics."""
+    """Samples to display for each step and evaluation, as text, until they are logged with the metrics."""
 
     def __init__(self, args: Args, tokenizer: Any) -> None:
-        """`tokenizer`: the HF tokenizer; None: shows the samples' own text."""
+        """`tokenizer`: the HF tokenizer; None: displays the samples' own text."""
         self._args, self._tokenizer = args, tokenizer
         self._picked: dict[tuple[Kind, int], list[ShownSample]] = {}
 
@@ -256,13 +252,13 @@ class Showcase:
                 self._show(samples[i], rewards[i], kind=kind, step=step, dataset=dataset, picked=why)
                 for i, why in pick(rewards, self._args.log_samples, chance)
             ]
-        except Exception:  # a user's sample may contain anything
-            logger.exception("samples of %s %d cannot be shown", kind, step)
+        except Exception:  # user samples may contain anything
+            logger.exception("samples of %s %d cannot be displayed", kind, step)
             return
         self._picked.setdefault((kind, step), []).extend(shown)
 
     def _reward(self, sample: Sample, reward_key: str | None) -> float | None:
-        """Returns the reward; None for fine-tuning conversations, which are not graded."""
+        """Returns the reward; None for SFT conversations, which are not graded."""
         if self._args.loss_type == "sft_loss" and not sample.weight_versions:
             return None
         try:
@@ -299,7 +295,7 @@ class Showcase:
         )
 
     def _text(self, ids: Sequence[int], text: Any) -> str:
-        """Decodes the ids with special tokens; without ids or tokenizer, returns the sample's own text."""
+        """Decodes the ids, including special tokens. Without ids or a tokenizer, returns the sample's own text."""
         if ids and self._tokenizer is not None:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
         return _as_text(text)
@@ -310,7 +306,7 @@ def _as_text(value: Any) -> str:
 
 
 def _more(sample: Sample) -> dict[str, Any]:
-    """Returns facts that only some samples have. Leaves out the user's metadata, which may be private."""
+    """Returns fields that only some samples have. Omits the user's metadata, which may be private."""
     more: dict[str, Any] = {}
     if len(sample.weight_versions) > 1:
         more["weight_versions"] = sample.weight_versions
@@ -327,10 +323,10 @@ def _more(sample: Sample) -> dict[str, Any]:
 
 
 def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:
-    """Returns the mean and maximum age of the sampled tokens, in weight versions before `now`; {} without sampled
+    """Returns the mean and maximum age of the sampled tokens, in weight versions behind `now`; {} without sampled
     tokens.
 
-    Also returns the largest number of versions since work on a group began. Raises `LedgerError` for a token older
+    Also returns the maximum number of versions since work on a group began. Raises `LedgerError` if a token is older
     than `limit`.
     """
     columns = [column for group in groups for s in group if (column := s.column("token_versions")) is not None]
@@ -342,7 +338,7 @@ def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: 
     if limit is not None and oldest > limit:
         raise LedgerError(
             f"the rollout function returned a token that is {oldest} versions older than the weights to be trained, "
-            f"but --max-weight-staleness is {limit}; leave such samples out, or raise the limit"
+            f"but --max-weight-staleness is {limit}; drop such samples, or raise the limit"
         )
     waited = [now - s.started_version for group in groups for s in group if s.started_version is not None]
     mean = now - sum(int(versions.sum(dtype="int64")) for versions in sampled) / num

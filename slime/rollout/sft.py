@@ -1,8 +1,8 @@
 """Supervised fine-tuning as a rollout function: `--rollout-function-path slime.rollout.sft.generate_rollout`.
 
-Turns conversations of the Data Buffer into ids and loss masks, without an engine. A conversation that becomes several
-samples stays one execution. Conversations that are longer than `--rollout-max-context-len`, or that the chat template
-cannot write as the model would have written them, are dropped with a reason, up to a bound.
+Turns conversations from the Data Buffer into ids and loss masks, without an engine. A conversation that becomes several
+samples stays one execution. A conversation is dropped with a reason, up to a limit, if it is longer than
+`--rollout-max-context-len` or if the chat template does not render it as the model would have written it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT = "rollout/num_rows_without_{}"
 MAX_BAD_FACTOR = 4
-"""The step fails after this many unusable conversations for each conversation of the batch."""
+"""A step fails after this many unusable conversations per conversation of the batch."""
 
 
 class TooLongError(DataError):
@@ -40,7 +40,7 @@ class TooLongError(DataError):
 
 
 def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
-    """Makes a renderer with the checkpoint's end tokens, with which trained turns end."""
+    """Makes a renderer that ends trained turns with the checkpoint's end tokens."""
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
@@ -48,25 +48,25 @@ def fill(
     sample: Sample, chat: ChatRenderer, *, rendered: bool = False, most: int | None = None
 ) -> tuple[list[Sample], frozenset[str]]:
     """Returns the training samples of a conversation (reward 0.0, no log-probs), and the kinds of content that the
-    template leaves out.
+    template omits.
 
-    A conversation is a list of messages, or a question as text with the answer as label. `rendered`: the chat template
+    A conversation is a list of messages, or a text question with its answer as the label. `rendered`: the chat template
     was already applied, which is an error. Raises `DataError`, or `TooLongError` beyond `most` tokens.
     """
     messages = conversation_of(sample.prompt, sample.label, rendered=rendered)
     if messages is None:
         raise DataError(
-            f"sample {sample.index} has a text prompt; fine-tuning needs messages, or a text and its answer: set "
-            "--input-key to a column with messages, or --label-key to the column of answers, and leave out "
-            "--apply-chat-template, because fine-tuning applies the template itself"
+            f"sample {sample.index} has a text prompt, but SFT requires messages, or a text and its answer: set "
+            "--input-key to a column with messages, or --label-key to a column with answers, and remove "
+            "--apply-chat-template, because SFT applies the template itself"
         )
     row = sft_row(messages, chat, tools=sample.metadata.get("tools"))
     longest = max(len(made.tokens) for made in row.samples)
     if most is not None and longest > most:
         raise TooLongError(
             f"the conversation has {longest} tokens, more than {most} (rollout_max_context_len, or "
-            "eval_max_context_len for held-out data), and half a conversation would teach the model to stop in the "
-            "middle; raise that limit, or shorten the row"
+            "eval_max_context_len for held-out data), and truncating it would teach the model to stop "
+            "mid-response; raise that limit, or shorten the row"
         )
     samples = [sample, *(sample.copy() for _ in row.samples[1:])]
     for one, made in zip(samples, row.samples, strict=True):
@@ -82,7 +82,7 @@ def fill(
 
 
 def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
-    """Counts rows by the content that the template leaves out; logs each kind once."""
+    """Counts rows by the kind of content that the template omits, and logs each kind once."""
     found = Counter(what for one in left_out for what in sorted(one))
     for what in found:
         _warn(what)
@@ -92,15 +92,15 @@ def counted(left_out: Iterable[frozenset[str]]) -> dict[str, int]:
 @functools.cache
 def _warn(what: str) -> None:
     logger.warning(
-        "the chat template leaves out %s, so rows are trained without this content (metric %s); to train on it, write "
-        "it into the content, or set --chat-template FILE",
+        "the chat template omits %s, so rows are trained without it (metric %s); to train on it, move it into the "
+        "content, or set --chat-template FILE",
         what,
         LEFT_OUT.format(what.replace(" ", "_")),
     )
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
-    """Returns one step of conversations. Raises `DataError` if too many are unusable."""
+    """Returns the conversations of one step. Raises `DataError` if too many are unusable."""
     assert not evaluation, "the trainer evaluates fine-tuning (`slime.rollout.sft`)"
     context = current()
     chat = renderer(args.hf_checkpoint, context.tokenizer, args.apply_chat_template_kwargs)
@@ -115,14 +115,14 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
                 groups.append([sample for samples, _ in filled for sample in samples])
                 left_out += [what for _, what in filled]
             except DataError as problem:
-                logger.warning("group %d is dropped: %s", group.group_index, problem)
+                logger.warning("dropping group %d: %s", group.group_index, problem)
                 is_long = isinstance(problem, TooLongError)
                 reason = TooLongError.reason if is_long else "unusable_conversation"
                 data_source.mark_filtered([group.group_index], reason)
                 bad.append(str(problem))
         if len(bad) > MAX_BAD_FACTOR * args.rollout_batch_size:
             raise DataError(
-                f"{len(bad)} conversations are unusable, and only {len(groups)} are usable; the last problem: {bad[-1]}"
+                f"{len(bad)} conversations are unusable and only {len(groups)} are usable; last problem: {bad[-1]}"
             )
     lengths: Counter[tuple[int | None, int | None]] = Counter()
     for sample in (sample for group in groups for sample in group):
@@ -141,19 +141,19 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One held-out dataset as a batch, built like a training batch."""
+    """One held-out dataset as a batch, built the same way as a training batch."""
 
     name: str
-    """Metrics are `eval/<name>-loss`."""
+    """The loss is logged as `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
-    """Number of conversations that are too long, or that the chat template cannot write as the model would have written
-    them.
+    """Number of conversations that are too long, or that the chat template does not render as the model would have
+    written them.
     """
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
-    """Makes a batch per dataset. Raises `DataError` if a dataset has no usable row."""
+    """Makes one batch per dataset. Raises `DataError` if a dataset has no usable row."""
     return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
 
 
@@ -174,10 +174,10 @@ def _batch_of(args: Args, tokenizer: Any, dataset: EvalDataset) -> HeldOut:
             bad.append(str(problem))
     if not good:
         raise DataError(
-            f"none of the {len(bad)} conversations in held-out {config.name} is usable; the last problem: {bad[-1]}"
+            f"none of the {len(bad)} conversations in held-out {config.name} is usable; last problem: {bad[-1]}"
         )
     counted(left_out)
     if bad:
         counts = len(bad), len(dataset.rows)
-        logger.warning("%s: %d of %d conversations are left out; the first problem: %s", config.name, *counts, bad[0])
+        logger.warning("%s: skipping %d of %d conversations; first problem: %s", config.name, *counts, bad[0])
     return HeldOut(config.name, to_train_batch(args, -1, good), len(bad))

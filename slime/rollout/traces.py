@@ -1,15 +1,15 @@
-"""Measures where the time of a rollout goes: spans of executions, waits of requests, and how busy engines are.
+"""Measures where a rollout spends its time: spans of executions, waits of requests, and how busy engines are.
 
-    with traced("tool: search", query=query):   # in a generate function; does nothing if its execution is not traced
+    with traced("tool: search", query=query):   # in a generate function; does nothing if the execution is not traced
         ...
 
 Only a few executions and requests appear in the trace, each on its own row. Everything runs on one event loop.
 
 Invariants
-1. Two spans of a row are nested or disjoint: concurrent blocks of one execution have separate rows, and a request keeps
+1. Two spans on a row are nested or disjoint: concurrent blocks of one execution get separate rows, and a request keeps
    its row from its first wait to its last token.
-2. At most `EXECUTION_ROWS` executions are traced at a time, with at least `EVERY_S` between two starts, and at most
-   `MOST_TRACED` requests per batch.
+2. At most `EXECUTION_ROWS` executions are traced at a time, started at least `EVERY_S` apart, and at most `MOST_TRACED`
+   requests per batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXECUTION_ROWS, EVERY_S = 4, 1.0
 
 
 class _Row:
-    """The rows of one traced execution, which tasks inherit through `_ROW`."""
+    """The rows of one traced execution. Tasks inherit them through `_ROW`."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lanes = name, set[int]()
@@ -48,7 +48,7 @@ _ROW: ContextVar[_Row | None] = ContextVar("slime_traced_row", default=None)
 
 
 class _Free:
-    """The free row numbers in this process, and the time from which the next execution may be traced."""
+    """The free row numbers of this process, and when the next execution may be traced."""
 
     def __init__(self) -> None:
         self.rows = list(range(EXECUTION_ROWS))
@@ -77,7 +77,7 @@ def traced_execution(**facts: Any) -> Iterator[None]:
 
 @contextmanager
 def traced(name: str, **facts: Any) -> Iterator[None]:
-    """Records the block as a span with `facts`, even if it raises. Does nothing if its execution is not traced."""
+    """Records the block as a span with `facts`, even if it raises. Does nothing if the execution is not traced."""
     row = _ROW.get()
     if row is None:
         yield
@@ -98,16 +98,16 @@ ROWS, MOST_TRACED = 8, 64
 
 @dataclass(slots=True)
 class Lap:
-    """A running try of a request; times are on the event loop's clock."""
+    """A running attempt of a request. Times are on the event loop's clock."""
 
     asked_at: float
     row: int | None
-    """Row in the trace; None if not traced."""
+    """Row in the trace; None if the attempt is not traced."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over the tries of one process between two batches."""
+    """Sums over the attempts of one process between two batches."""
 
     period_s: float = 0.0
     num: int = 0
@@ -121,18 +121,18 @@ class Sums:
     tokens: int = 0
     decoded: int = 0
     token_s: float = 0.0
-    """Sum over tokens of the seconds that each token stays in an engine."""
+    """Sum over tokens of the seconds that each token spends in an engine."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     verified: int = 0
     accepted: int = 0
     proposed: int = 0
-    """`slime.rollout.client.call.Drafts` explains `verified`, `accepted` and `proposed`."""
+    """See `slime.rollout.client.call.Drafts` for `verified`, `accepted` and `proposed`."""
     idle: float = 1.0
-    """Fraction of the time in which the engines run none of these tries."""
+    """Fraction of the time during which the engines run none of these attempts."""
 
     def joined(self, later: Sums) -> Sums:
-        """Returns the sums of this period and the following one, in the same process."""
+        """Returns the combined sums of this period and the next one of the same process."""
         both = {one.name: getattr(self, one.name) + getattr(later, one.name) for one in fields(self)}
         for most in ("most_place_s", "most_first_s"):
             both[most] = max(getattr(self, most), getattr(later, most))
@@ -143,12 +143,12 @@ class Sums:
 
 @dataclass(slots=True)
 class Traffic:
-    """Measures how long the requests of one client wait: for a slot at an engine, for the first token (in the engine's
-    queue and while the engine reads the prompt), and for the other tokens. `traffic_metrics` joins several processes.
+    """Measures how long the requests of one client wait: for a slot at an engine, for the first token (queueing and
+    prefill), and for the remaining tokens. `traffic_metrics` combines several processes.
     """
 
     since: float | None = None
-    """Time of the last `take_sums`; before the first one, time of the first request."""
+    """Time of the last `take_sums`; before the first call, the time of the first request."""
     _sums: Sums = field(default_factory=Sums)
     _rows: list[int] = field(default_factory=lambda: list(range(ROWS)))
     _num_traced: int = 0
@@ -170,10 +170,10 @@ class Traffic:
         again: bool,
         drafted: Drafts = NO_DRAFTS,
     ) -> None:
-        """Counts a try that ended, or that got no slot (`one` is None).
+        """Counts an attempt that has ended, or that got no slot (`one` is None).
 
-        `tokens`: number of sampled tokens. `read`: number of tokens in the prompt, and how many of them the engine had
-        cached. `again`: whether the request had a try before.
+        `tokens`: number of sampled tokens. `read`: number of prompt tokens, and how many of them the engine had cached.
+        `again`: whether this is a retry.
         """
         sums, placed_at = self._sums, now if one is None else one.placed_at
         sums.num += 1
@@ -199,7 +199,7 @@ class Traffic:
             self._rows.append(lap.row)
 
     def take_sums(self, upstreams: Iterable[Upstream], now: float) -> Sums | None:
-        """Returns the sums since the last call; None without requests. `upstreams`: the engines admitted now."""
+        """Returns the sums since the last call; None without requests. `upstreams`: the currently admitted engines."""
         sums, since = self._sums, self.since
         self._sums, self.since, self._num_traced = Sums(), now, 0
         shares = [(upstream.take_busy_s(now), now - max(since or now, upstream.admitted_at)) for upstream in upstreams]
@@ -224,7 +224,7 @@ class Traffic:
 
 
 def traffic_metrics(taken: Iterable[Sums | None]) -> dict[str, float]:
-    """Returns `perf/request_*`, `perf/engine_*` and `rollout/spec_*` from the sums of each process; {} without
+    """Returns `perf/request_*`, `perf/engine_*` and `rollout/spec_*` from the sums of all processes; {} without
     requests.
     """
     of_each = [sums for sums in taken if sums is not None]

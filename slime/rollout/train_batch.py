@@ -1,12 +1,12 @@
-"""Turns finished groups into a `TrainBatch`, and tracks batches that are not yet trained.
+"""Turns finished groups into a `TrainBatch`, and tracks batches that have not been trained yet.
 
 Invariants
 1. Samples are ordered by (group_index, index, position within the execution) under every schedule.
-2. Every sample has a score, or its reward is NaN and `unscored` gives the reason. Unscored samples are left out of
+2. Every sample has a score, or its reward is NaN and `unscored` gives the reason. Unscored samples are excluded from
    statistics and training. Any other missing reward is an error and never becomes zero.
 3. Rewards are raw. The trainer computes advantages per `group_index`, never by position.
 4. The groups of a batch stay in flight in the buffer until `commit`. If the run is saved before the commit, a resumed
-   run issues them again.
+   run reissues them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _FLAG = "--custom-convert-samples-to-train-data-path"
 
 
 def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple[TrainSample, ...]:
-    """Converts a dict of columns from `--custom-convert-samples-to-train-data-path`, with one entry per training
+    """Converts a dict of columns returned by `--custom-convert-samples-to-train-data-path`, with one entry per training
     sample.
 
-    Reads the columns in `_COLUMNS` and ignores others; the last two name the execution of each entry. A missing column
-    is taken from the sample. Rewards are used as they are. Raises `HookError` if lengths differ or an execution is
-    unknown.
+    Reads the columns in `_COLUMNS` and ignores others; the last two name the execution of each entry. Missing columns
+    are filled in from the samples. Rewards are used as they are. Raises `HookError` if lengths differ or an execution
+    is unknown.
     """
     rewards = columns.get("rewards", ())
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
     lengths = {name: len(values) for name, values in known.items()}
     if not len(rewards) or len(set(lengths.values())) != 1:
-        raise HookError(f"{_FLAG} returned columns of lengths {lengths}; return rewards, and all columns equally long")
+        raise HookError(f"{_FLAG} returned columns of lengths {lengths}; return rewards, and equally long columns")
     owners = _owners(samples, columns, len(rewards))
     return tuple(_record(owner, {n: v[i] for n, v in known.items()}) for i, owner in enumerate(owners))
 
@@ -54,7 +54,7 @@ _COLUMNS = (
 
 
 def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> list[Sample]:
-    """Returns each entry's sample: at the same position if the numbers agree, else the first of its execution."""
+    """Returns each entry's sample: by position if the counts match, else the first sample of its execution."""
     if num == len(samples):
         return list(samples)
     by_index = {sample.index: sample for sample in reversed(samples)}
@@ -62,8 +62,8 @@ def _owners(samples: Sequence[Sample], columns: Mapping[str, Any], num: int) -> 
     strays = [index for index in indices if index not in by_index]
     if len(indices) != num or strays:
         raise HookError(
-            f"{_FLAG} returned {num} entries for {len(samples)} samples, with the executions {list(indices)[:8]}; name "
-            "the execution (sample.index) of each entry in sample_indices"
+            f"{_FLAG} returned {num} entries for {len(samples)} samples, with the executions {list(indices)[:8]}; "
+            "sample_indices must contain the execution (sample.index) of each entry"
         )
     return [by_index[index] for index in indices]
 
@@ -96,26 +96,26 @@ def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
 
 
 def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Returns all samples in canonical order. Raises `DataError` if a sample has no identity or is not finished."""
+    """Returns all samples in canonical order. Raises `DataError` if a sample lacks an index or is not finished."""
     samples = [s for group in groups for s in group]
     for sample in samples:
         if sample.group_index is None or sample.index is None:
             raise DataError(
-                f"a sample has group_index {sample.group_index} and index {sample.index}; a rollout function must keep "
-                "both numbers of each sample"
+                f"a sample has group_index {sample.group_index} and index {sample.index}; a rollout function must "
+                "preserve both"
             )
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):
             raise DataError(
                 f"sample {sample.index} of group {sample.group_index} has status {sample.status.value}, but only "
-                "finished samples can be trained; put the others back into the data source"
+                "finished samples can be trained on; put the others back into the data source"
             )
     return sorted(samples, key=lambda s: (s.group_index or 0, s.index or 0))  # stable: siblings keep their order
 
 
 def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """Returns [S] rewards from the user's post-processing, else by `--reward-key`; NaN if unscored.
+    """Returns [S] rewards, from the user's post-processing or by `--reward-key`; NaN if unscored.
 
-    Raises `DataError` on a missing or non-finite reward, `HookError` if the hook breaks its contract.
+    Raises `DataError` if a reward is missing or not finite, and `HookError` if the hook breaks its contract.
     """
     every, samples = samples, without_unscored(samples)
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
@@ -133,17 +133,17 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
         if reward is None or not math.isfinite(reward):
             raise DataError(
                 f"the reward of sample {sample.index} of group {sample.group_index} is {reward}, but every trained "
-                "sample needs a finite reward; put a failed sample back or drop it, but never score it"
+                "sample needs a finite reward; put failed samples back or drop them, but never score them"
             )
     values = {id(s): float(r) for s, r in zip(samples, rewards, strict=True) if r is not None}
     return [values.get(id(s), math.nan) for s in every]
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
-    """Builds the batch of a step. Raises `DataError` if there are no samples or a sample breaks its contract."""
+    """Builds the batch of a step. Raises `DataError` if there are no samples or a sample is invalid."""
     samples = in_order(groups)
     if not samples:
-        raise DataError(f"step {rollout_id} has no samples to train; the rollout function must return some")
+        raise DataError(f"step {rollout_id} has no samples to train on; the rollout function must return some")
     convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
     if convert is not None:
         converted = convert(args, samples)
@@ -153,7 +153,7 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
         converted = converted.samples if isinstance(converted, TrainBatch) else tuple(converted)
         if not converted or not all(isinstance(s, TrainSample) for s in converted):
             raise HookError(
-                f"{_FLAG} must return a dict of columns, or a list of slime.core.batch.TrainSample; make these with "
+                f"{_FLAG} must return a dict of columns, or a list of slime.core.batch.TrainSample, built with "
                 "TrainSample.from_sample"
             )
         return TrainBatch(rollout_id, converted)
@@ -164,11 +164,11 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
 
 
 def _require_final_rewards(args: Args) -> None:
-    """Raises `HookError` if the final rewards of the columns would be normalised again."""
+    """Raises `HookError` if rewards that are already final would be normalised again."""
     if args.components.get("rewards_normalization"):
         raise HookError(
             f"{_FLAG} returned a dict of columns with final rewards, but --rewards-normalization would normalise them "
-            "again; leave out --rewards-normalization"
+            "again; remove --rewards-normalization"
         )
 
 
@@ -176,30 +176,30 @@ logger = logging.getLogger(__name__)
 
 
 class BatchAccount:
-    """Remembers the groups of each step's batch. Checks the ledger after each call."""
+    """Tracks the groups of each step's batch. Checks the ledger on each call."""
 
     def __init__(self, buffer: DataBuffer, *, trains: bool) -> None:
-        """`trains`: whether each commit makes a new weight version."""
+        """`trains`: whether each commit creates a new weight version."""
         self._buffer, self._trains = buffer, trains
         self._handed_out: dict[int, list[int]] = {}
         self.last_step: int | None = None
-        """The newest trained step."""
+        """The latest trained step."""
 
     def in_flight(self) -> set[int]:
         """Returns the indices of the groups in flight."""
         return set(self._buffer.in_flight)
 
     def hand_out(self, rollout_id: int, groups: Sequence[Sequence[Sample]], *, before: set[int] | None) -> None:
-        """Remembers the groups of a batch.
+        """Records the groups of a batch.
 
-        `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. If a
-        group was issued during the step and is missing from the batch, a user's function has dropped the group, which
-        is then marked filtered.
+        `before`: groups in flight before the step; None if the schedule keeps groups in flight between steps. A group
+        that was issued during the step but is missing from the batch was dropped by a user function, and is marked
+        filtered.
         """
         indices = sorted({s.group_index for group in groups for s in group if s.group_index is not None})
         dropped = [] if before is None else sorted(self.in_flight() - before - set(indices))
         if dropped:
-            logger.info("%d groups were issued to the rollout function and not returned by it", len(dropped))
+            logger.info("%d groups were issued to the rollout function but not returned", len(dropped))
             self._buffer.mark_filtered(dropped, "not_returned")
         self._handed_out[rollout_id] = indices
         self._buffer.ledger().check()
@@ -207,12 +207,12 @@ class BatchAccount:
     def commit(self, rollout_id: int) -> None:
         """Marks the groups of a step as trained. Raises `LedgerError`."""
         if rollout_id not in self._handed_out:
-            raise LedgerError(f"step {rollout_id} cannot be committed: it was not generated, or is already committed")
+            raise LedgerError(f"step {rollout_id} cannot be committed: it was not generated or is already committed")
         self._buffer.mark_trained(self._handed_out.pop(rollout_id))
         self.last_step = rollout_id
         self._buffer.weight_version += self._trains
         self._buffer.ledger().check()
 
     def clear(self) -> None:
-        """Forgets all batches, because a loaded buffer issues their groups again."""
+        """Discards all batches, because a loaded buffer reissues their groups."""
         self._handed_out.clear()

@@ -1,18 +1,18 @@
-"""`Transcript`: the prompts that one execution sent to engines, and the answers that the engines sampled.
+"""`Transcript`: the prompts that one execution sent to engines, and the tokens that the engines sampled.
 
 The client writes the transcript, and `execute` reads it when the execution ends. Tasks of an execution inherit the
-transcript through `TRANSCRIPT`. User code may build a sample in any way; when the execution ends, the tokens of the
-sample are checked against the transcript.
+transcript through `TRANSCRIPT`. User code may build a sample in any way it likes; when the execution ends, the sample's
+tokens are checked against the transcript.
 
 Invariants
-1. A trained token is the id that an engine sampled at this place, after exactly the ids before it in the sample, with
-   that engine's log-prob and weight version (law 1). `problem` describes the first violation.
+1. A trained token is the id that an engine sampled at this position, after exactly the ids that precede it in the
+   sample, with that engine's log-prob and weight version (law 1). `problem` describes the first violation.
 2. If the run cancelled any request of an execution, the execution is not finished, regardless of what its code returns
    (`taken_back`).
 3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has stored.
 
-Memory: 4 to 16 bytes per token read or sampled. The time per request and per check is linear in the length of the
-conversation, mostly one conversion from a list.
+Memory: 4 to 16 bytes per prompt or sampled token. The time per request and per check is linear in the length of the
+conversation, and dominated by one conversion from a list.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from slime.rollout.client.call import Call
 Ids = npt.NDArray[np.int32]
 Numbers = Sequence[float] | npt.NDArray[Any]
 TOLERANCE = 1e-6
-"""Tolerance, relative and absolute, of log-probs (nats) that user code stored in another precision."""
+"""Relative and absolute tolerance for log-probs (nats) that user code stored in another precision."""
 OTHERWISE_SAMPLED = "not as sampled"
-"""Every reason that `problem` returns begins with this."""
+"""Prefix of every reason returned by `problem`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer that engines sampled after a prompt."""
+    """The tokens that engines sampled after a prompt."""
 
     before: _Answer | None
-    """The earlier answer that the prompt continues."""
+    """The earlier answer that the prompt extends, if any."""
     new_ids: Ids
-    """The ids of the prompt after those of `before`."""
+    """The prompt ids that follow the ids of `before`."""
     begin: int
     """Length of the prompt."""
     read: int
@@ -65,12 +65,12 @@ class _Answer:
 
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
-        """Mask over `tokens`. An answer that was left by an earlier try also has tokens that no engine sampled."""
+        """Mask over `tokens`. An answer from an earlier attempt also contains tokens that no engine sampled."""
         sampled: npt.NDArray[np.bool_] = self.versions != NOT_SAMPLED
         return sampled
 
     def ids(self) -> Ids:
-        """Returns the prompt and the sampled ids."""
+        """Returns the prompt ids and the sampled ids."""
         parts, one = [self.tokens, self.new_ids], self.before
         while one is not None:
             parts += [one.tokens, one.new_ids]
@@ -80,25 +80,25 @@ class _Answer:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Transcript:
-    """The transcript of one execution, or of a hook over a whole group."""
+    """The transcript of one execution, or of a hook for a whole group."""
 
     taken_back: bool = False
-    """Whether the run cancelled a request, to the policy or a judge, from an agent or a hook."""
+    """Whether the run cancelled a request, whether to the policy or a judge, from an agent or a hook."""
     closed: bool = False
-    """Whether the execution has ended. Requests of tasks that outlive it belong to `STRAYS`."""
+    """Whether the execution has ended. Later requests from its tasks are recorded in `STRAYS`."""
     _answers: list[_Answer] = field(default_factory=list)
     _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
     _by_said: dict[int, _Answer] = field(default_factory=dict)
     _begins: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
-    """Begins and ends of the answers, each number once, sorted."""
+    """Start and end positions of the answers, sorted, without duplicates."""
     _calls: dict[Call, None] = field(default_factory=dict)
-    """Running calls, and streams that were not read to the end."""
+    """Running calls, including streams that were not read to the end."""
 
     @classmethod
     def behind(cls, sample: Sample) -> Transcript:
-        """Begins the transcript of an execution that continues `sample`. The earlier try has checked the trained
-        tokens.
+        """Starts the transcript of an execution that continues `sample`. The earlier attempt has already checked the
+        trained tokens.
         """
         begun = cls()
         _LIVE.add(begun)
@@ -111,7 +111,7 @@ class Transcript:
         return begun
 
     def close(self) -> None:
-        """Ends the transcript with its execution."""
+        """Closes the transcript when its execution ends."""
         self.closed = True
         _LIVE.discard(self)
 
@@ -120,13 +120,13 @@ class Transcript:
         self._calls[call] = None
 
     def end_call(self, call: Call) -> None:
-        """Stores the answer to `call`, even a partial one."""
+        """Stores the result of `call`, even a partial one."""
         self._calls.pop(call, None)
         for answer in self._of_call(call):
             self._add(answer)
 
     def _of_call(self, call: Call) -> list[_Answer]:
-        """Returns a list with the answer so far, or an empty list."""
+        """Returns a list with the answer so far, or an empty list if nothing was sampled."""
         generation = call.answer()
         if not generation.tokens:
             return []
@@ -161,7 +161,7 @@ class Transcript:
                 places.insert(at, number)
 
     def complete(self, sample: Sample) -> None:
-        """Fills in versions, log-probs and routed experts of sampled tokens that user code left out."""
+        """Fills in versions, log-probs and routed experts of sampled tokens where user code omitted them."""
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
         if len(known) >= num and said is not None:
             return
@@ -177,23 +177,23 @@ class Transcript:
         if (versions == NOT_SAMPLED).all():
             return
         sample.token_versions = [*known, *versions[len(known) :].tolist()]
-        for answer in sorted(recorded, key=lambda one: one.begin):  # the first record of a token is kept
+        for answer in sorted(recorded, key=lambda one: one.begin):  # keep the first record of each token
             experts, first = sample.rollout_routed_experts, sample.prompt_length
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
 
     def problem(self, sample: Sample) -> str:
-        """Describes the first violation of invariant 1 in a sample; empty without one.
+        """Describes the first violation of invariant 1 in a sample; empty if there is none.
 
         If the execution sent no request, a sample without log-probs and versions is a conversation from the dataset and
-        may be trained.
+        may be trained on.
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
         found = list(self._answers_in(sample))
         reason = self._first_problem(sample, found)
-        if reason:  # a thread, or a task that executions share, may have sent the request
+        if reason:  # a thread or a shared task may have sent the request
             others = [one for one in (*_LIVE, STRAYS) if one is not self]
             elsewhere = [part for other in others for part in other._answers_in(sample)]
             reason = self._first_problem(sample, [*found, *elsewhere]) if elsewhere else reason
@@ -221,19 +221,19 @@ class Transcript:
         what = f"{OTHERWISE_SAMPLED}: response token {place} has"
         if said is not None and not same_log_prob[place]:
             value = float(said[place])
-            return f"{what} log-prob {value:g}, but its engine sampled it with a different one; keep the engine's"
-        assert versions is not None, "equal log-probs, so the versions differ"
+            return f"{what} log-prob {value:g}, but the engine sampled it with a different one; use the engine's"
+        assert versions is not None, "log-probs match, so versions must differ"
         version = int(versions[place])
-        return f"{what} weight version {version}, but a different version sampled it; keep the engine's"
+        return f"{what} weight version {version}, but another version sampled it; use the version from the engine"
 
     def num_sampled(self) -> int:
-        """Returns how many tokens engines have sampled for the execution so far, used or not."""
+        """Returns how many tokens engines have sampled for the execution so far, whether used or not."""
         under_way = sum(len(call.answer().tokens) for call in self._calls)
         return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
     def _answers_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
-        """Yields each answer to a prefix of the sample, the slice of its tokens that match, and their slice in the
-        response.
+        """Yields each answer whose prompt is a prefix of the sample, the slice of its matching tokens, and their slice
+        in the response.
 
         The longest match comes last.
         """
@@ -251,24 +251,24 @@ class Transcript:
                 yield answer, slice(skipped, num), slice(first + skipped, first + num)
 
     def _not_sampled(self, sample: Sample, place: int) -> str:
-        """Describes why the first wrong token counts as not sampled."""
+        """Describes why the first violating token counts as not sampled."""
         tokens = np.asarray(sample.column("tokens"), np.int32)
         where = sample.prompt_length + place
         what = f"{OTHERWISE_SAMPLED}: response token {place} (id {tokens[where]}) is trained, but"
-        do = "send input_ids, take the sampled ids as they are, and mask all other tokens"
+        do = "send input_ids, use the sampled ids unchanged, and mask all other tokens"
         if not self._answers:
             return (
-                f"{what} its execution sent no request through the run's client, so the engine that sampled it is "
-                "unknown; send requests through current().engine() or slime.utils.http_utils.post"
+                f"{what} its execution sent no request through the run's client, so it is unknown which engine "
+                "sampled it; send requests through current().engine() or slime.utils.http_utils.post"
             )
         readings = [one.ids() for one in self._answers if one.end > where] or [one.ids() for one in self._answers]
         ids = max(readings, key=lambda read: _agreement(read, tokens))
         differs = _agreement(ids, tokens)
         if differs >= where or differs >= len(ids):
-            return f"{what} no engine sampled it after the {where} ids before it; {do}"
+            return f"{what} no engine sampled it after the {where} ids that precede it; {do}"
         return (
-            f"{what} its engine did not read the ids before it: token {differs} of the sample is id {tokens[differs]}, "
-            f"but the engine had id {ids[differs]} there; {do}"
+            f"{what} its engine got a different prefix: token {differs} of the sample is id {tokens[differs]}, but the "
+            f"engine had id {ids[differs]} there; {do}"
         )
 
 
@@ -293,7 +293,7 @@ TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", defau
 
 
 class Seals:
-    """Records the trained content of samples before a call of user code, which may only read, mask or drop samples."""
+    """Records the trained content of samples before calling user code, which may only read, mask or drop samples."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._before = {id(sample): _content(sample) for sample in samples}
@@ -308,7 +308,7 @@ class Seals:
             candidates = list(self._before.values()) if known is None else [known]
             if not any(one == digest and not (trained & ~mask).any() for one, mask in candidates):
                 sample.reward = None
-                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed trained content; hooks may only mask or drop"
+                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed trained content, but may only mask or drop it"
 
 
 def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
@@ -322,7 +322,7 @@ def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def _claims(sample: Sample) -> bool:
-    """Returns whether the sample claims that any of its tokens was sampled."""
+    """Returns whether the sample claims that any of its tokens were sampled."""
     said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
     known = versions is not None and bool((versions != NOT_SAMPLED).any())
     return known or (said is not None and bool((said != 0).any()))
@@ -333,9 +333,7 @@ def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
-    """Returns length -> digest of the first `length` ids. `lengths` must be sorted; lengths beyond the end are left
-    out.
-    """
+    """Returns length -> digest of the first `length` ids. `lengths` must be sorted; skips those beyond the end."""
     digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
     for length in lengths:
         if length <= len(ids):

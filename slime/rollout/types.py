@@ -1,4 +1,4 @@
-"""Results of rollout functions and filters, and the progress that the driver shows."""
+"""Results of rollout functions and filters, and the progress that the driver displays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.core.sample import Sample
 from slime.observability.samples import ShownSample
 
 SampleGroup = list[Sample]
-"""All samples of one prompt, fan-out flattened."""
+"""All samples of one prompt, with fan-outs flattened."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,11 @@ class RolloutFnEvalOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """The data of a step or an evaluation that the driver logs."""
+    """What the driver logs for a step or an evaluation."""
 
     metrics: dict[str, float]
     samples: list[ShownSample]
-    """A few samples to show."""
+    """A few samples to display."""
     span_s: tuple[float, float] | None = None
     """When the generation started and ended, in Unix time."""
 
@@ -49,12 +49,12 @@ class DynamicFilterOutput:
     reason: str | None = None
     """Counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
-    """With `keep=False`: keeps the group anyway if accepted and running groups do not fill the step without it."""
+    """With `keep=False`: keep the group anyway if accepted and running groups cannot fill the step without it."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """The current state of a rollout: written by the rollout task, polled by the driver."""
+    """The current state of a rollout, written by the rollout task and polled by the driver."""
 
     what: str = "idle"
     done: int = 0
@@ -63,17 +63,17 @@ class Progress:
     tokens: int = 0
     """Sampled response tokens."""
     num_failures: int = 0
-    """Execution tries that failed or got no score."""
+    """Execution attempts that failed or got no score."""
     last_failure: str = ""
     started: float = field(default_factory=time.monotonic)
 
     def begin(self, what: str, total: int) -> None:
-        """Starts a phase from zero."""
+        """Starts a new phase with all counts at zero."""
         self.what, self.total, self.done, self.tokens, self.started = what, total, 0, 0, time.monotonic()
         self.num_failures, self.last_failure = 0, ""
 
     def failed(self, reason: str) -> str:
-        """Counts a failure, so that users see it before the step fails. Returns the reason."""
+        """Counts a failure so that users see it before the step fails. Returns the reason."""
         self.num_failures, self.last_failure = self.num_failures + 1, reason
         return reason
 
@@ -91,4 +91,4 @@ class Progress:
         if not self.total:
             return self.what
         line = f"{self.what} {self.done}/{self.total}, {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
-        return f"{line}; {self.num_failures} failures, the last: {self.last_failure}" if self.num_failures else line
+        return f"{line}; {self.num_failures} failures, last: {self.last_failure}" if self.num_failures else line

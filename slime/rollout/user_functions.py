@@ -1,4 +1,4 @@
-"""Loads each user function of a rollout once, passes it the arguments that it accepts, and checks its result."""
+"""Loads each user function of a rollout once, passes it the arguments it accepts, and validates its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 def load(path: str | None, kind: str) -> Hook | None:
-    """Loads the function at an import path; None for None. Raises `HookError`."""
+    """Loads the function at an import path; returns None for None. Raises `HookError`."""
     return None if path is None else _load(path, kind)
 
 
@@ -33,7 +33,7 @@ def _load(path: str, kind: str) -> Hook:
 
 @dataclass(frozen=True, slots=True)
 class RolloutHooks:
-    """The user functions of a run; None where the setting is not set."""
+    """The user functions of a run; None if the setting is not set."""
 
     generate: Hook
     dynamic_filter: Hook | None = None
@@ -42,7 +42,7 @@ class RolloutHooks:
 
     @classmethod
     def load(cls, args: HookSettings) -> RolloutHooks:
-        """Raises `HookError`."""
+        """Loads the functions. Raises `HookError`."""
         return cls(
             generate=load(args.custom_generate_function_path, "generate") or default_generate,
             dynamic_filter=load(args.dynamic_sampling_filter_path, "dynamic_filter"),
@@ -54,7 +54,7 @@ class RolloutHooks:
 async def call_generate(
     hook: Hook, args: HookSettings, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
-    """Calls a generate function. Returns a flat list of samples with the execution's identity.
+    """Calls a generate function. Returns a flat list of samples that carry the execution's indices.
 
     Raises `HookError` unless the function returns a `Sample`, or distinct samples in nested lists.
     """
@@ -68,7 +68,7 @@ async def call_generate(
             f"{name_of(hook)} returned {', '.join(kinds)}; a generate function must return a Sample or a list of them"
         )
     if len({id(s) for s in samples}) < len(samples):
-        raise HookError(f"{name_of(hook)} returned one Sample object several times; make siblings with copy.deepcopy")
+        raise HookError(f"{name_of(hook)} returned the same Sample object twice; create siblings with copy.deepcopy")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
         _complete(sibling)
@@ -76,7 +76,7 @@ async def call_generate(
 
 
 async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: int | None, evaluation: bool) -> Sample:
-    """Calls the functions of `--rollout-sample-hook-path` in order, and keeps the identity of the sample.
+    """Calls the functions of `--rollout-sample-hook-path` in order, and preserves the sample's indices.
 
     Raises `HookError` if a function returns anything but a `Sample` or None.
     """
@@ -97,7 +97,7 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
 
 
 def _complete(sample: Sample) -> None:
-    """Fills in sampling data that user code left out of a sample, and validates the sample."""
+    """Fills in sampling data that user code omitted, and validates the sample."""
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)
@@ -131,13 +131,13 @@ async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFi
 
 
 async def is_logged_by_user(limit_s: float, path: str | None, kind: str, *given: Any) -> bool:
-    """Calls the user's log function, if any. Returns whether the function replaces the default logging.
-    `limit_s`: see `in_time`.
+    """Calls the user's log function, if any, within `limit_s` (see `in_time`). Returns whether it replaces the default
+    logging.
     """
     log = load(path, kind)
     return log is not None and bool(await in_time(limit_s, log, *given))
 
 
 def name_of(hook: Hook) -> str:
-    """Returns the name of a function for messages."""
+    """Returns a function's name for use in messages."""
     return f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', hook)}"

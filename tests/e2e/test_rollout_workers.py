@@ -31,7 +31,7 @@ def test_a_worker_that_is_killed_loses_no_prompt(
         run.wait_until("step 1", lambda: steps() >= 1)
         hit(victim_of(run, WORKER, 1), signal.SIGKILL)
         log = run.run_dir / "logs" / "rollout.log"
-        run.wait_until("word of the death", lambda: "is started again" in log.read_text())
+        run.wait_until("word of the death", lambda: "died, restarting it" in log.read_text())
         after = steps()
         run.wait_until("three steps more", lambda: steps() >= after + 3)
         assert run.interrupt() == 130, run.tail

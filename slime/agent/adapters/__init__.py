@@ -1,4 +1,4 @@
-"""The servers that agents talk to: a common core (`adapter.py`), and a file per wire format."""
+"""The servers that agents connect to: a common core (`adapter.py`), and one file per wire format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Adapter", "AgentAdapter", "AnthropicAdapter", "OpenAIAdapter"]
 
 
 class OpenAIAdapter(Adapter):
-    """Serves OpenAI's chat completions and responses APIs."""
+    """Serves OpenAI's Chat Completions and Responses APIs."""
 
     wires = (ChatCompletions, Responses)
 
 
 class AnthropicAdapter(Adapter):
-    """Serves Anthropic's messages API."""
+    """Serves Anthropic's Messages API."""
 
     wires = (Messages,)
 

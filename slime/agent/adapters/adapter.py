@@ -1,4 +1,4 @@
-"""`Adapter`: an HTTP server in front of an engine, with the API for which an agent was written.
+"""`Adapter`: an HTTP server in front of an engine that speaks the API an agent was written for.
 
     adapter = OpenAIAdapter(client, template, tool_format="hermes", decode=decode, sampling=sampling_params)
     url = await adapter.start()
@@ -6,20 +6,19 @@
     ...                                  # an agent talks to `url` with `key` as its API key
     samples = adapter.finish_session(key, sample, reward=1.0)
 
-The adapter reads requests of agents and parts of an engine's answers. It writes responses, with events in the order of
-the text, and makes samples. It waits for engines through the client, which continues requests after weight syncs and
-lost engines and has its own limit. It is woken by requests, by parts of answers, and by agents that disconnect, whose
-requests are then aborted in the engine.
+The adapter reads agents' requests and the engine's output chunks. It writes responses, with events in the order of the
+text, and builds samples. It waits for engines through the client, which continues requests after weight syncs and lost
+engines and enforces its own time limit. When an agent disconnects, its requests are aborted in the engine.
 
 Invariants
-1. A key identifies one session and cannot be guessed: 256 random bits. Requests without a valid key are refused.
+1. A key identifies one session and is unguessable (256 random bits). Requests without a valid key are rejected.
 2. The run's sampling parameters override an agent's, because training computes log-probs under them. With
-   `agent_sampling` an agent may use its own, but turns sampled with those are not trained. An agent may always lower
+   `agent_sampling`, an agent may use its own, but turns sampled with them are not trained. An agent may always lower
    the token limit.
-3. A session that is finished or dropped is removed immediately, and its running requests end.
+3. A session that is finished or dropped is removed immediately, and its running requests are cancelled.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
-5. The agent reads what was sampled. Text that may begin a call is buffered until that is clear.
-6. A turn that is cancelled before its end leaves nothing in the session.
+5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until that is clear.
+6. A turn that is cancelled before its end leaves no trace in the session.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ from slime.rollout.transcript import TRANSCRIPT, Transcript
 class Request:
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
-    """In the form that chat templates read: `{"type": "function", "function": {...}}`."""
+    """In the form that chat templates expect: `{"type": "function", "function": {...}}`."""
     max_tokens: int | None = None
-    """The agent's limit on the length of the answer."""
+    """The agent's limit on response length."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the agent requests, such as the temperature."""
     stop: tuple[str, ...] = ()
     streams: bool = False
     model: str = ""
-    """The agent's name for the model, repeated in the response."""
+    """The agent's name for the model, echoed in the response."""
     thinks: bool = False
     """Whether the wire format carries thinking in requests as well as in responses."""
 
@@ -97,7 +96,7 @@ Event = Thought | Text | Answer
 
 
 class Engine(Protocol):
-    """The methods of `slime.rollout.client.engine_client.EngineClient` that a turn needs."""
+    """The methods of `slime.rollout.client.engine_client.EngineClient` that a turn uses."""
 
     def stream(
         self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
@@ -110,24 +109,24 @@ class Turn:
     session_id: str
     request: Request
     params: dict[str, Any]
-    """Sampling parameters for the engine; `max_new_tokens` is the run's limit for one answer."""
+    """Sampling parameters for the engine; `max_new_tokens` is the run's limit for one response."""
     trained: bool
-    """Whether `params` are the run's, so that the turn can be trained."""
+    """Whether `params` are the run's, so that the turn can be trained on."""
     limits: Limits
-    """Token limits of the execution: per conversation, and for all its sampled tokens."""
+    """Token limits of the execution, per conversation and in total."""
     decode: Callable[[Sequence[int]], str]
     """Converts ids to text, including control tokens."""
     reader: Callable[[Sequence[Any], str], AnswerReader]
-    """(tools, end of the prompt) -> a reader for the answer."""
+    """(tools, end of the prompt) -> a reader for the response."""
     call_id: Callable[[str, int], str]
     """(function, number of the call in its conversation) -> the call's id."""
     end_ids: frozenset[int]
-    """Tokens that end an answer. The answer's text leaves out these tokens, unless the reader needs them."""
+    """Tokens that end a response. They are stripped from its text unless the reader needs them."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
-        """Yields the answer as it arrives; the last event is an `Answer`.
+        """Yields the response as it arrives; the last event is an `Answer`.
 
-        Raises `DataError` if the chat template refuses the conversation. Errors of the client pass through.
+        Raises `DataError` if the chat template rejects the conversation. Errors of the client are propagated.
         """
         opened = self.session.open_turn(self.request.messages, self.request.tools, thinks=self.request.thinks)
         try:
@@ -187,10 +186,10 @@ class Turn:
 
 
 class Decoder:
-    """Decodes ids part by part. An incomplete character at the end of a part is returned with the next part.
+    """Decodes ids incrementally. An incomplete character at the end of a chunk is held back until the next chunk.
 
-    Invariant: the joined parts are the text of all ids. Each id is decoded a few times, because a tokenizer needs some
-    earlier ids to know whether a space precedes it.
+    Invariant: the joined chunks are the text of all ids. Each id is decoded several times, because a tokenizer needs
+    some preceding ids to know whether a space precedes it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -217,7 +216,7 @@ def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
-    """Joins the parts of a stream. Without parts, returns an empty answer that hit a length limit."""
+    """Joins the chunks of a stream. Without chunks, returns an empty generation that hit a length limit."""
     if not parts:
         return Generation((), (), "length", NOT_SAMPLED, "")
     last = parts[-1]
@@ -233,12 +232,12 @@ def joined(parts: Sequence[Generation]) -> Generation:
     )
 
 
-# The contract of a wire format, which translates requests and answers of one public API, without access to sessions,
-# engines or tokens. Each format is one file in this folder.
+# The contract of a wire format: it translates the requests and responses of one public API, and has no access to
+# sessions, engines or tokens. Each format is one file in this folder.
 
 
 class BadRequest(Exception):
-    """The request is invalid or impossible. The agent gets an error in the format of its API."""
+    """The request is invalid or cannot be served. The agent gets an error in the format of its API."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -259,7 +258,7 @@ class Frame:
 
 
 class Stream(ABC):
-    """The frames of one streamed answer."""
+    """Builds the frames of one streamed response."""
 
     @abstractmethod
     def begin(self) -> Iterable[Frame]:
@@ -267,7 +266,7 @@ class Stream(ABC):
 
     @abstractmethod
     def frames(self, event: Event) -> Iterable[Frame]:
-        """Returns the frames for an event. The `Answer` ends the stream."""
+        """Returns the frames for an event. An `Answer` ends the stream."""
 
     @abstractmethod
     def broken(self, message: str, status: int) -> Iterable[Frame]:
@@ -277,19 +276,19 @@ class Stream(ABC):
 class Wire(ABC):
     path: ClassVar[str]
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
-    """POST routes that count a request's tokens -> function that converts the count to the response."""
+    """POST route that counts a request's tokens -> function that turns the count into the response body."""
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> Request:
-        """Parses a request body. Raises `BadRequest` if it is invalid in this API, or not supported here."""
+        """Parses a request body. Raises `BadRequest` if it is invalid in this API or not supported."""
 
     @abstractmethod
     def response(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """Returns the body of a response that is not streamed."""
+        """Returns the body of a non-streamed response."""
 
     @abstractmethod
     def stream(self, request: Request) -> Stream:
-        """Returns the frames of a streamed response."""
+        """Returns a builder for the frames of a streamed response."""
 
     @abstractmethod
     def error(self, message: str, status: int) -> dict[str, Any]:
@@ -305,7 +304,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 MODEL = "slime"
-"""The only entry in the list of models. Requests with any other name get the same model."""
+"""The only entry in the model list. Requests with any other name use the same model."""
 SAMPLES_ALL = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -326,15 +325,15 @@ class OpenSession:
     max_turns: int | None
     num_turns: int = 0
     limit: asyncio.TimerHandle | None = None
-    """Timer for the session's time limit; None without a limit."""
+    """Timer for the session's time limit; None if there is no limit."""
     refuses: str = ""
-    """Why the session refuses requests; empty while it accepts them."""
+    """Why the session rejects requests; empty while it accepts them."""
     scope: RequestScope | None = None
-    """The execution's request scope: cancelling it also cancels the agent's requests."""
+    """The execution's request scope. Cancelling it also cancels the agent's requests."""
     transcript: Transcript | None = None
-    """The execution's transcript, which records its requests and whether the run cancelled any."""
+    """The execution's transcript. It records the agent's requests and whether the run cancelled any."""
     heartbeat: Heartbeat | None = None
-    """The execution's heartbeat: each request of the agent counts as progress."""
+    """The execution's heartbeat. Each agent request counts as progress."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def end_requests(self) -> None:
@@ -343,17 +342,17 @@ class OpenSession:
             task.cancel()
 
     def refuse(self, why: str) -> None:
-        """Refuses all further requests, because a limit is reached. `why`: the reason for the agent."""
+        """Rejects all further requests because a limit is reached. `why`: the reason that the agent gets."""
         self.refuses, self.session.hit_limit = why, True
 
     def end_at_limit(self, why: str) -> None:
-        """Refuses all further requests and ends running ones."""
+        """Rejects all further requests and cancels running ones."""
         self.refuse(why)
         self.end_requests()
 
 
 class Adapter:
-    """Serves many sessions on one port, on one event loop."""
+    """Serves many sessions on one port and one event loop."""
 
     wires: ClassVar[tuple[type[Wire], ...]] = ()
 
@@ -370,13 +369,13 @@ class Adapter:
         agent_sampling: bool = False,
         model: str = MODEL,
     ) -> None:
-        """`decode`: ids to text, control tokens included. `tool_format`: how the model writes calls; None: derived from
-        the chat template. `sampling`: the run's parameters, for all sessions. `max_turns`: limit per session; further
-        requests get HTTP 400, which clients do not retry.
+        """`decode`: converts ids to text, including control tokens. `tool_format`: how the model writes tool calls;
+        None: derived from the chat template. `sampling`: the run's parameters, for all sessions. `max_turns`: limit per
+        session; later requests get HTTP 400, which clients do not retry.
         """
         self._engine, self._template, self._decode = engine, template, decode
         self.no_tools = ""
-        """Why the chat template makes tools impossible; empty until an agent's request with tools was refused."""
+        """Why the chat template does not support tools; empty until an agent request with tools is rejected."""
         self._tools_problem = tools_problem(template, tool_format)
         self._format = FORMATS.build(tool_format or format_of(template.chat.template) or "text", None)
         self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
@@ -395,14 +394,14 @@ class Adapter:
         time_limit_s: float | None = None,
         limits: Limits | None = None,
     ) -> str:
-        """Opens a session; returns its API key. `sampling` and the limits override the adapter's for this session.
+        """Opens a session and returns its API key. `sampling` and the limits override the adapter's for this session.
 
-        `limits`: by default those of the calling execution; `max_context_tokens` overrides one of them. After
-        `time_limit_s` running requests end, further ones get HTTP 400, and the last branch's sample is TRUNCATED.
+        `limits`: defaults to the calling execution's; `max_context_tokens` overrides one of them. After `time_limit_s`,
+        running requests are cancelled, further ones get HTTP 400, and the last branch's sample is TRUNCATED.
         """
         key = session_id or secrets.token_urlsafe(32)
         if key in self._sessions:
-            raise DataError(f"the session key {key[:4]}… is already in use; use a different key for each session")
+            raise DataError(f"the session key {key[:4]}… is already in use; each session needs its own key")
         limits, own = limits or LIMITS.get() or Limits(), max_context_tokens or self._max_context
         found = OpenSession(
             Session(self._template),
@@ -414,7 +413,7 @@ class Adapter:
             heartbeat=HEARTBEAT.get(),
         )
         if time_limit_s is not None:
-            why = f"the execution has used all of its {time_limit_s:g} seconds"
+            why = f"the execution has reached its time limit of {time_limit_s:g} s"
             found.limit = asyncio.get_running_loop().call_later(time_limit_s, found.end_at_limit, why)
         self._sessions[key] = found
         return key
@@ -430,7 +429,7 @@ class Adapter:
         reward: float | Mapping[str, Any] | None = None,
         extra_metadata: Mapping[str, Any] | None = None,
     ) -> list[Sample]:
-        """Ends a session and its running requests; returns its samples, siblings of one execution."""
+        """Ends a session and its running requests. Returns its samples, which are siblings of one execution."""
         session = self._take(key).session
         samples = session.samples(base, decode=self._decode, reward=reward)
         for sample in samples:
@@ -448,7 +447,7 @@ class Adapter:
         return found
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Starts listening; returns the URL without a path."""
+        """Starts listening and returns the URL without a path."""
         self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -457,7 +456,7 @@ class Adapter:
         return http_url(host, bound[1])
 
     async def close(self) -> None:
-        """Refuses new requests with HTTP 503, ends running ones, and stops listening."""
+        """Rejects new requests with HTTP 503, cancels running ones, and stops listening."""
         self._closed = True
         running = [task for one in self._sessions.values() for task in one.running]
         for task in running:
@@ -489,7 +488,7 @@ class Adapter:
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     def _handler(self, wire: Wire, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
-        """Returns an aiohttp handler. `answer`: async; makes the response from (session, request, HTTP request)."""
+        """Returns an aiohttp handler. `answer`: async function (session, request, HTTP request) -> response."""
 
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
@@ -521,26 +520,26 @@ class Adapter:
         bearer = http.headers.get("Authorization", "")
         key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
         if self._closed:
-            raise BadRequest("the run accepts no more requests", 503)
+            raise BadRequest("the run no longer accepts requests", 503)
         if key not in self._sessions:
             raise BadRequest("the API key does not belong to an open session", 401)
         return self._sessions[key]
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.refuse(f"the execution has used all of its {found.max_turns} turns")
+            found.refuse(f"the execution has reached its limit of {found.max_turns} turns")
         if found.limits.are_spent and not found.refuses:
-            found.refuse(f"the execution has sampled all of its {found.limits.max_total_response_len} tokens")
+            found.refuse(f"the execution has reached its limit of {found.limits.max_total_response_len} sampled tokens")
         if found.refuses:
             raise BadRequest(found.refuses)
         if found.session.aborted:
-            raise TakenBack("the run accepts no more requests of this session")
+            raise TakenBack("the run no longer accepts requests from this session")
         found.num_turns += 1
         REQUEST_SCOPE.set(found.scope)  # only in this request's task
         TRANSCRIPT.set(found.transcript)
         HEARTBEAT.set(found.heartbeat)
         task = asyncio.current_task()
-        assert task is not None, "a handler runs in a task"
+        assert task is not None, "a handler must run in a task"
         found.running.add(task)
         try:
             turn = self._turn(found, request, http)
@@ -583,13 +582,13 @@ async def _last(events: AsyncGenerator[Event, None]) -> Answer:
         async for event in events:
             if isinstance(event, Answer):
                 return event
-    raise AssertionError("a turn ended without an answer")
+    raise AssertionError("a turn must end with an answer")
 
 
 async def _streamed(
     wire: Wire, events: AsyncGenerator[Event, None], request: Request, http: web.Request
 ) -> web.StreamResponse:
-    """Sends frames as tokens arrive. A failure before the first frame is still an HTTP error."""
+    """Sends frames as tokens arrive. A failure before the first frame still becomes an HTTP error."""
     stream, response = wire.stream(request), web.StreamResponse()
     response.content_type = "text/event-stream"
     response.headers["Cache-Control"] = "no-cache"
@@ -603,7 +602,7 @@ async def _streamed(
         except SlimeError as problem:
             if not response.prepared:
                 raise
-            logger.warning("an agent's response broke off: %s", problem)
+            logger.warning("an agent's response was interrupted: %s", problem)
             with contextlib.suppress(ConnectionError):
                 await _write(response, stream.broken(str(problem), _status(problem)))
     await response.write_eof()

@@ -1,8 +1,8 @@
-"""Anthropic's messages API: POST /v1/messages and /v1/messages/count_tokens.
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
 Supported: system (text or blocks); user and assistant messages with text, thinking, tool_use and tool_result blocks;
-tools. Thinking blocks get a dummy signature, because clients expect one. Refused: images, documents, and tools that the
-provider would run.
+tools. Thinking blocks get a dummy signature, because clients expect one. Rejected: images, documents, and tools that
+run on the provider's side.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
 
 
 def _messages(given: Any) -> list[Message]:
-    """Parses one message; each tool result in it becomes a separate message. Raises `BadRequest`."""
+    """Parses one message. Each tool result in it becomes a separate message. Raises `BadRequest`."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
-        raise BadRequest(f"messages: {str(given)[:80]!r} needs the role user or assistant")
+        raise BadRequest(f"messages: {str(given)[:80]!r} must have the role user or assistant")
     content = given.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if given["role"] == "assistant":
@@ -195,7 +195,7 @@ def _text(content: Any) -> str:
         return content
     for block in content:
         if _kind(block) != "text":
-            raise BadRequest(f"a block of type {_kind(block)!r} is not supported: the model reads text only")
+            raise BadRequest(f"a block of type {_kind(block)!r} is not supported, because the model is text-only")
     return "\n".join(str(block.get("text", "")) for block in content)
 
 
@@ -206,7 +206,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
             raise BadRequest(
-                f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider; leave it out"
+                f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider; remove it"
             )
         function = {
             "name": tool["name"],

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions API: POST /v1/chat/completions.
+"""OpenAI's Chat Completions API: POST /v1/chat/completions.
 
-Supported: system, developer, user, assistant and tool messages, text parts, tools, and an assistant's
-`reasoning_content`. Refused: several choices, log-probs, images and audio.
+Supported: system, developer, user, assistant and tool messages, text parts, tools, and `reasoning_content` in assistant
+messages. Rejected: multiple choices, log-probs, images and audio.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ChatCompletions(Wire):
 
     def request(self, body: Mapping[str, Any]) -> Request:
         if body.get("n") not in (None, 1):
-            raise BadRequest(f"n is {body['n']}, but each request gets one answer here; send n requests")
+            raise BadRequest(f"n is {body['n']}, but only one choice per request is supported; send n requests")
         if body.get("logprobs"):
-            raise BadRequest("logprobs are not available to agents; leave them out")
+            raise BadRequest("logprobs are not available to agents; remove them from the request")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise BadRequest("there are no messages; send at least one")
+            raise BadRequest("messages is empty; send at least one message")
         stop = body.get("stop") or ()
         return Request(
             messages=tuple(map(message_of, messages)),
@@ -128,7 +128,7 @@ def _call(given: Any) -> ToolCall:
         function = given["function"]
         return ToolCall(str(given["id"]), str(function["name"]), canonical_arguments(function.get("arguments")))
     except (KeyError, TypeError) as error:
-        raise BadRequest(f"the tool call {str(given)[:80]!r} has no id or no function") from error
+        raise BadRequest(f"the tool call {str(given)[:80]!r} has no id or function") from error
 
 
 def text_of(content: Any) -> str:
@@ -141,13 +141,13 @@ def text_of(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"a content part of type {kind!r} is not supported: the model reads text only")
+            raise BadRequest(f"a content part of type {kind!r} is not supported, because the model is text-only")
         parts.append(str(part.get("text", part.get("refusal", ""))))
     return "".join(parts)
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the tools in the form that chat templates read; none if the agent forbids calls. Raises `BadRequest`."""
+    """Returns the tools in the form that chat templates expect; none if tool_choice is "none". Raises `BadRequest`."""
     if body.get("tool_choice") == "none":
         return ()
     tools = body.get("tools") or ()

@@ -1,7 +1,7 @@
-"""OpenAI's responses API: POST /v1/responses.
+"""OpenAI's Responses API: POST /v1/responses.
 
 Supported: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools.
-The agent must send all items with each request. `previous_response_id` is refused, because sessions compare whole
+The agent must send all items with every request. `previous_response_id` is rejected, because sessions compare complete
 histories.
 """
 
@@ -29,7 +29,7 @@ class Responses(Wire):
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:
-            raise BadRequest("there is no input; send at least one item")
+            raise BadRequest("input is empty; send at least one item")
         instructions = body.get("instructions")
         messages = [Message("system", str(instructions))] if instructions else []
         for item in items:
@@ -119,7 +119,7 @@ class _Events(Stream):
         self._done.append(item)
 
     def _place(self) -> dict[str, Any]:
-        assert self._open is not None, "no item is open"
+        assert self._open is not None, "an item must be open"
         return {"item_id": self._open["id"], "output_index": len(self._done), "content_index": 0}
 
     def _frame(self, kind: str, **data: Any) -> Frame:
@@ -195,7 +195,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
 
 
 def _add(messages: list[Message], item: Any) -> None:
-    """Adds an input item to `messages`, merging the several items of one model turn. Raises `BadRequest`."""
+    """Adds an input item to `messages`, merging the items of one model turn. Raises `BadRequest`."""
     if not isinstance(item, Mapping):
         raise BadRequest(f"the input item {str(item)[:80]!r} is not an object")
     kind = item.get("type") or "message"
@@ -203,7 +203,7 @@ def _add(messages: list[Message], item: Any) -> None:
         case "message":
             role = ROLES.get(str(item.get("role")))
             if role is None:
-                raise BadRequest(f"the message role {item.get('role')!r} is unknown")
+                raise BadRequest(f"the message role {item.get('role')!r} is not supported")
             message = Message(role, text_of(item.get("content")))
             last = _turn(messages) if role == "assistant" else None
             if last is None:
@@ -227,7 +227,7 @@ def _add(messages: list[Message], item: Any) -> None:
 
 
 def _turn(messages: list[Message]) -> Message | None:
-    """Returns the assistant message that an item continues; None if the last message is not one."""
+    """Returns the assistant message that an item continues; None if the last message is not from the assistant."""
     return messages[-1] if messages and messages[-1].role == "assistant" else None
 
 
@@ -237,7 +237,7 @@ def _begun(messages: list[Message]) -> Message:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the functions in the form that chat templates read. Drops tools that the provider would run."""
+    """Returns the functions in the form that chat templates expect. Drops tools that run at the provider."""
     if body.get("tool_choice") == "none":
         return ()
     tools = []

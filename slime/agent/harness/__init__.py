@@ -1,9 +1,9 @@
-"""Harnesses: agent programs that run in a sandbox and talk to an adapter.
+"""Harnesses: agent programs that run in a sandbox and connect to an adapter.
 
     result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
 
-A harness defines the package to install, the files and variables that make the program use only the adapter, and the
-command line that passes a prompt. Harnesses have no access to sessions or samples.
+A harness defines the package to install, the files and environment variables that restrict the program to the adapter,
+and the command line for a prompt. Harnesses have no access to sessions or samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = "slime"
 
 
 class Shell(Protocol):
-    """The methods of a sandbox that a harness needs."""
+    """The methods of a sandbox that a harness uses."""
 
     async def exec(self, command: str, *, env: Mapping[str, str] | None = None, timeout_s: float = ...) -> Any: ...
 
@@ -51,7 +51,7 @@ class Place:
     key: str
     """The session's API key."""
     home: str
-    """The folder for the program's settings."""
+    """Home directory for the program's settings."""
     folder: str
     """The working directory."""
     model: str = MODEL
@@ -71,11 +71,11 @@ class HarnessFailed(SlimeError):
 class Harness(ABC):
     name: ClassVar[str]
     package: ClassVar[str | None] = None
-    """npm package with version; None if nothing needs to be installed."""
+    """npm package and version; None if there is nothing to install."""
 
     @abstractmethod
     def command(self, prompt: str, place: Place) -> Sequence[str]:
-        """Returns the command that makes the program work on `prompt` without confirmations, and then exit."""
+        """Returns the command that runs the program on `prompt` without asking for confirmation, and then exits."""
 
     def files(self, place: Place) -> Mapping[str, str]:
         """Returns the program's settings files: absolute path -> content."""
@@ -86,7 +86,7 @@ class Harness(ABC):
         return {}
 
     async def install(self, sandbox: Shell, *, prefix: str = "/opt/agents", limit_s: float = 600.0) -> None:
-        """Installs the program in a sandbox that reaches npm. Raises `HarnessFailed`."""
+        """Installs the program in a sandbox that has access to npm. Raises `HarnessFailed`."""
         if self.package is None:
             return
         done = await sandbox.exec(f"npm install --prefix {prefix} {self.package}", timeout_s=limit_s)
@@ -106,7 +106,7 @@ class Harness(ABC):
         path: str | None = None,
         timeout_s: float = 1800.0,
     ) -> HarnessResult:
-        """Runs the program on a prompt until it ends, for at most `timeout_s`. `path`: replaces the sandbox's PATH."""
+        """Runs the program on a prompt until it exits, for at most `timeout_s`. `path`: replaces the sandbox's PATH."""
         place = Place(url, key, home, folder, model)
         for file, text in self.files(place).items():
             await sandbox.write_file(file, text)

@@ -10,7 +10,7 @@ from slime.agent.harness import Harness, Place
 
 
 class ClaudeCodeHarness(Harness):
-    """Claude Code from npm, with Anthropic's messages API. Confirmations, telemetry and updates are off."""
+    """Claude Code from npm, on Anthropic's Messages API. Confirmations, telemetry and updates are disabled."""
 
     name = "claude_code"
     package = "@anthropic-ai/claude-code@2.1.330"
@@ -35,7 +35,7 @@ KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Codex from npm, with OpenAI's responses API. Approvals and Codex's own sandbox are off: slime has one."""
+    """Codex from npm, on OpenAI's Responses API. Approvals and Codex's own sandbox are disabled: slime has one."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"
@@ -60,7 +60,7 @@ class CodexHarness(Harness):
 
 
 class OpenCodeHarness(Harness):
-    """opencode from npm, with OpenAI's chat completions API. Sharing and updates are off."""
+    """opencode from npm, on OpenAI's Chat Completions API. Sharing and updates are disabled."""
 
     name = "opencode"
     package = "opencode-ai@1.18.33"
@@ -88,7 +88,7 @@ class OpenCodeHarness(Harness):
 class CommandHarness(Harness):
     """Any command line that reads a base URL and a key from the environment, as the SDKs do.
 
-    `words`: the command. The prompt replaces `{prompt}` in a word, or is appended as the last word.
+    `words`: the command and its arguments. The prompt replaces `{prompt}` in an argument, or is appended at the end.
     """
 
     name = "command"

@@ -1,11 +1,11 @@
-"""Splits a model's text into thinking, text and tool calls. One file per family of formats.
+"""Splits the model's text into thinking, text and tool calls. One file per family of formats.
 
     parsed = format.reader(tools, prompt_end).all(text)
 
 Invariants
-1. A reader never raises, for any text. A call that cannot be read stays text, and `ill_formed` is set.
-2. The joined parts that a reader returns are the thinking and the text of `Parsed`, however the input was split.
-3. Tools are refused if the model's format is unknown (`known_format`).
+1. A reader never raises, whatever the text. A call that cannot be parsed stays text, and `ill_formed` is set.
+2. The parts that a reader returns add up to the thinking and text of `Parsed`, regardless of how the input was split.
+3. Tools are rejected if the model's format is unknown (`known_format`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 
 OPEN, CLOSE = "<think>", "</think>"
-"""Marks around thinking in the templates of Qwen3, DeepSeek, GLM and others."""
+"""Markers around thinking in the templates of Qwen3, DeepSeek, GLM and others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The parsed end of an answer, starting at the first mark of a call."""
+    """The parsed end of a response, starting at the first call marker."""
 
     found: tuple[tuple[str, str], ...]
-    """(function, JSON text of its arguments) of each call, in order."""
+    """(function, JSON text of its arguments) for each call, in order."""
     rest: str = ""
     """Text between and after the calls."""
     ill_formed: bool = False
-    """Whether there is a call that cannot be read; its text is in `rest`."""
+    """Whether a call could not be parsed; its text is in `rest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,28 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
-    """Strings that begin a call; `read` gets the text from the first one on."""
+    """Strings that begin a call. `read` gets the text from the first one onwards."""
     signs: ClassVar[tuple[str, ...]] = ()
-    """The chat templates of the family contain all of these strings."""
+    """Strings that all occur in every chat template of the family."""
     breaks: ClassVar[tuple[str, ...]] = ()
-    """The `marks` that also end unclosed thinking, as SGLang parses answers of the family."""
+    """The subset of `marks` that also ends unclosed thinking, as in SGLang's parsers for the family."""
     thought: ClassVar[re.Pattern[str]] = re.compile(rf"(?:{OPEN}(?:(?!{OPEN}).)*?)?{CLOSE}\n{{0,2}}", re.S)
-    """Matches the thinking in a turn. If the prompt opens the thinking, earlier turns may contain only its end."""
+    """Matches the thinking in a turn. If the prompt opens the thinking, earlier turns may only close it."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         """Parses `text`, which begins with one of `marks`."""
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """Returns a reader for one answer. `tools`: in the form of chat templates; without tools, nothing counts as a
-        call. `prompt_end`: the end of the prompt, which may have opened the thinking.
+        """Returns a reader for one response. `tools`: in chat-template form; without tools, nothing counts as a call.
+        `prompt_end`: end of the prompt, which may have opened the thinking.
         """
         return Reader(self, tools, prompt_end)
 
     def call_id(self, name: str, number: int) -> str:
         """Returns a new id for a call. `number`: position of the call in its conversation, from 0.
 
-        The tool result refers to the call by this id, and some chat templates show the id to the model.
+        The tool result refers to the call by this id, and some chat templates show it to the model.
         """
         return f"call_{secrets.token_hex(12)}"
 
@@ -82,15 +82,15 @@ FORMATS: Registry[ToolFormat] = Registry(
 
 class AnswerReader(ABC):
     ends: ClassVar[frozenset[str]] = frozenset()
-    """End tokens that must be fed to the reader."""
+    """End tokens that the reader needs to see."""
 
     @abstractmethod
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Adds text; returns the parts ("thinking" | "text", text) that are now certain."""
+        """Adds text. Returns the parts ("thinking" | "text", text) that are now certain."""
 
     @abstractmethod
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:
-        """Ends the answer; returns the parts that were buffered, and the complete answer."""
+        """Ends the response. Returns the parts that were buffered, and the complete parse."""
 
     def all(self, text: str) -> Parsed:
         self.feed(text)
@@ -98,7 +98,7 @@ class AnswerReader(ABC):
 
 
 class Reader(AnswerReader):
-    """Reads answers of the form: thinking between `<think>` and `</think>`, then text, then calls."""
+    """Reads responses of the form: thinking between `<think>` and `</think>`, then text, then calls."""
 
     def __init__(self, format: ToolFormat, tools: Sequence[Any] = (), prompt_end: str = "") -> None:
         self._format, self._tools = format, tools
@@ -106,16 +106,16 @@ class Reader(AnswerReader):
         self._thinks = prompt_end.rstrip().endswith(OPEN)
         self._begun, self._pending = self._thinks, ""
         self._trims = self._thinks
-        """Whether to drop the next newlines, because they belong to a mark of thinking."""
+        """Whether to drop the next newlines, because they belong to a thinking marker."""
         self._thoughts: list[str] = []
         self._words: list[str] = []
         self._calls: list[str] | None = None
         self._blank: list[str] = []
-        """Leading white space. It is dropped if a mark of thinking follows."""
+        """Leading whitespace, dropped if a thinking marker follows."""
         self._doubt: list[str] | None = None
-        """Text inside the thinking, starting at a call's mark. It is thinking if `</think>` follows, else a call."""
+        """Text inside the thinking from a call marker onwards. It is thinking if `</think>` follows, else a call."""
         self._edge = ""
-        """The last characters of `_doubt`, which may begin `</think>`."""
+        """The last characters of `_doubt`, where `</think>` may begin."""
 
     def feed(self, text: str) -> list[tuple[str, str]]:
         if self._calls is not None:
@@ -166,8 +166,8 @@ class Reader(AnswerReader):
         return parts
 
     def _doubted(self, last: bool) -> list[tuple[str, str]]:
-        """Searches for `</think>` after a call's mark inside the thinking, in linear time."""
-        assert self._doubt is not None, "called behind a call's mark only"
+        """Searches for `</think>` after a call marker inside the thinking, in linear time."""
+        assert self._doubt is not None, "must follow a call marker"
         self._doubt.append(self._pending)
         seen, self._pending = self._edge + self._pending, ""
         self._edge = seen[1 - len(CLOSE) :]
@@ -188,12 +188,12 @@ class Reader(AnswerReader):
         return [("thinking", thought)]
 
     def _close(self) -> None:
-        """Ends the thinking at the mark with which `_pending` begins."""
+        """Ends the thinking at the closing marker at the start of `_pending`."""
         self._pending, self._thinks = self._pending[len(CLOSE) :].lstrip("\n"), False
         self._trims = not self._pending
 
     def _opened(self, last: bool) -> bool:
-        """Returns whether enough text has arrived to tell if the answer begins with thinking."""
+        """Returns whether there is enough text to tell if the response begins with thinking."""
         start = self._pending.lstrip()
         if start.startswith(OPEN):
             self._thinks, self._pending = True, start[len(OPEN) :].lstrip("\n")
@@ -219,26 +219,26 @@ class Reader(AnswerReader):
 
 
 def begins(text: str, marks: Sequence[str]) -> int:
-    """Returns the number of characters at the end of `text` that may be the beginning of a mark."""
+    """Returns how many characters at the end of `text` may be the beginning of a marker."""
     longest = max(map(len, marks), default=0)
     ends = (n for n in range(min(longest - 1, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in marks))
     return next(ends, 0)
 
 
 def format_of(template: str) -> str | None:
-    """Returns the format whose signs all occur in a chat template; of several, the one with the most signs."""
+    """Returns the format whose signs all occur in a chat template; if several match, the one with the most signs."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
 def known_format(template: str, name: str | None = None) -> ToolFormat:
-    """Returns the format `name`, or the format of the chat template. Raises `ConfigError` if the format is unknown."""
+    """Returns the format `name`, or the chat template's format. Raises `ConfigError` if the format is unknown."""
     name = name or format_of(template)
     if name is None:
         known = ", ".join(sorted({entry.name for _, entry in FORMATS if entry.signs}))
         raise ConfigError(
-            "the chat template does not write calls in a known format, so all calls would stay text; set the format "
-            f"with --agent-tool-format ({known}, or the import path of your own class), set a different template with "
+            "the chat template does not use a known tool-call format, so calls would stay text; set the format with "
+            f"--agent-tool-format ({known}, or the import path of your own class), set a different template with "
             "--chat-template FILE, or use --agent-tool-format text to leave calls as text"
         )
     return FORMATS.build(name, None)

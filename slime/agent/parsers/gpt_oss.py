@@ -1,12 +1,12 @@
-"""The harmony format of gpt-oss: a turn consists of messages, each with a header that names its channel and recipient.
+"""The harmony format of gpt-oss: a turn consists of messages, whose headers name a channel and a recipient.
 
     <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The chat template writes the recipient before the channel. A call ends the turn, so there is at most one.
-Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
+The chat template writes the recipient before the channel. A call ends the turn, so a turn has at most one call. Source:
+OpenAI's guide to the harmony format, and the chat template of gpt-oss.
 
-Invariant: a header becomes text only if it is invalid or its call cannot be read.
+Invariant: a header becomes text only if it is invalid or its call cannot be parsed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "
 _CHANNEL_OF = re.compile(r"<\|channel\|>\s*([a-z]+)")
 _TO = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _HEADS = (_START, _CHANNEL, _MESSAGE, "to=")
-"""Strings with which a message may begin."""
+"""Strings that can begin a message."""
 
 
 class _Kind(Enum):
     HEAD = "head"
-    """The header is still incomplete."""
+    """The header is not complete yet."""
     THINKING = "thinking"
     TEXT = "text"
     CALL = "call"
@@ -49,7 +49,7 @@ class GptOss(ToolFormat):
         return Calls(got.calls, got.text, got.ill_formed)
 
     def reader(self, tools: Sequence[Any] = (), prompt_end: str = "") -> AnswerReader:
-        """`prompt_end` is not needed, because the prompt always ends with the beginning of a header."""
+        """Ignores `prompt_end`, because the prompt always ends at the beginning of a header."""
         return _Harmony(bool(tools))
 
 
@@ -61,13 +61,13 @@ class _Harmony(AnswerReader):
         self._may_call = calls
         self._kind = _Kind.HEAD
         self._raw: list[str] = []
-        """The raw text of the current header or call; becomes text if it is invalid."""
+        """The raw text of the current header or call. It becomes text if it is invalid."""
         self._begun = ""
-        """The first characters of the header, enough to recognise it."""
+        """The first characters of the header, enough to recognize it."""
         self._body: list[str] = []
         """The body of a call."""
         self._pending = ""
-        """Trailing text that may be the beginning of a mark."""
+        """Trailing text that may be the beginning of a marker."""
         self._said: dict[str, list[str]] = {"thinking": [], "text": []}
         self._found: list[tuple[str, str]] = []
         self._ill_formed = False
@@ -92,7 +92,7 @@ class _Harmony(AnswerReader):
         return parts
 
     def _plain(self, text: str) -> list[tuple[str, str]]:
-        """Takes text without a mark. Returns the parts that are now certain."""
+        """Processes text that contains no marker. Returns the parts that are now certain."""
         match self._kind:
             case _ if not text:
                 return []
@@ -119,7 +119,7 @@ class _Harmony(AnswerReader):
             return self._plain(mark)
         parts = self._closed(mark) if self._kind is _Kind.CALL else self._broken()
         self._kind, self._begun = _Kind.HEAD, ""
-        if mark not in self.ends:  # the previous message has no end mark
+        if mark not in self.ends:  # the previous message has no end marker
             self._head(mark)
         return parts
 
@@ -138,7 +138,7 @@ class _Harmony(AnswerReader):
         if mark in self.ends:
             self._raw.append(mark)
         to = _TO.search("".join(self._raw[: self._raw.index(_MESSAGE)]))
-        assert to is not None, "a call has a recipient"
+        assert to is not None, "a call must have a recipient"
         text = "".join(self._body).strip() or "{}"
         got = json_at(text, 0)
         whole = got is not None and got[1] == len(text)
@@ -150,7 +150,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """Converts the buffered header or call to text, and continues as text."""
+        """Turns the buffered header or call into text. What follows is text, too."""
         held, tried = "".join(self._raw), self._kind is _Kind.CALL
         self._raw = []
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))

@@ -1,4 +1,4 @@
-"""Formats with calls in JSON: Hermes, Kimi K2, Mistral, Llama 3, DeepSeek; and a format for models without calls."""
+"""Formats with JSON calls: Hermes, Kimi K2, Mistral, Llama 3 and DeepSeek; and one for models without calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEEPSEEK_BARE = re.compile(rf"{_DEEPSEEK_BEGIN}([^<\n]*){_DEEPSEEK_SEP}|{_DEEPS
 
 
 def _json_call(head: re.Match[str], ends: Sequence[str], name: str | None = None) -> Found | None:
-    """Reads the call in the JSON between `head` and `ends`. `name`: the function, if the JSON has only arguments."""
+    """Parses the JSON call between `head` and `ends`. `name`: the function, if the JSON contains only arguments."""
     got = json_at(head.string, head.end())
     if got is None:
         return None
@@ -61,7 +61,7 @@ class Hermes(ToolFormat):
 class KimiK2(ToolFormat):
     """`functions.NAME:NUMBER`, then JSON, between control tokens.
 
-    Source: the chat template of Kimi-K2-Instruct and its guide to calls.
+    Source: the chat template of Kimi-K2-Instruct and its tool-calling guide.
     """
 
     marks = (_KIMI_ALL_BEGIN, _KIMI_BEGIN)
@@ -74,7 +74,7 @@ class KimiK2(ToolFormat):
         return scan(text, _KIMI_HEAD, call, frames=(_KIMI_ALL_BEGIN, _KIMI_ALL_END), end=_KIMI_END)
 
     def call_id(self, name: str, number: int) -> str:
-        """Returns an id in the model's numbering of calls. The template repeats the id before each result."""
+        """Returns an id in the model's own numbering. The template repeats the id before each tool result."""
         return f"functions.{name}:{number}"
 
 
@@ -92,7 +92,7 @@ class Mistral(ToolFormat):
         return scan(text, _MISTRAL_HEAD, _mistral_call)
 
     def call_id(self, name: str, number: int) -> str:
-        """Returns nine letters and digits, because the template refuses any other id."""
+        """Returns nine alphanumeric characters, because the template rejects any other id."""
         return secrets.token_hex(5)[:9]
 
 
@@ -110,8 +110,8 @@ def _mistral_call(head: re.Match[str]) -> Found | None:
 class Llama3(ToolFormat):
     """`{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several calls are separated by `;`.
 
-    Without the tag, JSON is a call only if it names one of the tools, because an answer may also be JSON.
-    Source: the chat templates of Llama 3.1 and 3.2.
+    Without the tag, JSON is a call only if it names one of the tools, because the response itself may be JSON. Source:
+    the chat templates of Llama 3.1 and 3.2.
     """
 
     marks = (_LLAMA_TAG, '{"name":')
@@ -120,14 +120,14 @@ class Llama3(ToolFormat):
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
         if _LLAMA_TAG in text:
             return scan(text, _LLAMA_TAGGED, _llama_call)
-        known = list(functions(tools))  # a list, because the model's name may be of any type
+        known = list(functions(tools))  # a list, because the model may write a name of any type
         got = json_at(text, 0)
         meant = got is None or (isinstance(got[0], dict) and got[0].get("name") in known)
         return scan(text, _LLAMA_BARE, _llama_call) if meant else Calls((), text)
 
 
 def _llama_call(head: re.Match[str]) -> Found | None:
-    """Reads the call at `head`. Skips JSON that is broken or not a call, so that nothing inside counts as a call."""
+    """Parses the call at `head`. Skips JSON that is malformed or not a call, with everything inside it."""
     got = json_or_break(head.string, head.end())
     if isinstance(got, int):
         return [], got
@@ -137,7 +137,7 @@ def _llama_call(head: re.Match[str]) -> Found | None:
 
 @FORMATS.register("deepseekv3")
 class DeepSeekV3(ToolFormat):
-    """DeepSeek V3 and R1: <call begin>function<sep>NAME, a fenced block of JSON, <call end>.
+    """DeepSeek V3 and R1: <call begin>function<sep>NAME, a fenced JSON block, <call end>.
 
     Source: the chat template of DeepSeek-V3.
     """
@@ -165,7 +165,7 @@ class DeepSeekV31(DeepSeekV3):
 
 @FORMATS.register("text", "none")
 class NoCalls(ToolFormat):
-    """For models without tool calls: the whole answer is text."""
+    """For models without tool calls: the entire response is text."""
 
     marks = ()
 

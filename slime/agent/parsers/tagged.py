@@ -1,15 +1,15 @@
-"""Formats with arguments as text between tags. The tool's schema determines the types of the arguments.
+"""Formats that write arguments as text between tags. The tool's schema determines the argument types.
 
     qwen3_coder    <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>
     glm45          <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>
     minimax-m2     <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...
-    deepseekv32    as minimax-m2 with other marks; each parameter says whether it is text or JSON
+    deepseekv32    like minimax-m2 with other markers; each parameter says whether it is text or JSON
 
-A value ends at a closing tag that is followed by a further tag of the format, so a value may contain tags. If a value
-contains the end of a call and the beginning of the next call, a closing tag is missing, and parsing continues at the
-next call. `_Pairs` searches for each key and value only once, although several heads may lead to the same pair.
+A value ends at a closing tag that is followed by another tag of the format, so values may contain tags. If a value
+contains the end of a call and the beginning of the next one, a closing tag is missing, and parsing continues at the
+next call. `_Pairs` searches for each key and value only once, even if several heads lead to the same pair.
 
-Source: the chat templates of Qwen3-Coder, GLM-4.5 (with line feeds between tags), GLM-4.7 (without) and MiniMax-M2; the
+Source: the chat templates of Qwen3-Coder, GLM-4.5 (with newlines between tags), GLM-4.7 (without) and MiniMax-M2; the
 encoding of DeepSeek-V3.2, which has no template.
 """
 
@@ -25,11 +25,11 @@ from typing import Any
 from slime.agent.messages import canonical_arguments
 from slime.agent.parsers import FORMATS, Calls, ToolFormat
 
-# Functions shared by all formats of calls. They never raise, for any text. Parsed arguments can be written as JSON in
-# UTF-8: they contain no NaN, no infinity and no lone surrogate.
+# Functions shared by all call formats. They never raise, whatever the text. Parsed arguments can be serialized as UTF-8
+# JSON: they contain no NaN, no infinity and no lone surrogate.
 
 Found = tuple[list[tuple[str, str]], int]
-"""(calls, position in the text where they end)."""
+"""(calls, position in the text at which they end)."""
 UNREADABLE = (ValueError, RecursionError)
 _KINDS = {"null", "boolean", "integer", "number", "string", "array", "object"}
 _SPACE = re.compile(r"\s*")
@@ -43,10 +43,10 @@ def scan(
     frames: Sequence[str] = (),
     end: str = "",
 ) -> Calls:
-    """Reads the calls at each match of `head`.
+    """Parses the calls at each match of `head`.
 
-    `call`: reads the calls at a match. None means that there is no call; an empty list with a position means that the
-    search continues at that position. `frames`: marks around all calls, removed from the text. `end`: the string that
+    `call`: parses the calls at a match. None means that there is no call; an empty list with a position means that the
+    search continues at that position. `frames`: markers around the calls, removed from the text. `end`: the string that
     follows every call; the search stops after its last occurrence.
     """
     found: list[tuple[str, str]] = []
@@ -74,16 +74,16 @@ def scan(
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Returns (JSON value at position `at`, its end); None if it cannot be read."""
+    """Returns (JSON value at position `at`, its end); None if it cannot be parsed."""
     got = json_or_break(text, at)
     return None if isinstance(got, int) else got
 
 
 def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
-    """Like `json_at`, but returns the position of an error (the end of the text if the JSON nests too deep)."""
+    """Like `json_at`, but returns the position of an error (the end of the text if the JSON is nested too deeply)."""
     try:
         value, end = _SCAN(text, _skip(text, at))
-    except StopIteration:  # nothing begins there
+    except StopIteration:  # no value begins there
         return at
     except RecursionError:
         return len(text)
@@ -95,7 +95,7 @@ def json_or_break(text: str, at: int) -> tuple[Any, int] | int:
 
 
 def followed(text: str, at: int, by: str) -> int | None:
-    """Returns the end of `by` if `by` follows position `at`, after optional white space; else None."""
+    """If `by` follows position `at`, after optional whitespace, returns the end of `by`; else None."""
     at = _skip(text, at)
     return at + len(by) if text.startswith(by, at) else None
 
@@ -111,7 +111,7 @@ def named_call(name: Any, arguments: Any) -> tuple[str, str] | None:
 
 
 def call_of(value: Any) -> tuple[str, str] | None:
-    """Returns the call in a JSON object with `name` and `arguments` (or `parameters`); None if it is not one."""
+    """Returns the call in a JSON object with `name` and `arguments` (or `parameters`); None if it is not a call."""
     if not isinstance(value, dict):
         return None
     return named_call(value.get("name"), value.get("arguments", value.get("parameters", {})))
@@ -129,19 +129,19 @@ def functions(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def typed_arguments(name: str, values: Mapping[str, str], tools: Sequence[Any]) -> tuple[str, str] | None:
-    """Makes a call from textual values, each converted to the type in its parameter's schema; None if that fails."""
+    """Builds a call from text values, each converted to the type in its parameter's schema; None if that fails."""
     properties = functions(tools).get(name, {}).get("properties")
     known = properties if isinstance(properties, Mapping) else {}
     return named_call(name, {key: _typed(text, known.get(key)) for key, text in values.items()})
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Returns the text as JSON if it is valid and the schema allows its type (or names none); else the text itself."""
+    """Parses the text as JSON if it is valid and of a type that the schema allows; else returns the text itself."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text
     word = text.strip()
-    if "boolean" in kinds and word.lower() in ("true", "false"):  # some templates write Python's spelling
+    if "boolean" in kinds and word.lower() in ("true", "false"):  # some templates use Python's spelling
         return word.lower() == "true"
     if "null" in kinds and word == "None":
         return None
@@ -155,7 +155,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any, depth: int = 8) -> set[str]:
-    """Returns the JSON types that a schema allows; empty if it names no type."""
+    """Returns the JSON types that a schema allows; empty if it specifies none."""
     if not isinstance(schema, Mapping) or not depth:
         return set()
     said = schema.get("type")
@@ -191,17 +191,17 @@ def _kind(value: Any) -> set[str]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} cannot be written in JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _skip(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
-    assert found is not None, "the pattern also matches nothing"
+    assert found is not None, "the pattern must match the empty string"
     return found.end()
 
 
 _SCAN: Callable[[str, int], tuple[Any, int]]
-_SCAN = json.JSONDecoder(parse_constant=_refuse).scan_once  # type: ignore[attr-defined]  # the stubs leave it out
+_SCAN = json.JSONDecoder(parse_constant=_refuse).scan_once  # type: ignore[attr-defined]  # missing in the stubs
 
 _QWEN_HEAD = re.compile(r"(?:(<tool_call>)\s*)?<function=([^<>\n]*)>|<tool_call>|<function=")
 _QWEN_KEY = re.compile(r"\s*<parameter=([^<>\n]+)>")
@@ -226,7 +226,7 @@ _DSML_NEXT = re.compile(rf"</{_DSML}invoke>\s*<{_DSML}invoke")
 
 @FORMATS.register("qwen3_coder")
 class Qwen3Coder(ToolFormat):
-    """Parameters in named tags. Models may omit `<tool_call>`."""
+    """Parameters in named tags. Models sometimes omit `<tool_call>`."""
 
     marks = ("<tool_call>", "<function=")
     signs = ("<tool_call>", "<function=", "<parameter=")
@@ -261,7 +261,7 @@ class MiniMaxM2(ToolFormat):
 
 @FORMATS.register("deepseekv32")
 class DeepSeekV32(ToolFormat):
-    """Parameters in tags that mark them as text or JSON, or all parameters as one JSON object."""
+    """Parameters in tags that mark them as text or JSON, or all parameters in one JSON object."""
 
     marks = (f"<{_DSML}function_calls>",)
     signs = (_DSML, "function_calls")
@@ -273,11 +273,11 @@ class DeepSeekV32(ToolFormat):
 
 
 class _Pairs:
-    """The keys and values in a text. Invariant: each position is parsed only once, even if several heads lead to it."""
+    """Key-value pairs in a text. Invariant: each position is parsed only once, even if several heads lead to it."""
 
     def __init__(self, text: str, key: re.Pattern[str], end: re.Pattern[str], following: re.Pattern[str]) -> None:
         """`key`: matches a pair up to its value. `end`: matches the tag after the value. `following`: matches the end
-        of a call and the beginning of the next one.
+        of a call and the beginning of the next.
         """
         self._text, self._key = text, key
         self._ends = [match.span() for match in end.finditer(text)]
@@ -285,10 +285,10 @@ class _Pairs:
         self._leads: dict[int, int] = {}
         """Start of a run of pairs -> its end."""
         self.unreadable: set[int] = set()
-        """Ends of runs of pairs that contain an unreadable value."""
+        """Ends of the runs of pairs that contain an unparsable value."""
 
     def end(self, at: int) -> int:
-        """Returns the end of the run of pairs that begins at `at`; `at` itself if there are none."""
+        """Returns the end of the run of pairs that begins at `at`; `at` itself if there is none."""
         passed: list[int] = []
         while at not in self._leads and (pair := self._pair(at)) is not None:
             passed.append(at)
@@ -304,7 +304,7 @@ class _Pairs:
             yield head, self._text[head.end() : start]
 
     def _pair(self, at: int) -> tuple[re.Match[str], int, int] | None:
-        """Returns (match of `key`, end of the pair, end of its value)."""
+        """Returns (match of `key`, end of the pair, end of its value); None if there is no pair at `at`."""
         head = self._key.match(self._text, at)
         if head is None:
             return None
@@ -318,7 +318,7 @@ class _Pairs:
         return head, end, start
 
     def found(self, call: tuple[str, str] | None, last: int, end: int) -> Found | None:
-        """Returns the call with its end. If `call` is None, records the pairs up to `last` as unreadable."""
+        """Returns the call and its end. If `call` is None, marks the pairs up to `last` as unparsable."""
         if call is None:
             self.unreadable.add(last)
             return None

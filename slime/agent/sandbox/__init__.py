@@ -1,12 +1,12 @@
-"""Sandboxes, in which an agent's commands run. One file per kind; `LocalSandbox` needs only this machine.
+"""Sandboxes for running an agent's commands. One file per kind; `LocalSandbox` needs only this machine.
 
     async with LocalSandbox(reach=("127.0.0.1", adapter_port)) as sandbox:
         await sandbox.write_file("main.py", "print(1)")
         ended = await sandbox.exec("python3 main.py", timeout_s=10)
 
 Invariants
-1. When `async with` ends, no process of the sandbox is left.
-2. Until then its commands share files and can see processes that earlier commands left running.
+1. No process of the sandbox outlives its `async with` block.
+2. Within the block, commands share files, and can see processes that earlier commands left running.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["SANDBOXES", "Command", "CommandFailed", "E2BSandbox", "ExecResult", 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
     code: int
-    """Exit status; 128 + signal after a signal."""
+    """Exit status; 128 + N if signal N killed the command."""
     stdout: str
     stderr: str
     timed_out: bool = False
@@ -51,30 +51,30 @@ class Command:
 
     @property
     def bounded(self) -> str:
-        """The command line under `timeout`, which the sandbox's image must have; status 137 at the limit."""
+        """The command line wrapped in `timeout`, which the image must provide; exit status 137 at the limit."""
         return f"exec timeout -s KILL {math.ceil(self.timeout_s)} sh -c {shlex.quote(self.line)} </dev/null"
 
 
 class CommandFailed(RuntimeError):
-    """A command run with `check` failed or exceeded its time limit."""
+    """A command that was run with `check` failed or exceeded its time limit."""
 
 
 class Sandbox(ABC):
-    """An isolated place to run commands, for use with `async with`."""
+    """An isolated environment for running commands, for use with `async with`."""
 
     name: ClassVar[str]
     folder: str = "/work"
     """The working directory of commands, and the base of relative file paths."""
     sandbox_id: str
-    """The sandbox's name in logs; set once it has started."""
+    """The sandbox's name in logs, set once it has started."""
 
     @abstractmethod
     async def __aenter__(self) -> Self:
-        """Starts the sandbox. Raises `Unconfined` or `ConfigError`, naming what is missing."""
+        """Starts the sandbox. Raises `Unconfined` or `ConfigError`, which say what is missing."""
 
     @abstractmethod
     async def __aexit__(self, *error: object) -> None:
-        """Ends the sandbox and every process in it."""
+        """Ends the sandbox and all of its processes."""
 
     async def exec(
         self,
@@ -86,8 +86,9 @@ class Sandbox(ABC):
         check: bool = False,
         idempotent: bool = False,
     ) -> ExecResult:
-        """Runs a shell command line in `folder`. `check`: raise `CommandFailed` if the status is not 0. `idempotent`: a
-        remote sandbox may send the command again if the response is lost."""
+        """Runs a shell command line in `folder`. `check`: raise `CommandFailed` unless the status is 0. `idempotent`: a
+        remote sandbox may resend the command if the response is lost.
+        """
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
@@ -112,11 +113,11 @@ class ShellSandbox(Sandbox):
     """A sandbox that reads and writes files through its own shell."""
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Writes a file; a relative path is below `folder`. Raises `OSError`."""
+        """Writes a file. Relative paths start at `folder`. Raises `OSError`."""
         await self._file("writing", WRITE_FILE, path, content.encode() if isinstance(content, str) else content)
 
     async def read_file(self, path: str) -> bytes:
-        """Reads a file; a relative path is below `folder`. Raises `OSError`."""
+        """Reads a file. Relative paths start at `folder`. Raises `OSError`."""
         return await self._file("reading", READ_FILE, path, b"")
 
     async def _file(self, doing: str, line: str, path: str, data: bytes) -> bytes:
@@ -127,7 +128,7 @@ class ShellSandbox(Sandbox):
 
     @abstractmethod
     async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
-        """Runs a shell line with `path` as $1 and `data` as standard input; returns (status, stdout, stderr)."""
+        """Runs a shell line with `path` as $1 and `data` as stdin. Returns (status, stdout, stderr)."""
 
 
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
@@ -140,9 +141,9 @@ SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slim
 async def exec_and_wait(
     sandbox: Sandbox, command: str, *, timeout_s: float, poll_s: float = 5.0, key: str
 ) -> ExecResult:
-    """Runs a long command in short calls: starts it detached, then polls until it ends.
+    """Runs a long command through short calls: starts it detached, then polls until it ends.
 
-    `key`: identifies the run; a second call with the same key waits for the same run.
+    `key`: identifies the run. A second call with the same key waits for the same run.
     """
     folder = f"{sandbox.folder}/.slime-run-{key}"
     at = shlex.quote(folder)

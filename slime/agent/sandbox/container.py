@@ -1,15 +1,15 @@
-"""A sandbox in a container, through the command line of docker or podman, for tasks that bring their own image.
+"""A sandbox in a container, run through the docker or podman CLI, for tasks that bring their own image.
 
 The container has no network, no capabilities and an unprivileged user; control groups limit memory and processes.
-`reach` works through a socket of this machine in a mounted folder. A small Python program in the container forwards
-connections to this socket, so the image needs Python.
+`reach` works through a Unix socket of this machine in a mounted folder. A small Python program in the container
+forwards connections to this socket, so the image must have Python.
 
-Every client (`docker exec`) is awaited for at most the command's limit plus `CLIENT_S`.
+Every client process (`docker exec`) is awaited for at most the command's limit plus `CLIENT_S`.
 
 Invariants
-1. The container ends when the standard input of the client that started it closes, and at the latest after
-   `lifetime_s`. So it ends with this process, and is removed with its files.
-2. A command's line, variables and files are passed through standard input, where no process list shows them.
+1. The container ends when the stdin of the client that started it closes, and at the latest after `lifetime_s`. So it
+   dies with this process, and is removed along with its files.
+2. Command lines, environment variables and files are passed through stdin, so no process list shows them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime.core.processes import scratch_prefix, socket_room
 
 RUNTIMES = ("docker", "podman")
 START_S, FILE_S, CLIENT_S = 600.0, 60.0, 30.0
-"""Time limits: a start may download the image; a client may take `CLIENT_S` longer than its command."""
+"""Time limits. Starting may download the image; a client may take `CLIENT_S` longer than its command."""
 MOUNTED, SOCKET, FORWARDER = "/run/slime", "reach.sock", "forward.py"
 READY = "ready"
 FORWARD = """\
@@ -66,20 +66,21 @@ class ContainerSandbox(ShellSandbox):
     image: str
     """Must have `sh`, `timeout` and `sleep`, as nearly all images do, and Python if `reach` is used."""
     runtime: str | None = None
-    """docker or podman; None: the first one installed."""
+    """docker or podman; None: the first one that is installed."""
     reach: tuple[str, int] | None = None
     """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     readable: tuple[Path, ...] = ()
     """Files and folders of this machine, readable at the same path."""
     memory_bytes: int = 2 << 30
     disk_bytes: int = 1 << 30
-    """Limit for each of /tmp and /work, which are in memory if `read_only` is set."""
+    """Limit for each of /tmp and /work, which are kept in memory if `read_only` is set."""
     processes: int = 256
     read_only: bool = True
-    """The image's files cannot change, and /tmp and /work begin empty. Set to False for an image that has its
-    repository in /work or changes its own files."""
+    """Makes the image read-only, with empty /tmp and /work. Set to False if the image has files there or changes its
+    own.
+    """
     network: str = "none"
-    """The value of `docker run --network`."""
+    """Value for `docker run --network`."""
     user: str = "1000:1000"
     lifetime_s: float = 3600.0
     """The container is killed after this time."""
@@ -107,12 +108,11 @@ class ContainerSandbox(ShellSandbox):
         found = next((path for path in map(shutil.which, wanted) if path), None)
         if found is None:
             names = " or ".join(wanted)
-            raise ConfigError(f"a container sandbox needs {names}; install one, or use the local sandbox")
+            raise ConfigError(f"a container sandbox requires {names}; install one, or use the local sandbox")
         return found
 
     async def _listen(self, host: str, port: int) -> None:
-        """Listens on the socket for `reach`. Mounts only a subfolder, because the outer folder is private to this
-        user."""
+        """Listens on the socket for `reach`. Mounts a subfolder, because the parent folder is private to this user."""
         folder = Path(self._shared.name, "mounted")
         folder.mkdir(mode=0o755)
         (folder / FORWARDER).write_text(FORWARD)
@@ -142,7 +142,7 @@ class ContainerSandbox(ShellSandbox):
         if self.reach is not None:
             inside = ["python3", "-I", f"{MOUNTED}/{FORWARDER}", f"{MOUNTED}/{SOCKET}", str(self.reach[1])]
             self._forwarder = await self._started([*self._inside(self.user), *inside])
-            await self._ready(self._forwarder, f"python3 in {self.image}, which `reach` needs")
+            await self._ready(self._forwarder, f"python3 in {self.image}, which `reach` requires")
 
     async def _started(self, command: list[str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
@@ -151,8 +151,8 @@ class ContainerSandbox(ShellSandbox):
         )
 
     async def _ready(self, process: asyncio.subprocess.Process, what: str) -> None:
-        """Waits until the client's program reports that it is ready. Raises `Unconfined` if the program ends."""
-        assert process.stdout is not None, "a pipe"
+        """Waits until the client's program reports that it is ready. Raises `Unconfined` if it exits."""
+        assert process.stdout is not None, "stdout must be a pipe"
         async with asyncio.timeout(START_S):
             if (await process.stdout.readline()).decode().strip() != READY:
                 error = (await process.communicate())[1][-500:].decode(errors="replace").strip()
@@ -165,9 +165,9 @@ class ContainerSandbox(ShellSandbox):
         if self._server is not None:
             self._server.close()
         if self._main is not None and self._main.returncode is None:
-            assert self._main.stdin is not None, "a pipe"
+            assert self._main.stdin is not None, "stdin must be a pipe"
             self._main.stdin.close()
-            await self._run([self._client, "rm", "--force", self.sandbox_id], b"", CLIENT_S)  # at once
+            await self._run([self._client, "rm", "--force", self.sandbox_id], b"", CLIENT_S)  # immediately
         for client in (self._forwarder, self._main):
             if client is not None:
                 await _ended(client)
@@ -187,9 +187,9 @@ class ContainerSandbox(ShellSandbox):
     async def _run(
         self, client: list[str], stdin: bytes, limit_s: float, most: int = MAX_OUTPUT_BYTES
     ) -> tuple[int, bytes, bytes]:
-        """Runs a client; returns (status, stdout, stderr), with status 137 if it exceeds the limit."""
+        """Runs a client. Returns (status, stdout, stderr), with status 137 if it exceeds the limit."""
         process = await self._started(client)
-        assert process.stdin and process.stdout and process.stderr, "pipes"
+        assert process.stdin and process.stdout and process.stderr, "all must be pipes"
         out, err = bytearray(), bytearray()
         work = asyncio.gather(
             _feed(process.stdin, stdin), _take(process.stdout, out, most), _take(process.stderr, err, most)

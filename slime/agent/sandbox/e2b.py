@@ -1,9 +1,9 @@
-"""A sandbox at E2B, or at a service with the same API, through the package `e2b` (`pip install 'slime[e2b]'`).
+"""A sandbox at E2B, or at a service with the same API, using the `e2b` package (`pip install 'slime[e2b]'`).
 
-The package reads its own variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables set defaults of the fields below.
-The network may lose requests, so idempotent requests are retried.
+The package reads its own environment variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables set the defaults of
+the fields below. Requests can get lost in the network, so idempotent requests are retried.
 
-Each response is awaited for at most the command's limit plus `REQUEST_S`. The pauses between tries are random and grow.
+Each response is awaited for at most the command's limit plus `REQUEST_S`. Delays between attempts are random and grow.
 
 Invariants
 1. A command that is not `idempotent` is sent only once.
@@ -36,11 +36,11 @@ IMAGE_KEY, SIZE = "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "SLIME_AGENT_E2B_SAN
 
 
 def package() -> Any:
-    """Imports the package `e2b`. Raises `ConfigError` if it is not installed."""
+    """Imports the `e2b` package. Raises `ConfigError` if it is not installed."""
     try:
         import e2b
     except ImportError as error:
-        raise ConfigError("the E2B sandbox needs the e2b package: pip install 'slime[e2b]'") from error
+        raise ConfigError("the E2B sandbox requires the e2b package: pip install 'slime[e2b]'") from error
     return e2b
 
 
@@ -62,8 +62,9 @@ class E2BSandbox(Sandbox):
 
     folder = f"/home/{USER}"
     image: str | None = None
-    """An E2B template; or an image, if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY names the metadata key for images.
-    None: E2B's default."""
+    """An E2B template, or an image if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set to the key for images. None: the
+    default.
+    """
     reach: tuple[str, int] | None = None
     """The only public (host, port) that commands can reach, under its own name. None: no network."""
     size: str | None = field(default_factory=lambda: os.environ.get(SIZE))
@@ -99,8 +100,13 @@ class E2BSandbox(Sandbox):
     async def __aexit__(self, *error: object) -> None:
         try:
             await self._tried("end", lambda: self._remote.kill())
-        except Exception as problem:  # the service ends the sandbox later, and the result is still valid
-            logger.warning("the sandbox %s may live for up to %.0f s: %s", self.sandbox_id, self.lifetime_s, problem)
+        except Exception as problem:  # the service ends it later, and the result is still valid
+            logger.warning(
+                "cannot end sandbox %s; it may live for %.0f s: %s",
+                self.sandbox_id,
+                self.lifetime_s,
+                problem,
+            )
 
     async def _exec(self, command: Command) -> ExecResult:
         e2b, began = package(), asyncio.get_running_loop().time()
@@ -117,11 +123,11 @@ class E2BSandbox(Sandbox):
         return ExecResult(ended.exit_code, ended.stdout, ended.stderr, late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Writes a file; a relative path is below the user's home. Raises `OSError`."""
+        """Writes a file. Relative paths start at the user's home. Raises `OSError`."""
         await self._file(f"write {path}", lambda: self._remote.files.write(path, content, user=self.user))
 
     async def read_file(self, path: str) -> bytes:
-        """Reads a file; a relative path is below the user's home. Raises `OSError`."""
+        """Reads a file. Relative paths start at the user's home. Raises `OSError`."""
         return bytes(
             await self._file(f"read {path}", lambda: self._remote.files.read(path, format="bytes", user=self.user))
         )
@@ -133,7 +139,7 @@ class E2BSandbox(Sandbox):
             raise OSError(f"could not {what}: {problem}") from problem
 
     async def _tried(self, what: str, request: Callable[[], Awaitable[T]], *, tries: int | None = None) -> T:
-        """Sends a request, at most `tries` times. Raises the error of the last try."""
+        """Sends a request, with at most `tries` attempts. Raises the error of the last attempt."""
         failures = 0
         while True:
             failures += 1
@@ -143,6 +149,6 @@ class E2BSandbox(Sandbox):
                 is_last = failures == (tries or self.retries + 1)
                 if is_last or isinstance(problem, package().CommandExitException) or not is_transient(problem):
                     raise
-                logger.warning("sandbox %s: could not %s, trying again: %s", self.sandbox_id, what, problem)
+                logger.warning("sandbox %s: could not %s, retrying: %s", self.sandbox_id, what, problem)
             pause_s = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))

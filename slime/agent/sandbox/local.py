@@ -2,13 +2,13 @@
 
 Limits
 - Processes: `RLIMIT_NPROC` of an otherwise unused user id.
-- Memory: `RLIMIT_AS` of each process, and the sum over all processes. With several processes the sum is checked 50
-  times a second; above the limit every command is killed.
-- Files: the size of the memory file systems `/work`, `/tmp` and `/dev/shm`.
-Control groups are not used, because containers seldom allow them.
+- Memory: `RLIMIT_AS` of each process, and the total over all processes. While several processes run, the total is
+  checked 50 times a second; above the limit, every command is killed.
+- Files: the size of the in-memory file systems `/work`, `/tmp` and `/dev/shm`. Control groups are not used, because
+  containers seldom allow them.
 
 Everything runs on one event loop. `local_supervisor.py` sends the exit statuses of commands through the control socket;
-each status wakes the caller of its command. This module accepts connections of `reach`, on a socket that
+each status wakes its command's caller. This module accepts connections for `reach` on a socket that
 `local_supervisor.py` created.
 """
 
@@ -39,11 +39,11 @@ from slime.core.processes import scratch_prefix
 logger = logging.getLogger(__name__)
 
 MAX_OUTPUT_BYTES = 1 << 20
-"""Limit for each output stream of a command; the rest is dropped."""
+"""Limit for each output stream of a command; any excess is dropped."""
 MAX_CONNECTIONS = 64
-"""Limit per sandbox for connections to `reach`; each takes two descriptors of this process."""
+"""Limit on connections to `reach` per sandbox; each takes two file descriptors of this process."""
 MAX_REQUEST_BYTES = 1 << 16
-"""Limit for a command with its variables."""
+"""Limit on a command including its environment variables."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 LOOPBACK = ("127.0.0.1", "localhost")
 START_S, FILE_S, KILL_S = 60.0, 60.0, 10.0
@@ -59,15 +59,16 @@ class LocalSandbox(ShellSandbox):
     """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     memory_bytes: int = 1 << 30
     readable: tuple[Path, ...] = ()
-    """Files and folders of this machine, readable at the same path; every user must be able to read them."""
+    """Files and folders of this machine, readable at the same path. They must be world-readable."""
     disk_bytes: int = 256 << 20
     """Limit for each of /work, /tmp and /dev/shm."""
     processes: int = 128
     files: int = 100_000
     """Limit for each of /work, /tmp and /dev/shm."""
     allow_unconfined: bool = False
-    """If this machine cannot confine commands, run them as plain processes in a folder of /tmp. Unconfined commands can
-    reach the network, other processes and all files of their user."""
+    """If this machine cannot confine commands, run them as plain processes in a folder under /tmp. Unconfined commands
+    can access the network, other processes and all files of their user.
+    """
     lifetime_s: float = 3600.0
     """All processes are killed after this time."""
     sandbox_id: str = field(default_factory=lambda: f"local-{secrets.token_hex(6)}", init=False)
@@ -76,7 +77,7 @@ class LocalSandbox(ShellSandbox):
         for path in self.readable:
             if not path.exists():
                 raise ConfigError(
-                    f"the sandbox's `readable` names {path}, which does not exist; create it, or leave it out"
+                    f"the sandbox's `readable` contains {path}, which does not exist; create or remove it"
                 )
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         try:
@@ -86,9 +87,9 @@ class LocalSandbox(ShellSandbox):
                 raise
             if self.reach is not None and self.reach[0] not in LOOPBACK:
                 raise ConfigError(
-                    f"an unconfined sandbox cannot reach {self.reach[0]}; only loopback works there"
+                    f"an unconfined sandbox cannot reach {self.reach[0]}; only loopback is supported"
                 ) from None
-            logger.warning("agents run UNCONFINED here, because allow_unconfined permits it: %s", refusal)
+            logger.warning("running agents UNCONFINED, because allow_unconfined is set: %s", refusal)
             self._scratch = tempfile.TemporaryDirectory(
                 prefix=scratch_prefix("unconfined-"), ignore_cleanup_errors=True
             )
@@ -136,12 +137,12 @@ class LocalSandbox(ShellSandbox):
         loop = asyncio.get_running_loop()
         self._control.settimeout(START_S * load())
         message, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._control, 1 << 16, 1)
-        missing = json.loads(message)["missing"] if message else "a process that starts (see standard error)"
+        missing = json.loads(message)["missing"] if message else "a process that starts (see stderr)"
         if missing is not None:
             raise Unconfined(
                 f"this machine cannot confine an agent's commands (missing: {missing}); allow user namespaces "
                 "(sysctl user.max_user_namespaces, a container's seccomp profile) on Linux 5.14 or newer, or set "
-                "allow_unconfined if you can afford to lose this machine"
+                "allow_unconfined if this machine is expendable"
             )
         self._control.setblocking(False)
         loop.add_reader(self._control, self._hear)
@@ -163,7 +164,7 @@ class LocalSandbox(ShellSandbox):
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        # The kernel closes the other end when the last process of the namespace ends.
+        # The kernel closes the other end when the namespace's last process exits.
         self._control.settimeout(KILL_S)
         with contextlib.suppress(OSError):
             while await asyncio.to_thread(self._control.recv, 1 << 16):
@@ -203,34 +204,32 @@ class LocalSandbox(ShellSandbox):
             waiting.set_result(said["code"])
 
     async def _exec(self, command: Command) -> ExecResult:
-        """Raises `ConfigError` for any user except `agent`."""
+        """Runs a command. Raises `ConfigError` for any user except `agent`."""
         if command.user not in (None, "agent"):
-            raise ConfigError(
-                f"the user is {command.user}, but a local sandbox has only the user agent; leave user out"
-            )
+            raise ConfigError(f"a local sandbox has no user {command.user}, only the user agent; do not set user")
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
     async def _script(self, line: str, path: str, data: bytes) -> tuple[int, bytes, bytes]:
-        """Runs inside the sandbox, so links cannot lead out of it."""
+        """Runs inside the sandbox, so symlinks cannot escape it."""
         code, out, err, _ = await self._run([line, "sh", path], data, {}, FILE_S, self.disk_bytes)
         return code, out, err
 
     async def _run(
         self, line: list[str], stdin: bytes, env: Mapping[str, str], timeout_s: float, most: int
     ) -> tuple[int, bytes, bytes, bool]:
-        """Runs a command; returns (status, stdout, stderr, whether it exceeded the time limit)."""
+        """Runs a command. Returns (status, stdout, stderr, whether it exceeded the time limit)."""
         number, loop = next(self._numbers), asyncio.get_running_loop()
         request = json.dumps({"id": number, "run": line, "env": {**PLAIN, "HOME": self.folder, **env}}).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise ConfigError(
-                f"the command has {len(request)} bytes, more than {MAX_REQUEST_BYTES}; put the command into a file"
+                f"the command has {len(request)} bytes, but the limit is {MAX_REQUEST_BYTES}; put it into a file"
             )
         source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source, "r+b", buffering=0) as file, _Pipe(loop, most) as out, _Pipe(loop, most) as err:
             file.write(stdin)
             file.seek(0)
-            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # otherwise a command could grow the file, uncounted
+            fcntl.fcntl(source, fcntl.F_ADD_SEALS, SEALS)  # otherwise a command could grow it beyond the limits
             waiting = self._ended[number] = loop.create_future()
             late = False
             try:
@@ -254,7 +253,7 @@ class LocalSandbox(ShellSandbox):
 
 
 class _Pipe:
-    """Reads one output stream of a command until the command ends. Background processes may keep it open longer."""
+    """Reads an output stream of a command until the command ends. Background processes may hold it open longer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
         self.data, self._loop, self._most = bytearray(), loop, most
@@ -279,14 +278,14 @@ class _Pipe:
         return bool(taken)
 
     def drain(self) -> None:
-        """Reads what is in the pipe now, but not what background processes write later."""
+        """Reads what the pipe contains now, but nothing that background processes write later."""
         for _ in range(16):
             if not self._take():
                 return
 
 
 class Forwarding:
-    """Forwards a sandbox's connections to its `reach`, at most `MAX_CONNECTIONS` at a time."""
+    """Forwards a sandbox's connections to its `reach` target, up to `MAX_CONNECTIONS` at a time."""
 
     def __init__(self, sandbox_id: str, host: str, port: int) -> None:
         self._sandbox_id, self._far, self._open, self._refused = sandbox_id, (host, port), 0, False
@@ -307,8 +306,8 @@ class Forwarding:
                 self._open -= 1
 
     def _refuse(self, writer: asyncio.StreamWriter) -> None:
-        """Sends the reason as an HTTP response, because clients expect an adapter there. Logs it once."""
-        why = f"more than {MAX_CONNECTIONS} connections at a time out of this sandbox; close some\n"
+        """Sends the reason as an HTTP response, because clients expect an adapter, and logs it once."""
+        why = f"this sandbox has more than {MAX_CONNECTIONS} open connections; close some\n"
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}"
         writer.write(f"{head}\r\nConnection: close\r\n\r\n{why}".encode())
         if not self._refused:
@@ -317,7 +316,7 @@ class Forwarding:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copies bytes until one side ends."""
+    """Copies bytes until either side closes."""
     with contextlib.suppress(OSError):
         while taken := await reader.read(1 << 16):
             writer.write(taken)

@@ -2,22 +2,22 @@
 
 The supervisor enters new namespaces, switches to another user, and forks the first process of a PID namespace. That
 process builds its own root (`slime.core.confine.view`, writable only in `WRITABLE`), reports on the control socket that
-it is ready, and starts commands on request, each under the system call filter. When this first process ends, every
-process of the sandbox ends.
+it is ready, and starts commands on request, each under the system call filter. When it exits, every process of the
+sandbox is killed.
 
-If this machine cannot confine commands and the caller allows unconfined commands (`unconfined`), the supervisor itself
+If this machine cannot confine commands and the caller allows unconfined ones (`unconfined`), the supervisor itself
 starts them, in a folder.
 
-The control socket carries requests (JSON, with a command's descriptors 0, 1 and 2) and the exit statuses of commands.
-For `reach` it also carries a listening socket on the sandbox's loopback; `local.py` accepts and forwards connections
-there. The process is woken by the control socket, by a pipe that is written to when a process ends, and every `TICK_S`
-while commands run, to measure memory.
+The control socket carries requests (JSON, with a command's file descriptors 0, 1 and 2) and the exit statuses of
+commands. For `reach`, it also carries a listening socket on the sandbox's loopback, where `local.py` accepts and
+forwards connections. The process wakes up on the control socket, on a pipe that signals the exit of a process, and
+every `TICK_S` while commands run, to measure memory.
 
 Invariants
-1. No command runs before the confinement is complete. If a step fails, the process reports the step and ends.
-2. When the parent ends, the control socket closes and the kernel kills the supervisor; either event ends every process.
-   Without namespaces, only the closed socket does, and if a command kills the supervisor, its processes survive.
-3. A command has no capabilities, no descriptors beyond its three, and only the variables passed to it.
+1. No command runs before the confinement is complete. If a step fails, the process reports the step and exits.
+2. When the parent exits, the control socket closes and the kernel kills the supervisor; either event ends every
+   process. Without namespaces, only the socket does; if a command kills the supervisor, its processes survive.
+3. A command has no capabilities, only its three file descriptors, and only the environment variables passed to it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Any
 
 TICK_S = 0.1
 CROWD_TICK_S = 0.02
-"""Used while several processes run, because together they may exceed the memory limit."""
+"""Used while several processes run, because together they can exceed the memory limit."""
 KILL_PASSES = 100
 WRITABLE = ("work", "tmp", "dev/shm")
 MAX_FILES = 1024
-"""Open files per process."""
+"""Limit on open files per process."""
 MESSAGE = 1 << 17
 libc: Any = ctypes.CDLL(None, use_errno=True)
 
@@ -67,7 +67,7 @@ def build_root(settings: dict[str, Any], shown: dict[str, int]) -> None:
 
 
 def loopback(port: int | None) -> list[int]:
-    """Brings the loopback device up; returns the listening socket of `port`."""
+    """Brings up the loopback device. Returns the listening socket for `port`."""
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
     return [] if port is None else [socket.create_server(("127.0.0.1", port)).detach()]
@@ -103,15 +103,14 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
-    """Returns RLIMIT -> value: the number of processes, if only the sandbox uses this user; file sizes, if no file
-    system limits them."""
+    """Returns RLIMIT -> value: limits processes if this user is not shared, and file sizes if no file system does."""
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unconfined"] else {}
     alone = not settings["unconfined"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}
 
 
 def processes(settings: dict[str, Any]) -> list[int]:
-    """Returns the pids of the sandbox's processes, except this one."""
+    """Returns the PIDs of the sandbox's processes, except this one."""
     from slime.core.confine import view
 
     me = os.getpid()
@@ -124,7 +123,7 @@ def kill_all(settings: dict[str, Any]) -> None:
     if not settings["unconfined"]:
         os.kill(-1, signal.SIGKILL)
         return
-    for _ in range(KILL_PASSES):  # processes may fork while others are killed
+    for _ in range(KILL_PASSES):  # processes can fork while others are being killed
         found = processes(settings)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -162,7 +161,7 @@ def serve(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def wake_on_ends() -> int:
-    """Returns a pipe that becomes readable when a process ends."""
+    """Returns a pipe that becomes readable when a process exits."""
     ends, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -170,7 +169,7 @@ def wake_on_ends() -> int:
 
 
 def handle_request(control: socket.socket, running: dict[int, int], settings: dict[str, Any]) -> bool:
-    """Handles one request and updates `running` (pid -> number of the command). Returns False on a closed socket."""
+    """Handles one request and updates `running` (pid -> command number). Returns False if the socket is closed."""
     message, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 3)
     if not message:
         return False
@@ -204,7 +203,7 @@ def first_process(control: socket.socket, settings: dict[str, Any], shown: dict[
     except OSError as error:
         control.send(json.dumps({"missing": str(error)}).encode())
         return
-    libc.prctl(4, 0, 0, 0, 0)  # not dumpable, so that no command can read this process
+    libc.prctl(4, 0, 0, 0, 0)  # not dumpable, so that commands cannot read this process
     socket.send_fds(control, [json.dumps({"missing": None}).encode()], listening)
     for descriptor in listening:
         os.close(descriptor)
@@ -225,7 +224,7 @@ def serve_unconfined(control: socket.socket, settings: dict[str, Any]) -> None:
 def main() -> None:
     sys.path.append(str(Path(__file__).parents[3]))
     from slime.core import confine
-    from slime.core.confine import view  # noqa: F401  (now, because its forks cannot see the package's folder)
+    from slime.core.confine import view  # noqa: F401  (now, because forks cannot see the package folder)
     from slime.core.processes import die_with_parent
 
     parent, settings = int(sys.argv[1]), json.loads(sys.argv[3])

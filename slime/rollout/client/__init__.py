@@ -1,3 +1,3 @@
-"""Requests to the engines, from token ids to token ids. Read in this order: `engine_client`, `call`, `retries`,
+"""Clients of the engines. They take and return token ids. Suggested reading order: `engine_client`, `call`, `retries`,
 `engine_pool`, `upstream`, `wire`; then `pairing` (prefill and decode engines) and `teacher_client`.
 """

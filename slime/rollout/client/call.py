@@ -1,24 +1,24 @@
-"""`Call`: one call of the client, which may take several requests. `Generation`: a sampled answer.
+"""`Call`: the state of one client call, which may span several requests. `Generation`: the sampled tokens.
 
-A call makes the payload of the next request, takes the events of the running request, and joins the parts into an
-answer. A call never waits.
+A call builds the payload of its next request, consumes the events of the running one, and joins the chunks into one
+completion. It never waits.
 
 Invariants
-1. The joined parts are the answer that one request would have sampled: each token of an event is in the answer once,
-   with the log-prob and version it was sampled with. The next request reads all tokens so far, and its `max_new_tokens`
-   and `min_new_tokens` are reduced by their number.
-2. An answer ends where one request would have ended. An interruption at the last allowed token, at an end token or at
-   the end of a stop string ends the answer, and so does a stop string that two requests sampled together. Engines
-   search only new text for stop strings, so `EndOfText` searches the text of both requests.
-3. An answer under a grammar starts over after an interruption, because the engine would restart the grammar.
-4. Penalties count only the tokens of the running request. Log-probs are exact.
-5. Requests that an engine or the router is known to mishandle are not sent: an id outside the vocabulary kills the
+1. The joined chunks form the completion that a single request would have sampled: each token appears exactly once, with
+   the log-prob and version it was sampled with. Each follow-up request takes all tokens so far as input, and its
+   `max_new_tokens` and `min_new_tokens` are reduced accordingly.
+2. A completion ends where a single request would have ended. If a request is interrupted at the last allowed token, at
+   an end token or at the end of a stop string, the completion is finished. The same holds if a stop string spans two
+   requests: engines search only new text for stop strings, so `EndOfText` searches the text of both requests.
+3. Under a grammar, an interrupted completion starts over, because the engine would restart the grammar.
+4. Penalties count only the tokens of the current request. Log-probs are exact.
+5. Requests that an engine or the router is known to mishandle are never sent: an id outside the vocabulary kills the
    scheduler of SGLang 0.5.16, and sglang-router 0.3.2 drops sampling parameters that it does not know.
-6. The ids of a `Generation` are those the engine sampled, including an end or stop token. Its text has no end token
-   but keeps a matched stop string.
-7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, ids have separate versions;
+6. The ids of a `Generation` are exactly those the engine sampled, including an end or stop token. Its text omits the
+   end token but keeps a matched stop string.
+7. Each id has a finite log-prob and a weight version. If requests survive weight syncs, each id has its own version;
    otherwise all ids share one.
-8. Routed experts have a row for each token that the engine read, from the first requested token to the second-last.
+8. Routed experts have one row per processed token, from the first requested token to the second-to-last.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ FORWARDED_SAMPLING_PARAMS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A sampled answer, or a part of one: `T` tokens."""
+    """The `T` tokens of a completion, or of one chunk of it."""
 
     tokens: tuple[int, ...]
-    """[T] ids as sampled."""
+    """[T] sampled ids."""
     log_probs: tuple[float, ...]
-    """[T] nats, after temperature (the trainer divides its logits by the same number)."""
+    """[T] log-probs in nats, after temperature scaling (the trainer divides its logits by the same temperature)."""
     finish_reason: str
     """stop | length | abort"""
     weight_version: WeightVersion | tuple[WeightVersion, ...]
     """One version for all tokens, or [T] versions; `NOT_SAMPLED` only if no request reached an engine."""
     text: str
-    """Without the end token, but with a matched stop string."""
+    """Excludes the end token, but includes a matched stop string."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its prefix cache."""
@@ -75,7 +75,7 @@ class Generation:
         return [version] * len(self.tokens) if isinstance(version, int) else list(version)
 
     def first(self, num: int) -> Generation:
-        """Returns the first `num` tokens, with unchanged text and routed experts."""
+        """Returns a copy with only the first `num` tokens; text and routed experts are unchanged."""
         version = self.weight_version
         return replace(
             self,
@@ -87,17 +87,17 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Counts of speculative decoding for one request, in tokens except for `verified`."""
+    """Speculative-decoding counters of one request, in tokens except for `verified`."""
 
     verified: int
-    """Passes of the model over proposed tokens; each pass samples one token more than it accepts."""
+    """Number of verification passes; each pass samples one token more than it accepts."""
     accepted: int
     proposed: int
 
 
 NO_DRAFTS = Drafts(0, 0, 0)
 NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
-"""The answer of a call that was cancelled before its first request."""
+"""The result of a call that was cancelled before its first request."""
 
 
 def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
@@ -105,20 +105,20 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"the sampling parameters {unknown} cannot be used: the router would drop them silently, or they ask for "
-            f"several answers; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
+            f"the sampling parameters {unknown} are not supported: the router would silently drop them, or they ask "
+            f"for several completions; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
-        raise RequestRejected("the prompt is empty; an engine needs at least one token to continue")
+        raise RequestRejected("the prompt is empty; it must have at least one token")
     if vocab_size is not None and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
         raise RequestRejected(
-            f"the prompt ids range from {min(input_ids)} to {max(input_ids)}, but the model has {vocab_size} tokens; "
-            "check that tokenizer and model belong together"
+            f"the prompt ids range from {min(input_ids)} to {max(input_ids)}, but the vocabulary has {vocab_size} "
+            "tokens; check that the tokenizer matches the model"
         )
 
 
 def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> Generation:
-    """Removes tokens that may begin a stop string from an interrupted part: engines search only new text for these."""
+    """Drops trailing tokens of an interrupted generation that may begin a stop string: engines search only new text."""
     stops = [stop] if isinstance(stop, str) else stop
     begun = max((n for s in stops for n in range(1, len(s)) if part.text.endswith(s[:n])), default=0)
     num = len(part.tokens)
@@ -132,10 +132,10 @@ def before_stop(part: Generation, stop: str | Sequence[str], tokenizer: Any) -> 
 
 
 def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *, has_ended: bool = True) -> Generation:
-    """Reads and checks a `/generate` response (SGLang 0.5.16). Raises `EngineError` if an invariant does not hold.
+    """Parses and validates a `/generate` response (SGLang 0.5.16). Raises `EngineError` if it violates an invariant.
 
-    `token_versions`: the engine must report the version of each token. `has_ended`: False for a part of an answer,
-    which gets the finish reason `abort`.
+    `token_versions`: the engine must report the version of each token. `has_ended`: False for an intermediate chunk,
+    which gets finish reason `abort`.
     """
     meta = answer.get("meta_info") or {}
     finish = meta.get("finish_reason") or {}
@@ -145,7 +145,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         raise EngineError(
-            "the response has no output_token_logprobs; check that nothing drops return_logprob on the way"
+            "the response has no output_token_logprobs; check that no proxy removes return_logprob from requests"
         )
     said, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     tokens = tuple(map(int, ids))
@@ -158,14 +158,14 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     output_ids = answer.get("output_ids")
     if output_ids is not None and list(output_ids) != ids:
         raise EngineError(
-            f"the response has {len(output_ids)} output ids, but log-probs of {len(tokens)} other ids; both must be "
-            "the same ids"
+            f"the {len(output_ids)} output ids of the response differ from the {len(tokens)} ids of its log-probs; "
+            "they must be identical"
         )
     version = str(meta.get("weight_version", ""))
     if not version.isdecimal():
         raise EngineError(
-            f"the engine's weight_version is {version!r}, but a trained token needs the integer version that sampled "
-            "it; serve only after a verified weight sync"
+            f"the engine's weight_version is {version!r}, but training needs the integer version that sampled "
+            "each token; serve requests only after a verified weight sync"
         )
     versions = tuple(meta.get(TOKEN_VERSIONS_KEY) or ())
     if token_versions and tokens and not versions and finish.get("type") == "abort":  # aborted in the queue
@@ -173,8 +173,8 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     odd = [v for v in versions if not 0 < v <= int(version) and v != int(version)]  # 0: no weights were ever synced
     if token_versions and (odd or len(versions) != len(tokens)):
         raise EngineError(
-            f"the engine sampled {len(tokens)} tokens, but reported {len(versions)} weight versions (values "
-            f"{sorted(set(versions))}), so it did not label each token; look for errors of hooks in its log"
+            f"the engine sampled {len(tokens)} tokens but reported {len(versions)} weight versions (values "
+            f"{sorted(set(versions))}); it must report a valid one per token, so check its log for hook errors"
         )
     matched = finish.get("matched")
     return Generation(
@@ -189,7 +189,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
 
 
 def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
-    """Returns the counts of speculative decoding so far; None without speculative decoding."""
+    """Returns the speculative-decoding counters so far; None if speculative decoding is off."""
     meta = event.get("meta_info") or {}
     if not meta.get("spec_verify_ct"):
         return None
@@ -200,10 +200,10 @@ def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
 def parse_experts(
     answer: Mapping[str, Any], experts: ExpertFormat, *, start: int, num_tokens: int
 ) -> RoutedExperts | None:
-    """Returns the routed experts at the end of a request of `num_tokens` ids, including sampled ones.
+    """Returns the routed experts of a finished request with `num_tokens` ids, including sampled ones.
 
-    Returns None if the request was aborted in the queue, because the engine then no longer has its tokens. Raises
-    `EngineError` if the experts are missing for any other reason, or do not fit.
+    Returns None if the request was aborted while queued, because the engine then no longer has its tokens. Raises
+    `EngineError` if the experts are missing for any other reason or have the wrong size.
     """
     meta = answer.get("meta_info") or {}
     text = meta.get("routed_experts")
@@ -211,21 +211,21 @@ def parse_experts(
         if (meta.get("finish_reason") or {}).get("type") == "abort":
             return None
         raise EngineError(
-            "the response has no routed_experts, because the engine does not record them or the request's id was "
-            "changed on the way; start external engines with enable_return_routed_experts"
+            "the response has no routed_experts: either the engine does not record them, or a proxy changed the "
+            "request's id; start external engines with enable_return_routed_experts"
         )
     try:
         return experts.decode(text, start=start, num_rows=max(0, num_tokens - 1 - start))
     except DataError as problem:
-        raise EngineError(f"the engine's response cannot be used: {problem}") from problem
+        raise EngineError(f"the engine returned invalid routed_experts: {problem}") from problem
 
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
     """The images of one request, in the order of their placeholders in the prompt.
 
-    A prompt has one placeholder for each token of an image, but SGLang 0.5.16 expects one placeholder per image and
-    expands it. `Call` checks the prompt length that SGLang reports. Images are sent as PNG in data URIs, because SGLang
+    A prompt has one placeholder per image token, but SGLang 0.5.16 expects one placeholder per image and expands it.
+    `Call` checks that the prompt length reported by SGLang matches. Images are sent as PNG in data URIs, because SGLang
     mistakes bare base64 that begins with a slash (as a JPEG's does) for a path, and may decode a JPEG on a GPU, which
     produces different pixels.
     """
@@ -235,15 +235,15 @@ class Pictures:
 
     @classmethod
     def of(cls, digests: Sequence[str], folder: ImageFolder, token_id: int) -> Pictures:
-        """Reads the files. Raises `DataError` if one is missing."""
+        """Reads the image files. Raises `DataError` if one is missing."""
         files = (base64.b64encode(folder.read(digest)).decode() for digest in digests)
         return cls(token_id, tuple(f"data:image/png;base64,{file}" for file in files))
 
     def written(self, ids: Sequence[int]) -> list[int]:
-        """Returns the ids with one placeholder per image.
+        """Collapses each run of placeholders into one and returns the ids.
 
-        Raises `RequestRejected` if the numbers of placeholders and images differ, for example because the model sampled
-        a placeholder.
+        Raises `RequestRejected` if the number of runs differs from the number of images, for example because the model
+        sampled a placeholder.
         """
         out: list[int] = []
         for token in ids:
@@ -251,8 +251,8 @@ class Pictures:
                 out.append(token)
         if (found := out.count(self.token_id)) != len(self.uris):
             raise RequestRejected(
-                f"the prompt has {found} runs of placeholders for {len(self.uris)} images, because the model "
-                "sampled a placeholder or user code built the prompt; an engine would expect an image for each run"
+                f"the prompt has {found} runs of placeholders but {len(self.uris)} images; an engine expects one image "
+                "per run, so check whether the model sampled a placeholder or user code built the prompt"
             )
         return out
 
@@ -261,21 +261,21 @@ ENGINE_MAX_NEW_TOKENS = 128
 """SGLang's default."""
 GRAMMARS = ("json_schema", "regex", "ebnf")
 NOT_HANDED_OVER = "KVTransferError"
-"""Part of SGLang's error if the keys and values of a request did not reach the decode engine."""
+"""SGLang's error contains this if the KV cache of a request did not reach the decode engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfText:
-    """Detects the end of an answer as an engine does."""
+    """Detects the end of a completion by the same rules as an engine."""
 
     token_ids: frozenset[int] = frozenset()
-    """Tokens that end any answer."""
+    """Tokens that end every completion."""
     decode: Callable[[Sequence[int], bool], str] | None = None
-    """(ids, skip_special_tokens) -> text; without this function, stop strings that span two requests are not found."""
+    """(ids, skip_special_tokens) -> text. If None, stop strings that span two requests are not detected."""
 
 
 class Refused(Exception):
-    """An engine refused a request: the status, from HTTP or the stream, and the engine's message."""
+    """An engine refused a request. Carries the status, from HTTP or the stream, and the engine's message."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -294,8 +294,8 @@ class Call:
         end: EndOfText | None = None,
         pictures: Pictures | None = None,
     ) -> None:
-        """`experts`: the format of routed experts, which are requested from token `experts_from` on. `pictures`: the
-        prompt's images.
+        """`experts`: the format of routed experts, which are requested from token `experts_from` onwards. `pictures`:
+        the images in the prompt.
         """
         self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
         self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
@@ -303,12 +303,12 @@ class Call:
         stop = params.get("stop") or ()
         self._stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
         self._window = 4 * max(map(len, self._stops), default=0) + 1
-        """Enough tokens for a stop string: one character may take four."""
+        """Number of tokens that can cover a stop string: one character may take up to four."""
         self._pictures = pictures
         self._has_grammar = any(params.get(name) for name in GRAMMARS)
         self.tokens: list[int] = []
         self.finish: str | None = None
-        """stop | length, once the answer has ended."""
+        """stop | length, once the completion has ended."""
         self.num_requests = 0
         self._log_probs: list[float] = []
         self._versions: list[int] = []
@@ -316,17 +316,17 @@ class Call:
         self._experts: RoutedExperts | None = None
         self._version, self._prompt_tokens, self._cached_tokens = NOT_SAMPLED, 0, 0
         self.read = (0, 0)
-        """Number of prompt tokens that the engine of the latest request read, and how many of these it had cached."""
+        """Prompt tokens of the latest request, and how many of them the engine had cached."""
         self.drafted = NO_DRAFTS
-        """Counts of speculative decoding for the latest request."""
+        """Speculative-decoding counters of the latest request."""
         self._num_earlier = 0
-        """Number of tokens that earlier requests sampled."""
+        """Number of tokens sampled by earlier requests."""
         self._received, self._start = 0, 0
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def payload(self, rid: str, stream_interval: int) -> dict[str, Any]:
-        """Returns the next request, which continues the tokens so far. `stream_interval`: tokens per event."""
+        """Returns the next request, which continues from the tokens so far. `stream_interval`: tokens per event."""
         self.num_requests += 1
         self._num_earlier, self._received, self.read = len(self.tokens), 0, (0, 0)
         self.drafted = NO_DRAFTS
@@ -337,7 +337,7 @@ class Call:
             params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._num_earlier)
         ids = [*self.input_ids, *self.tokens]
         if self._format is not None:
-            # The engine accepts a start up to the number of ids.
+            # The engine rejects a start beyond the number of ids.
             known = self._experts_from if self._experts is None else self._experts.end
             self._start = min(max(known, 0), len(ids))
             rid = f"{rid}{ROUTED_EXPERTS_MARK}{self._start}"
@@ -352,7 +352,7 @@ class Call:
 
     @property
     def can_continue(self) -> bool:
-        """Whether another request can continue the tokens so far."""
+        """Whether another request can continue from the tokens so far."""
         return not self._has_grammar and (self._pictures is None or self._pictures.token_id not in self.tokens)
 
     def start_over(self) -> None:
@@ -363,10 +363,10 @@ class Call:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def take_event(self, event: Mapping[str, Any]) -> tuple[Generation, bool]:
-        """Returns the new part of an event, and whether its request has ended. Sets `finish` if the answer has also
-        ended.
+        """Returns the new tokens of an event, and whether its request has ended. Sets `finish` if the completion has
+        also ended.
 
-        Raises `Refused` if the engine refused the request, `EngineError` for data that cannot be trained on.
+        Raises `Refused` if the engine refused the request, and `EngineError` if the data cannot be trained on.
         """
         refuse(event)
         self.drafted = parse_drafts(event) or self.drafted
@@ -388,7 +388,7 @@ class Call:
         return kept if kept.finish_reason == "abort" else replace(kept, finish_reason="abort"), ended or stopped
 
     def settle(self) -> None:
-        """Sets `finish` if the tokens are already a complete answer. Called after an interruption."""
+        """Sets `finish` if the tokens already form a complete response. Called after an interruption."""
         if not self.tokens:
             return
         most = self._params["max_new_tokens"]
@@ -398,7 +398,7 @@ class Call:
             self.finish = "stop"
 
     def answer(self) -> Generation:
-        """Returns all parts joined; finish reason `abort` if the answer has not ended."""
+        """Returns all chunks joined. The finish reason is `abort` if the completion has not ended."""
         if not self.num_requests:
             return NEVER_SENT
         return Generation(
@@ -413,17 +413,17 @@ class Call:
         )
 
     def last_part(self, part: Generation | None) -> Generation:
-        """Returns the last part of a stream: `part`, or an empty part, with the routed experts of all parts."""
+        """Returns the last chunk of a stream: `part`, or an empty chunk, with the routed experts of all chunks."""
         if not self.num_requests:
             return NEVER_SENT
         part = part or Generation((), (), "abort", () if self._token_versions else self._version, "")
         return replace(part, finish_reason=self.finish or "abort", routed_experts=self._experts)
 
     def _new_of(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the event without the content of earlier events.
+        """Returns the event without the tokens and text of earlier events.
 
-        When a waiting request is aborted, SGLang 0.5.16 repeats all its log-probs and text, and reports no prompt
-        length and no versions.
+        When a waiting request is aborted, SGLang 0.5.16 repeats all of its log-probs and text, and reports neither a
+        prompt length nor versions.
         """
         meta = event.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") != "abort" or "prompt_tokens" in meta:
@@ -445,9 +445,9 @@ class Call:
             self._prompt_tokens = part.prompt_tokens - self._num_earlier
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
-                    f"the engine read {self._prompt_tokens} prompt tokens, but the trainer has {len(self.input_ids)}, "
-                    "because its image processor differs from the trainer's; use the files of --hf-checkpoint with "
-                    "default settings for both"
+                    f"the engine counts {self._prompt_tokens} prompt tokens, but the trainer {len(self.input_ids)}, so "
+                    "their image processors differ; use the processor files of --hf-checkpoint with default settings "
+                    "for both"
                 )
             self.read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:
@@ -461,7 +461,7 @@ class Call:
     # ---- the end of the text ---------------------------------------------------------------------------------------
 
     def _until_stop(self, part: Generation) -> tuple[Generation, bool]:
-        """Returns the part up to a stop string that an earlier request began, and whether such a string was found."""
+        """Truncates the chunk at a stop string that began in an earlier request. Also returns whether one was found."""
         before, joint = len(self.tokens), self._num_earlier
         if not joint or not self._stops or self._end.decode is None or before >= joint + self._window:
             return part, False
@@ -485,7 +485,7 @@ class Call:
         return last in self._end.token_ids or last in (self._params.get("stop_token_ids") or ())
 
     def _text(self) -> str:
-        """Returns the engine's text, or decodes all tokens after the first request, whose text may miss a character."""
+        """Returns the engine's text. After several requests, decodes all tokens: a character can span two requests."""
         if not self._num_earlier or self._end.decode is None:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
@@ -503,11 +503,11 @@ class Call:
         return parse_experts(event, self._format, start=self._start, num_tokens=total)
 
     def _join_experts(self, more: RoutedExperts) -> None:
-        """Adds new rows. A row for a token of an earlier request is kept only if it comes from the version that sampled
-        the token.
+        """Appends new rows. A row for a token of an earlier request is kept only if it was computed by the version that
+        sampled the token.
         """
         known, num = self._experts, len(self.input_ids)
-        read_under = self._versions[self._num_earlier]  # the version of the first token after the rows were read
+        read_under = self._versions[self._num_earlier]  # version of the first token sampled after the rows
         more = without_newer(more, self._versions[: self._num_earlier], num, num + self._num_earlier, read_under)
         if known is None:
             self._experts = replace(more, read=(num, read_under))
@@ -516,10 +516,10 @@ class Call:
 
 
 def refuse(event: Mapping[str, Any]) -> None:
-    """Raises `Refused` for an error in a stream.
+    """Raises `Refused` if a stream event reports an error.
 
-    Ignores the error if keys and values did not reach the decode engine: the prefill engine failed, or the request was
-    aborted while waiting for them. SGLang 0.5.16 reports both as an internal error.
+    Ignores the error if the KV cache did not reach the decode engine, either because the prefill engine failed or
+    because the request was aborted while waiting for it. SGLang 0.5.16 reports both as an internal error.
     """
     error = event.get("error")
     if error:
@@ -531,12 +531,12 @@ def refuse(event: Mapping[str, Any]) -> None:
 
 
 def require_joinable(call: Call, returned_tokens: bool) -> None:
-    """Starts an interrupted call over if it cannot be continued. Raises `EngineError` if it already returned tokens."""
+    """Restarts an interrupted call that cannot be continued. Raises `EngineError` if it already returned tokens."""
     if call.can_continue or not call.tokens:
         return
     if returned_tokens:
         raise EngineError(
-            "a stream under a grammar was interrupted after it returned some tokens, and no engine can continue "
-            "it; use generate(), which starts over"
+            "a stream under a grammar was interrupted after it returned some tokens, and cannot be continued; use "
+            "generate(), which starts over"
         )
     call.start_over()

@@ -1,24 +1,24 @@
 """`EngineClient`: token ids in; token ids, log-probs and weight versions out, even if engines die during the call.
 
-A call (`generate`, `stream`) waits for a slot at an engine (`engine_pool`), then for the events of its request, with
-a limit on the time without progress. While the client is paused, a call waits for `resume`. A call is woken by an
-event, by the limit, by the dismissal of its engine, and by the abort of its `RequestScope`, which ends all requests of
-a loop's tasks. Background tasks abort requests that are left in an engine (`wire`); `drain` waits for these tasks.
+A call (`generate`, `stream`) waits for a slot at an engine (`engine_pool`) and then for the events of its request, with
+a limit on the time without progress. While the client is paused, calls wait for `resume`. A call wakes up on an event,
+at the limit, when its engine is dismissed, or when its `RequestScope` (all requests of a loop's tasks) is aborted.
+Background tasks abort requests that are still running in an engine (`wire`); `drain` waits for these tasks.
 
 Invariants
-1. A call outlives its requests. After an abort, a weight sync, the death of an engine or a temporary HTTP status, the
-   call sends a new request with the tokens sampled so far (`call`); the answer contains all tokens. Only the run itself
-   ends a call early: it aborts the `RequestScope`, or pauses and hands back. The caller then gets `TakenBack`, so that
-   a partial answer is never mistaken for a complete one; with `returns_partial` the caller gets an answer with finish
-   reason `abort`. In both cases the transcript marks the execution as not finished, regardless of what its code
+1. A call outlives its requests. After an abort, a weight sync, an engine's death or a temporary HTTP error, the call
+   sends a new request with the tokens sampled so far (`call`), so the result contains all tokens. Only the run itself
+   ends a call early, by aborting the `RequestScope` or by pausing and handing back. The caller then gets `TakenBack`,
+   so a partial completion is never mistaken for a complete one; with `returns_partial`, it gets a completion with
+   finish reason `abort`. In both cases, the transcript marks the execution as unfinished, regardless of what its code
    returns.
 2. A call is retried only after errors that a retry can fix (`Job`). A request that kills engines is not retried
-   (`Suspects`). While no engine can be reached, a call waits at most `engine_wait_s`.
-3. Each request has its own id, because an engine refuses an id that it is still working on. One abort per engine ends
-   many requests of this client, but none of other clients (`wire`). Only `pause` also ends requests of other clients,
-   because it needs idle engines. Each engine of a pair gets its own request (`pairing`).
-4. Work on many requests is spread over several turns of the event loop.
-5. The length of an answer and the time in a queue are not limited.
+   (`Suspects`). While no engine is reachable, a call waits at most `engine_wait_s`.
+3. Each request has its own id, because an engine refuses an id that is still in use. One abort per engine ends many
+   requests of this client, but none of other clients (`wire`). Only `pause` also ends requests of other clients,
+   because it needs idle engines. In a pair, each engine gets its own request (`pairing`).
+4. Work on many requests is spread over several iterations of the event loop.
+5. The length of a completion and the time in a queue are not limited.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 logger = logging.getLogger(__name__)
 
 TOGETHER = 8
-"""An engine with at least this many requests of a scope gets one abort for all these requests."""
+"""If an engine has at least this many requests of a scope, they are aborted together."""
 ENGINES_AT_ONCE, NEXT_ENGINES_S = 4, 1.0
-"""The requests of an aborted scope are ended at `ENGINES_AT_ONCE` engines at a time. The next engines follow when these
-are done, or after `NEXT_ENGINES_S`. The responses of an engine arrive together, and reading them blocks the event
-loop.
+"""When a scope is aborted, requests are aborted at `ENGINES_AT_ONCE` engines at a time. The next engines follow once
+these are done, or after `NEXT_ENGINES_S`. The responses of an engine arrive all at once, and reading them blocks the
+event loop.
 """
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so aborts are repeated."""
 STREAM_INTERVAL = 64
-"""Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and costs the engine's
-processes more. (Without streaming, the processes still exchange a message every 50 tokens.) Tokens that a dead engine
-has not sent are sampled again.
+"""Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and the engine's processes
+more. (Even without streaming, these processes exchange a message every 50 tokens.) Tokens that an engine had not sent
+before it died are sampled again.
 """
 IDS_IN_A_TURN = 32 * 1024
-"""Prompt ids that are checked or sent in one turn of the event loop: about a millisecond."""
+"""Number of prompt ids to check or send per event-loop iteration: about a millisecond of work."""
 IDS_OF_A_REQUEST = 1024
-"""The fixed cost of a request, in ids."""
+"""Fixed cost of a request, expressed in ids."""
 
 
 class EngineClient:
-    """A client of the engines of one model. Use it on one event loop; call `close` at the end."""
+    """A client of the engines of one model. Use it on a single event loop, and call `close` at the end."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class EngineClient:
         pairs: bool = False,
         trained: bool = True,
     ) -> None:
-        """`urls`: engines that are admitted at start.
+        """`urls`: engines to admit initially.
 
-        `request_timeout_s`: limit without progress. `engine_wait_s`: how long a call waits while no engine can be
-        reached. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with larger ids are refused,
-        because they kill an engine. `keys`: API keys. `token_versions`: engines must report the version of each token.
-        `experts`: the format of routed experts, if engines return them. `end`: how answers end. `shared`: the engines
-        also serve other clients, whose requests must not be ended. `pairs`: the engines are prefill and decode engines.
-        `trained`: answers of these engines may be trained, so transcripts record them.
+        `request_timeout_s`: limit without progress. `engine_wait_s`: how long a call waits while no engine is
+        reachable. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with ids outside the
+        vocabulary are rejected, because they kill an engine. `keys`: API keys. `token_versions`: engines must report
+        the version of each token. `experts`: the format of routed experts, if engines return them. `end`: detects the
+        end of completions. `shared`: the engines also serve other clients, so spare their requests. `pairs`: the
+        engines are prefill and decode engines. `trained`: completions may be trained on, so transcripts record them.
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
@@ -108,7 +108,7 @@ class EngineClient:
         self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
         self.num_pauses = 0
-        """Number of calls of `pause`. Unless `shared`, each also ended requests of other clients."""
+        """Number of `pause` calls. Unless `shared`, each also ended the requests of other clients."""
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -124,13 +124,13 @@ class EngineClient:
     ) -> Generation:
         """Samples a continuation of `input_ids`.
 
-        `session_id`: all requests of a session go to one engine while it lives. `experts_from`: routed experts of
-        earlier tokens are not sent again. `returns_partial`: if the run cancels the request, return the tokens so far
-        with finish reason `abort` instead of raising `TakenBack`; the execution then ends with status ABORTED.
-        `pictures`: the images of the prompt.
+        `session_id`: all requests of a session go to the same engine while it is alive. `experts_from`: index of the
+        first token whose routed experts are returned. `returns_partial`: if the run cancels the request, return the
+        tokens so far with finish reason `abort` instead of raising `TakenBack`; the execution then ends with status
+        ABORTED. `pictures`: the images in the prompt.
 
-        Raises `TakenBack` if the run cancelled the request, `RequestRejected` if the request can never succeed,
-        `DeadlyRequest` if it kills engines, `EngineError` if engines fail or send an invalid response,
+        Raises `TakenBack` if the run cancels the request, `RequestRejected` if the request can never succeed,
+        `DeadlyRequest` if it kills engines, `EngineError` if engines fail or send an invalid response, and
         `DeadlineExceeded` after `request_timeout_s` without progress or `engine_wait_s` without an engine.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
@@ -151,12 +151,12 @@ class EngineClient:
         returns_partial: bool = False,
         interval: int = 1,
     ) -> AsyncGenerator[Generation, None]:
-        """Like `generate`, but yields the new tokens as they come, for callers that may stop early.
+        """Like `generate`, but yields new tokens as they arrive, for callers that may stop early.
 
-        Closing the iterator aborts the request; later tokens are dropped. Each part but the last has finish reason
-        `abort`. If the run cancels the request, the stream raises `TakenBack`; under `returns_partial` its last part
-        has finish reason `abort` instead. `interval`: about this many tokens per part. The last part has the routed
-        experts of all parts, so a stream that is closed early yields none.
+        Closing the iterator aborts the request and drops later tokens. Every chunk but the last has finish reason
+        `abort`. If the run cancels the request, the stream raises `TakenBack`; with `returns_partial`, it ends with a
+        chunk with finish reason `abort` instead. `interval`: approximate number of tokens per chunk. Only the last
+        chunk carries routed experts, those of all chunks, so a stream that is closed early yields none.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
@@ -179,13 +179,13 @@ class EngineClient:
         return [upstream.url for upstream in self._pool.upstreams]
 
     def take_traffic(self) -> Sums | None:
-        """Returns counts and waiting times of the requests since the last call; None without requests."""
+        """Returns the request counts and waiting times since the last call; None if there were no requests."""
         return self._traffic.take_sums(self._pool.upstreams, asyncio.get_running_loop().time())
 
     def stalled(self, within_s: float = math.inf) -> list[str]:
         """Returns the engines that were found stalled in the last `within_s` seconds.
 
-        No request of a stalled engine gets a token within `--request-timeout-s`, though the engine may still answer
+        An engine is stalled if none of its requests gets a token within `--request-timeout-s`, even if it still passes
         health checks.
         """
         since = asyncio.get_running_loop().time() - within_s
@@ -197,13 +197,13 @@ class EngineClient:
         return [one.url for one in self._pool.upstreams if one.served >= 0 and one.progress_at >= since]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Adds engines; waiting requests may use them too. `prefill`: the engines read prompts for other engines."""
+        """Adds engines, which also serve requests that are already waiting. `prefill`: these are prefill engines."""
         self._pool.admit(urls, prefill=prefill)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:
-        """Removes engines. Their requests continue at other engines immediately, or wait for an engine.
+        """Removes engines. Their requests move to other engines immediately, or wait until one is available.
 
-        `died`: these engines died or hang, and one of the requests may be the cause.
+        `died`: these engines died or hang, possibly because of one of the requests.
         """
         self._let_go(self._pool.dismiss(urls, died=died))
 
@@ -215,7 +215,7 @@ class EngineClient:
     # ---- all requests ----------------------------------------------------------------------------------------------
 
     async def abort_scope(self, scope: RequestScope) -> None:
-        """Cancels all requests of a scope, including those of other clients, and refuses later requests."""
+        """Cancels all requests of a scope, including those of other clients, and rejects later ones."""
         scope.aborted = True
         for pool in scope.pools:
             pool.wake_all()
@@ -236,7 +236,7 @@ class EngineClient:
         return delivering[-1] if delivering else None
 
     async def pause(self, scope: RequestScope | None = None) -> None:
-        """Ends every request; the calls continue after `resume` with the tokens they have.
+        """Ends every request. After `resume`, the calls continue from the tokens they have.
 
         Calls of `scope` are cancelled instead. Requests that do not end in time are interrupted.
         """
@@ -270,7 +270,7 @@ class EngineClient:
         await self._wire.drain()
 
     def at_close(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Registers a function that `close` awaits first. The function registered last is called first."""
+        """Registers a function that `close` awaits before anything else, in last-in, first-out order."""
         self._in_front.append(call)
 
     async def close(self) -> None:
@@ -292,7 +292,7 @@ class EngineClient:
         streams: bool,
         pictures: Pictures | None = None,
     ) -> Job:
-        """Raises `RequestRejected` if engines may not get this request."""
+        """Raises `RequestRejected` if the request must not be sent to an engine."""
         check_request(input_ids, params, self._vocab_size)
         call = Call(
             input_ids,
@@ -304,14 +304,12 @@ class EngineClient:
             pictures=pictures,
         )
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
-        if (
-            transcript is not None and transcript.closed
-        ):  # the task outlived its execution and serves other executions now
+        if transcript is not None and transcript.closed:  # the task has outlived its execution and now serves others
             scope = transcript = None
         return Job(call, scope, transcript, session, interval, streams, self._suspects)
 
     async def _parts(self, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends requests until the answer is complete or the call is cancelled."""
+        """Sends requests until the completion is finished or the call is cancelled."""
         transcript = (job.transcript or STRAYS) if self._trained else None
         if transcript is not None:
             transcript.begin_call(job.call)
@@ -367,7 +365,7 @@ class EngineClient:
                 await asyncio.sleep(delay_s)
 
     async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends one request, yields its parts, and leaves no request in the engine.
+        """Sends one request and yields its chunks. Aborts the request if it may still run in the engine.
 
         Raises the errors that `Job.wait_after` handles.
         """
@@ -387,7 +385,7 @@ class EngineClient:
                 self._pool.heard(upstream)
             if response.status != 200:
                 raise Refused(response.status, (await one.wait(response.read))[:300].decode(errors="replace"))
-            if job.scope is not None and job.scope.aborted:  # the abort came while the request was on its way
+            if job.scope is not None and job.scope.aborted:  # the scope was aborted while the request was in transit
                 self._wire.abort_together(upstream.url, upstream.prefix_of(job.scope), [one.rid])
             events, ended = Events(response), False
             while not ended:
@@ -422,5 +420,5 @@ def _require_whole(job: Job, returns_partial: bool) -> None:
     if job.taken_back and not returns_partial:
         raise TakenBack(
             f"the run cancelled a request after {len(job.call.tokens)} tokens, because its step is over or a "
-            "checkpoint is due; do not catch this error: the execution is tried again"
+            "checkpoint is due; do not catch this error, because slime retries the execution"
         )

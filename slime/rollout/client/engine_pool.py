@@ -1,19 +1,19 @@
-"""`EnginePool`: chooses the engine of each request, and tracks the running requests of each engine.
+"""`EnginePool`: picks the engine for each request, and tracks the running requests of each engine.
 
-`EngineClient` passes on `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
-`acquire` waits for an open gate and an engine with room, at most `wait_limit_s` while no engine can be reached. It is
-woken by a freed slot, by an engine that is admitted or answers again, by the gate and by `wake_all`. A watch task
-finds tries and engines without progress, and ends when nothing is left to watch. Everything runs on one event loop.
+`EngineClient` forwards `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
+`acquire` waits for an open gate and a free slot, at most `wait_limit_s` while no engine is reachable. It wakes up when
+a slot is freed, when an engine is admitted or responds again, when the gate opens, and on `wake_all`. A watch task
+detects attempts and engines without progress while there are any. Everything runs on one event loop.
 
 Invariants
-1. An engine has at most `most_per_engine` tries. An engine that could not be reached has at most one, as a test.
-2. The requests of a session go to one engine while that engine lives. Requests with the same prompt also go to one
+1. An engine has at most `most_per_engine` concurrent attempts, or one, as a probe, if it was unreachable.
+2. All requests of a session go to the same engine while it is alive. Requests with the same prompt also share an
    engine, to use its prefix cache, unless its load is far above the lowest. All other requests go to the least loaded
    engine.
-3. A dismissed engine gets no more requests, and its tries are interrupted immediately. If it is admitted again, it
+3. A dismissed engine gets no more requests, and its attempts are interrupted immediately. If it is admitted again, it
    counts as a new engine.
-4. A freed slot wakes one waiter, and a waiter that declines it wakes the next. Only `wake_all` wakes all waiters, some
-   in each turn of the event loop (`Slices`); interrupted tries are woken in the same way.
+4. A freed slot wakes one waiter; if the waiter does not take the slot, it wakes the next. Only `wake_all` wakes all
+   waiters, a few in each event-loop iteration (`Slices`). Interrupted attempts are woken the same way.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from slime.rollout.client.upstream import (
 
 
 class Loads:
-    """Keeps engines in buckets by number of tries, so that the least loaded engine is found without a scan."""
+    """Engines in buckets by number of running attempts, so the least loaded engine is found without a scan."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
         self._load: dict[Upstream, int] = {}
         self._least = 0
-        """The buckets below this one are empty."""
+        """All buckets below this one are empty."""
 
     def __len__(self) -> int:
         return len(self._load)
@@ -68,7 +68,7 @@ class Loads:
                 del self._buckets[load]
 
     def least_loaded(self) -> Upstream | None:
-        """Returns the engine that has been least loaded for longest; None without engines."""
+        """Returns the least loaded engine, the longest at this load on ties; None if there are no engines."""
         if not self._load:
             self._least = 0
             return None
@@ -78,20 +78,20 @@ class Loads:
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
-"""Seconds without requests for an engine that could not be reached: the first time, and at most."""
+"""How long an unreachable engine gets no requests: the first time, and the maximum."""
 NEAR = 16
-"""A request goes to the engine that has cached its prompt, unless that engine has this many more tries than the least
-loaded engine.
+"""A request goes to the engine that has its prompt cached, unless that engine has at least this many more attempts than
+the least loaded engine.
 """
 REMEMBERED = 1 << 18
-"""Number of sessions and prompts for which the pool remembers the engine."""
+"""Number of sessions and prompts whose engine the pool remembers."""
 LEAST_SILENT = 2
-"""An engine counts as stalled if at least this many tries get no token; one silent try may itself be at fault."""
+"""An engine counts as stalled if at least this many attempts get no tokens; a single one may itself be the cause."""
 LOOKS = 8
 
 
 class EnginePool:
-    """The engines of one client. Use it on the event loop of the requests."""
+    """The engines of one client. Use it on the event loop that runs the requests."""
 
     def __init__(
         self,
@@ -102,25 +102,25 @@ class EnginePool:
         wait_limit_s: float,
         wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: limit of a try without progress. `wait_limit_s`: limit of a wait without a reachable
-        engine. `wanted`: the name for an engine in error messages.
+        """`silence_limit_s`: how long an attempt may make no progress. `wait_limit_s`: how long requests wait while no
+        engine is reachable. `wanted`: what to call an engine in error messages.
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
         self._wanted = wanted
         self._name, self._num_admitted = f"{OWN_REQUESTS}{uuid.uuid4().hex}", 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
-        """Engines that can be reached, as far as the pool knows."""
+        """Engines that are reachable, as far as the pool knows."""
         self._homes: OrderedDict[Hashable, Upstream] = OrderedDict()
         self._waiting: dict[asyncio.Future[None], None] = {}
         self.is_open = True
         """Whether requests can get slots."""
         self._alone_since: float | None = None
-        """Time since which requests wait and no engine can be reached."""
+        """When requests began to wait without a reachable engine; None if there is one or no request waits."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]
-        """Engines to admit as soon as the event loop runs."""
+        """Engines to admit once the event loop runs."""
 
     @property
     def upstreams(self) -> list[Upstream]:
@@ -132,11 +132,11 @@ class EnginePool:
         return [one for upstream in self._upstreams.values() for one in upstream.tries]
 
     def admit(self, urls: Iterable[str], *, prefill: bool = False) -> None:
-        """Adds engines; waiting requests may use them too. Ignores engines that are already admitted.
+        """Adds engines, which also serve requests that are already waiting. Ignores engines that are already admitted.
 
-        `prefill`: the engines read prompts for decode engines; only `PairPool` supports this.
+        `prefill`: these are prefill engines; only `PairPool` supports them.
         """
-        assert not prefill, "only a `PairPool` has prefill engines"
+        assert not prefill, "only `PairPool` supports prefill engines"
         self._begin()
         for url in map(_plain, urls):
             if url not in self._upstreams:
@@ -146,8 +146,8 @@ class EnginePool:
                 self._wake_for(upstream)
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
-        """Removes engines and interrupts their tries. `died`: the engines died or hang. Returns the engines that
-        were admitted.
+        """Removes engines and interrupts their attempts. Returns the engines that had been admitted. `died`: the
+        engines died or hang.
         """
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]
@@ -159,14 +159,14 @@ class EnginePool:
         return gone
 
     def interrupt(self, tries: Iterable[Try], why: str) -> None:
-        """Interrupts these tries, some in each turn of the event loop."""
+        """Interrupts these attempts, a few in each event-loop iteration."""
         those = list(tries)
         for one in those:
             one.interrupt(why)
         self._slices.add(one.break_off for one in those)
 
     def close_gate(self) -> None:
-        """Stops new requests until `open_gate`."""
+        """Holds back new requests until `open_gate`."""
         self.is_open = False
 
     def open_gate(self) -> None:
@@ -174,7 +174,7 @@ class EnginePool:
         self.wake_all()
 
     def wake_all(self) -> None:
-        """Wakes all waiters to try again, some in each turn of the event loop."""
+        """Wakes all waiters to try again, a few in each event-loop iteration."""
         for queue in (self._waiting, *(upstream.waiting for upstream in self._upstreams.values())):
             waiting = list(queue)
             queue.clear()
@@ -183,10 +183,10 @@ class EnginePool:
     async def acquire(
         self, *, session: str | None, prompt: Hashable, scope: RequestScope | None, is_over: Callable[[], bool]
     ) -> Try | None:
-        """Returns a slot for a request; None as soon as `is_over()`.
+        """Waits for a slot for a request. Returns None as soon as `is_over()`.
 
-        `session`, `prompt`: keys of requests that should stay at one engine; None: any engine will do. Raises
-        `DeadlineExceeded` if no engine can be reached.
+        `session`, `prompt`: requests with the same key should go to the same engine; None: any engine will do. Raises
+        `DeadlineExceeded` if no engine is reachable for too long.
         """
         self._begin()
         if scope is not None:
@@ -212,11 +212,11 @@ class EnginePool:
         return None
 
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the payload for the engine of a try. Called before the try is sent."""
+        """Returns the payload to send to the attempt's engine. Called just before it is sent."""
         return payload
 
     def release(self, one: Try) -> None:
-        """Frees the slot of a try."""
+        """Frees the slot of an attempt."""
         upstream = one.upstream
         upstream.remove_try(one, _now())
         if one.scope is not None:
@@ -227,17 +227,17 @@ class EnginePool:
             _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
-        """Records that the engine answers. After a stall, only a token makes the engine reachable again."""
+        """Records that the engine responded. After a stall, only a token marks the engine as reachable again."""
         if upstream.failures and upstream.stalls_at is None:
             upstream.failures = 0
             if upstream.admitted:
                 self._wake_for(upstream)
 
     def failed(self, upstream: Upstream) -> None:
-        """Records that the engine could not be reached, or broke a connection."""
+        """Records that the engine was unreachable or dropped a connection."""
         now = _now()
         if self._upstreams.get(upstream.url) is not upstream or now < upstream.down_until:
-            return  # dismissed, or already noted for a try that broke at the same time
+            return  # dismissed, or already recorded for an attempt that failed at the same time
         cooldown_s = min(FIRST_COOLDOWN_S * 2**upstream.failures, LONGEST_COOLDOWN_S)
         upstream.failures += 1
         upstream.down_until = now + cooldown_s
@@ -251,12 +251,12 @@ class EnginePool:
             self.admit(first)
 
     def _wake_for(self, upstream: Upstream) -> None:
-        """Wakes one waiter for each free slot of an engine that was admitted or answers again."""
+        """Wakes one waiter per free slot of an engine that was admitted or responds again."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 
     def _wake_next(self) -> None:
-        """Wakes the next waiter if there is room. Called when a woken waiter takes no slot."""
+        """Wakes the next waiter if a slot is free. Called when a woken waiter does not take its slot."""
         if self._waiting and self.is_open:
             least = self._loads.least_loaded()
             if (least is not None and len(least.tries) < self._most) or self._engine_to_retry() is not None:
@@ -267,7 +267,7 @@ class EnginePool:
         return upstream if upstream is not None and upstream.admitted and not upstream.failures else None
 
     def _choose(self, home: Upstream | None, prompt: Hashable) -> Upstream | None:
-        """Returns an engine with room; None if all are full, or if the session's engine is full."""
+        """Returns an engine with a free slot; None if all are full, or if the session's engine is full."""
         if home is not None:
             return home if len(home.tries) < self._most else None
         least = self._loads.least_loaded()
@@ -278,7 +278,7 @@ class EnginePool:
         return near if near is not None and len(near.tries) < most else least
 
     def _engine_to_retry(self) -> Upstream | None:
-        """Returns an idle engine that could not be reached and may be tried again."""
+        """Returns an idle, unreachable engine whose cooldown is over."""
         if len(self._loads) == len(self._upstreams):
             return None
         now = _now()
@@ -299,7 +299,7 @@ class EnginePool:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                _wake(queue or self._waiting, 1)  # the slot goes to another waiter
+                _wake(queue or self._waiting, 1)  # pass the slot on to another waiter
             raise
         finally:
             queue.pop(waiter, None)
@@ -311,7 +311,7 @@ class EnginePool:
             self._watch = asyncio.create_task(self._watch_tries(), name="engine-pool-watch")
 
     async def _watch_tries(self) -> None:
-        """Interrupts tries without progress, and fails the waits if no engine becomes reachable."""
+        """Interrupts attempts without progress, and fails waiting requests if no engine becomes reachable in time."""
         limits = (self.silence_limit_s, self._wait_limit_s)
         every_s = min(max(min(limits) / LOOKS, 0.02), 5.0)
         while self._waiting or any(upstream.tries or upstream.waiting for upstream in self._upstreams.values()):
@@ -359,7 +359,7 @@ class EnginePool:
 
 
 def _wake(queue: dict[asyncio.Future[None], None], most: int | None = None) -> None:
-    """Wakes the first `most` waiters to try again; None: all."""
+    """Wakes the first `most` waiters to try again; None: all of them."""
     for waiter in list(islice(queue, most)):
         queue.pop(waiter)
         _rouse(waiter)

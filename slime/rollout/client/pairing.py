@@ -1,17 +1,17 @@
-"""`PairPool`: engines in pairs. A prefill engine reads the prompt and hands its keys and values to a decode engine,
-which streams the answer.
+"""`PairPool`: engines in pairs. A prefill engine processes the prompt and transfers its KV cache to a decode engine,
+which streams the completion.
 
-`PairPool` is the pool of the decode engines, with an inner pool of prefill engines. `acquire` returns a try at a decode
-engine, with a try at a prefill engine as its `reader`; `begin` sends the reader in a separate task. The task is woken
-by the prefill engine's response, by an interruption and by the release of the pair. Everything runs on one event loop.
+`PairPool` is the pool of decode engines and contains a pool of prefill engines. `acquire` returns an attempt at a
+decode engine, with an attempt at a prefill engine as its `reader`; `begin` sends the reader's request in a task that
+ends on the prefill engine's response, an interruption or the pair's release. Everything runs on one event loop.
 
 Invariants
-1. A request has a slot and an id at each of the two engines, and is ended at both.
-2. The reader's slot is free as soon as the prompt is read, or the request no longer needs it.
-3. If the prompt is not read, the request is interrupted and sent again as if its own engine had failed. After the first
-   token, failures of the reader do not matter.
+1. A request has a slot and an id at each of the two engines, and is aborted at both.
+2. The reader's slot is freed once the prompt is processed or the request no longer needs it.
+3. If prefill fails, the request is interrupted and retried as if its decode engine had failed. After the first token,
+   failures of the reader are ignored.
 4. The two engines match their requests by a unique random number.
-5. Requests of a session or prompt share a prefill engine for its cache. The decode engine is chosen by load alone.
+5. Requests of a session or prompt share a prefill engine, to use its cache. The decode engine is chosen by load alone.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from slime.rollout.client.upstream import ABORTED, UNREAD, Interrupted, RequestS
 from slime.rollout.client.wire import Events, Wire
 
 ROOM_BITS = 63
-"""Size of the number by which two engines match a request; SGLang stores it in a signed 64-bit integer."""
+"""Bits of the random number that matches the two requests; SGLang stores it in a signed 64-bit integer."""
 
 
 class PairPool(EnginePool):
     def __init__(self, wire: Wire, **limits: Any) -> None:
-        """`limits`: those of `EnginePool`."""
+        """`limits`: the limits of both pools (see `EnginePool`)."""
         super().__init__((), wanted="a decode engine", **limits)
         self._readers = EnginePool((), wanted="a prefill engine", **limits)
         self._wire = wire
         self._reading: dict[Try, asyncio.Task[None]] = {}
-        """Reader -> the task that sends it."""
+        """Reader -> the task that sends its request."""
 
     @property
     def upstreams(self) -> list[Upstream]:
@@ -99,7 +99,7 @@ class PairPool(EnginePool):
 
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         reader = one.reader
-        assert reader is not None, "a pair has a reader"
+        assert reader is not None, "a pair must have a reader"
         host, port = bootstrap_of(reader.upstream.url)
         meeting = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": secrets.randbits(ROOM_BITS)}
         payload = {**payload, **meeting}
@@ -116,7 +116,7 @@ class PairPool(EnginePool):
         task = self._reading.get(reader)
         if task is None:
             self._readers.release(reader)
-        elif not one.has_tokens:  # after a token the reader ends by itself
+        elif not one.has_tokens:  # after a token, the reader finishes on its own
             task.cancel()
 
     async def close(self) -> None:
@@ -127,7 +127,7 @@ class PairPool(EnginePool):
         await super().close()
 
     def _gives_up(self, one: Try, is_over: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function that decides whether a request stops waiting for a reader."""
+        """Returns a function that says whether the request should stop waiting for a reader."""
         return lambda: is_over() or one.interrupted is not None or not self.is_open
 
     def _has_read(self, reader: Try) -> None:
@@ -135,7 +135,7 @@ class PairPool(EnginePool):
         self._readers.release(reader)
 
     async def _read(self, one: Try, reader: Try, payload: Mapping[str, Any]) -> None:
-        """Sends the reader's request; interrupts the pair if the prompt is not read."""
+        """Sends the reader's request. Interrupts the attempt at the decode engine if prefill fails."""
         runs, upstream = True, reader.upstream
         try:
             response = await reader.wait(lambda: self._wire.post(f"{upstream.url}/generate", payload))
@@ -166,7 +166,7 @@ class PairPool(EnginePool):
 
 
 async def _end_of(reader: Try, events: Events) -> bool:
-    """Returns whether the answer ended with an abort. Raises `Refused` if the engine refused the request."""
+    """Reads events to the end. Returns whether the request was aborted. Raises `Refused` if the engine refused it."""
     while True:
         for event in await reader.wait(events.next):
             refuse(event)

@@ -1,5 +1,5 @@
-"""Retries: whether and when a call sends another request after a failed one (`Job`), and which requests kill engines
-(`Suspects`).
+"""Retry policy: `Job` decides whether and when a call retries after a failed request, and `Suspects` tracks requests
+that kill engines.
 
 Everything runs on one event loop. `Job.wait_after` never waits itself; it returns how long to wait.
 """
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 # ---- requests that kill engines ----------------------------------------------------------------------------------
 
 MAX_DEATHS = 3
-"""A request is deadly if this many engines died while they worked on it."""
+"""A request is deadly if this many engines died while working on it."""
 TRIAL_TOKENS = 128
-"""A request on trial is cleared after this many more tokens: a deadly request kills an engine with its prompt, or soon
-after the tokens sampled so far.
+"""A request on trial is cleared after this many more tokens. A deadly request kills an engine during prefill or soon
+after.
 """
 
 
@@ -46,16 +46,16 @@ after the tokens sampled so far.
 class Deaths:
     number: int = 0
     on_trial_from: int | None = None
-    """Number of tokens that the request had when its trial began."""
+    """Number of tokens that the request had when its trial began; None if it is not on trial."""
 
 
 class Suspects:
     """The requests of one client that may kill engines.
 
-    An engine that dies also ends healthy requests, so one death proves nothing. After `MAX_DEATHS - 1` deaths a request
-    is on trial: no other suspect is sent during the trial. A complete answer, or `TRIAL_TOKENS` more tokens, clears the
-    request. If its engine dies during the trial, the request ends with `DeadlyRequest`, and other requests for the same
-    ids are not sent at all. A suspect waits until the previous trial has ended.
+    An engine that dies takes healthy requests down with it, so one death proves nothing. After `MAX_DEATHS - 1` deaths,
+    a request goes on trial: no other suspect is sent until the trial ends. A complete response, or `TRIAL_TOKENS` more
+    tokens, clears the request. If its engine dies during the trial, the request fails with `DeadlyRequest`, and other
+    requests with the same prompt are rejected. Suspects go on trial one at a time.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Suspects:
             deaths.number = 0
 
     def release(self, deaths: Deaths) -> None:
-        """Ends a trial, because the request is cleared or over. The next suspect may be sent."""
+        """Ends the trial of a request that is cleared or finished, so the next suspect can be sent."""
         if deaths.on_trial_from is not None:
             deaths.on_trial_from = None
             self._trial.release()
@@ -96,8 +96,8 @@ def _prompt_of(call: Call) -> int:
 
 def _deadly(call: Call, said: str) -> DeadlyRequest:
     return DeadlyRequest(
-        f"engines died under it: {MAX_DEATHS} engines died while they worked on a request of {len(call.input_ids)} "
-        f"ids, which is not sent again; the last engine: {said}"
+        f"engines died under it: {MAX_DEATHS} engines died while working on a request of {len(call.input_ids)} ids, "
+        f"which is not retried; the last engine: {said}"
     )
 
 
@@ -105,23 +105,23 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""Sent by a proxy or the engine itself if the engine has died or is not ready."""
+"""A proxy or the engine itself sends these if the engine has died or is not ready."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
-"""The engine may still work on the request."""
+"""The engine may still be working on the request."""
 MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 
 
 @dataclass(slots=True)
 class Job:
-    """A running call, with its retries.
+    """A running call and its retry state.
 
     1. A call is retried after lost connections, aborts, 408, 429, 502, 503 and 504, once after a 500, and never after
-       any other 4xx. `MAX_TRIES` tries in a row without a token end the call. Tries at an engine that could not be
-       reached do not count: the call waits for the fleet.
-    2. Each death of an engine is reported to `Suspects`.
-    3. A request without progress ends its call. If the whole engine stalls, the call continues once, at another engine
-       or after the engine's restart.
+       any other 4xx. It fails after `MAX_TRIES` consecutive attempts without a token. Attempts at an engine that was
+       already unreachable do not count: the call waits for the fleet.
+    2. Each engine death is reported to `Suspects`.
+    3. A request without progress fails its call. If the whole engine has stalled, the call may continue once, at
+       another engine or after the engine restarts.
     """
 
     call: Call
@@ -130,14 +130,14 @@ class Job:
     session: str | None
     interval: int
     streams: bool
-    """Whether the caller reads the parts."""
+    """Whether the caller consumes chunks as they arrive."""
     suspects: Suspects
     tries: int = 0
     internal_errors: int = 0
     taken_back: bool = False
-    """Whether the run ended the call early."""
+    """Whether the run cancelled the call."""
     left_stalled: bool = False
-    """Whether the call has moved away from a stalled engine. A second stall counts as the fault of the call."""
+    """Whether the call has already moved away from a stalled engine. A second stall is blamed on the call."""
     deaths: Deaths = field(default_factory=Deaths)
 
     def is_over(self) -> bool:
@@ -146,24 +146,24 @@ class Job:
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
 
     def take_back(self) -> None:
-        """Ends the call before its answer is complete. The execution then counts as not finished, regardless of what
-        its code returns.
+        """Ends the call before it is complete. The execution then counts as unfinished, regardless of what its code
+        returns.
         """
         self.taken_back = True
         if self.transcript is not None:
             self.transcript.taken_back = True
 
     def wait_after(self, problem: Exception, one: Try, before: int, pool: EnginePool) -> float:
-        """Returns the seconds to wait before the next request, after a request was interrupted or refused.
+        """Returns the seconds to wait before the next request, after one was interrupted or refused.
 
-        `one`: the failed try. `before`: number of tokens that the call had when this try was sent. Raises if the call
-        has failed.
+        `one`: the failed attempt. `before`: number of tokens that the call had when the attempt was sent. Raises if the
+        call has failed.
         """
         url = f"{one.upstream.url}/generate"
         match problem:
             case Interrupted(why=why) if why == UNREAD:
                 reader = one.reader
-                assert reader is not None and reader.trouble is not None, "an unread prompt has a reason"
+                assert reader is not None and reader.trouble is not None, "the reader must say why prefill failed"
                 return self.wait_after(reader.trouble, reader, before, pool)
             case Interrupted(why=why) if why == LATE:
                 if one.upstream.stalls_at is not None and not self.left_stalled:
@@ -178,7 +178,7 @@ class Job:
             case Interrupted(why=why) if why == ABORTED:
                 return self.count_try("aborted by its engine", before, pool)
             case Interrupted(why=why) if why == DIED:
-                self.suspects.note_death(self.call, self.deaths, f"{url}: its processes ended, or did not answer")
+                self.suspects.note_death(self.call, self.deaths, f"{url}: its processes exited or did not respond")
                 return 0.0
             case Interrupted(why=why):
                 assert why in (DISMISSED, PAUSED), why
@@ -192,7 +192,7 @@ class Job:
                     return self._not_reached(said, one, before, pool)
                 self.internal_errors += status == 500
                 if self.internal_errors > 1 and len(self.call.tokens) == before:
-                    raise EngineError(f"a request failed after {self.tries + 1} tries; the last one: {said}")
+                    raise EngineError(f"a request failed after {self.tries + 1} attempts; last error: {said}")
                 return self.count_try(said, before, pool)
             case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
                 pool.failed(one.upstream)
@@ -206,8 +206,8 @@ class Job:
                 raise problem
 
     def _not_reached(self, said: str, one: Try, before: int, pool: EnginePool) -> float:
-        """Records that the engine broke the connection or is not ready. The try counts only if the engine was reachable
-        before.
+        """Records that the engine dropped the connection or is not ready. The attempt counts only if the engine was
+        reachable before.
 
         Raises as `count_try` does.
         """
@@ -215,14 +215,14 @@ class Job:
         return 0.0 if one.is_test else self.count_try(said, before, pool)
 
     def count_try(self, said: str, before: int, pool: EnginePool) -> float:
-        """Counts a try and returns the seconds to wait before the next one.
+        """Counts a failed attempt and returns the seconds to wait before the next one.
 
-        Raises `EngineError` after `MAX_TRIES` without a token.
+        Raises `EngineError` after `MAX_TRIES` attempts without a token.
         """
         if len(self.call.tokens) > before or not pool.is_open:
             self.tries, self.internal_errors = 0, 0
             return 0.0
         self.tries += 1
         if self.tries >= MAX_TRIES:
-            raise EngineError(f"a request failed after {self.tries} tries; the last one: {said}")
+            raise EngineError(f"a request failed after {self.tries} attempts; last error: {said}")
         return backoff_s(self.tries, FIRST_RETRY_S, LONGEST_RETRY_S)

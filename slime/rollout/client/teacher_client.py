@@ -1,10 +1,10 @@
-"""`TeacherClient`: log-probs of given tokens under a served teacher.
+"""`TeacherClient`: computes the log-probs of tokens under a served teacher.
 
-A request waits for a free slot, then for the teacher's server (or its router), within `--request-timeout-s`.
+A request waits for a free slot. It then waits up to `--request-timeout-s` for the teacher's server or router.
 
 Invariants
-1. The log-probs belong to the ids that were sent; other ids are an error.
-2. A request is retried within the limit after lost connections, 408, 429, 502, 503 and 504, and once after a 500.
+1. The log-probs belong to exactly the ids that were sent; a mismatch is an error.
+2. Within the limit, a request is retried after lost connections, 408, 429, 502, 503 and 504, and once after a 500.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class TeacherClient:
         vocab_size: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`max_concurrency`: number of concurrent requests. The other parameters are those of `EngineClient`."""
+        """`max_concurrency`: maximum number of concurrent requests. The other parameters are as in `EngineClient`."""
         self._url, self._request_timeout_s, self._vocab_size = url.rstrip("/"), request_timeout_s, vocab_size
         self._slots, self._wire = asyncio.Semaphore(max_concurrency), Wire(EngineKeys(api_key))
 
     async def log_probs(self, tokens: Sequence[int], num_response: int) -> list[float]:
-        """Returns the [num_response] log-probs, in nats, of the last tokens, each given all tokens before it, at
-        temperature 1.
+        """Returns the log-probs of the last tokens in nats, shape [num_response], each conditioned on all earlier
+        tokens, at temperature 1.
 
         Raises `RequestRejected`, `EngineError`, or `DeadlineExceeded` after `request_timeout_s`.
         """
@@ -72,8 +72,8 @@ class TeacherClient:
                 ) from expiry
 
     async def _ask(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Returns the response after up to `MAX_TRIES` tries. Aborts a try that may still run."""
-        problem = "no try"
+        """Sends the request, with up to `MAX_TRIES` attempts. Aborts an attempt that may still be running."""
+        problem = "no attempt"
         for attempt in range(MAX_TRIES):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, FIRST_RETRY_S, LONGEST_RETRY_S))
@@ -98,15 +98,15 @@ class TeacherClient:
             finally:
                 if may_run:
                     self._wire.abort(self._url, rid)
-        raise EngineError(f"{self._url}/generate failed after {attempt + 1} tries; the last one failed with: {problem}")
+        raise EngineError(f"{self._url}/generate failed after {attempt + 1} attempts; last error: {problem}")
 
 
 def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_size: int | None = None) -> list[float]:
-    """Reads the log-probs of `response` from the body of `/generate` (SGLang 0.5.16).
+    """Parses the log-probs of `response` from the body of a `/generate` response (SGLang 0.5.16).
 
     Raises `EngineError` if the ids differ.
 
-    SGLang reports the last id of the vocabulary as 0 in prompts, because it expects hashes of images there.
+    In prompts, SGLang reports the last id of the vocabulary as 0, because it expects image hashes there.
     """
     pairs = (answer.get("meta_info") or {}).get("input_token_logprobs") or []
     judged = pairs[-len(response) :]
@@ -115,8 +115,8 @@ def parse_log_probs(answer: Mapping[str, Any], response: Sequence[int], vocab_si
         one != token and not (one == 0 and vocab_size == token + 1) for one, token in zip(said, response, strict=True)
     ):
         raise EngineError(
-            f"the teacher returned log-probs of {len(pairs)} tokens, which do not end with the {len(response)} tokens "
-            "of the response; the teacher must be an SGLang server with the student's vocabulary"
+            f"the teacher returned log-probs of {len(pairs)} tokens, but the last {len(response)} do not match the "
+            "response; the teacher must be an SGLang server with the student's vocabulary"
         )
     values = [math.nan if pair[0] is None else float(pair[0]) for pair in judged]
     bad = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)

@@ -1,16 +1,16 @@
-"""`Upstream`: an engine as its client sees it. `Try`: one request to an engine. `RequestScope`: a rollout's requests.
+"""`Upstream`: a client's view of an engine. `Try`: one attempt at an engine. `RequestScope`: the requests of a rollout.
 
-A try waits for its engine in `wait`, and is woken by the response or `break_off`. Everything runs on one event loop.
+An attempt waits for its engine in `wait` until the response or `break_off`. Everything runs on one event loop.
 
 Invariants
-1. The id of a request begins with a prefix for its client and engine, followed by a prefix for its scope. No id is a
-   prefix of another id. One abort ends all requests with a common prefix (`wire`): one request, the requests of a
-   scope, or all requests of a client, but no requests of other clients.
-2. An engine that is admitted again is a new `Upstream`, so that aborts for the old one do not end new requests.
-3. The time without progress of a try starts at its last token. While the try may still be queued, that is until the
-   engine serves a later request, the time starts at the engine's last token. While a prefill engine reads the prompt,
-   only the reader's time counts; a token of the decode engine also restarts the reader's time, because the reader may
-   wait for memory there.
+1. A request id begins with a prefix for its client and engine, followed by a prefix for its scope. No id is a prefix of
+   another id. One abort ends all requests with a common prefix (`wire`): a single request, the requests of a scope, or
+   all requests of a client, but never requests of other clients.
+2. An engine that is admitted again becomes a new `Upstream`, so that pending aborts for the old one do not end new
+   requests.
+3. The progress timer of an attempt restarts at each of its tokens. While the attempt may still be queued, that is until
+   the engine serves a later request, any token from the engine restarts the timer. During prefill, only the reader's
+   timer runs; a token from the decode engine restarts it too, because the reader may be waiting for free memory there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestScope:
-    """The requests of one rollout, from any user code. Tasks inherit the scope through `REQUEST_SCOPE`.
+    """The requests of one rollout, including those sent by user code. Tasks inherit the scope through `REQUEST_SCOPE`.
 
     The run cancels all requests of a scope together; their callers get `TakenBack`.
     """
 
     tries: set[Try] = field(default_factory=set)
     pools: set[EnginePool] = field(default_factory=set)
-    """Pools in which its requests have waited for a slot."""
+    """Pools in which requests of the scope have waited for a slot."""
     aborted: bool = False
-    """The requests are cancelled, and no more are sent."""
+    """Requests are cancelled, and no new ones are sent."""
     hands_back: bool = False
-    """The requests are cancelled; new requests are sent after the pause."""
+    """Requests are cancelled, but new ones are sent after the pause."""
     number: int = field(default_factory=count(1).__next__)
     """Unique in this process; part of the request ids."""
 
@@ -50,12 +50,11 @@ REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope
 T = TypeVar("T")
 LATE, DISMISSED, DIED = "late", "dismissed", "died"
 PAUSED, UNREAD, ABORTED = "paused", "unread", "aborted"
-"""Why a try is interrupted. `DIED`: its engine died or hangs. `UNREAD`: its prefill engine did not read the prompt;
-`Try.trouble` of the reader says why."""
+"""Why an attempt is interrupted. `DIED`: its engine died or hangs. `UNREAD`: prefill failed; see `trouble`."""
 
 
 class Interrupted(Exception):
-    """A try was ended from outside; `why` is one of the constants above."""
+    """An attempt was interrupted; `why` is one of the constants above."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -63,18 +62,18 @@ class Interrupted(Exception):
 
 
 class Upstream:
-    """One engine as its client sees it."""
+    """A client's view of one engine."""
 
     def __init__(self, url: str, prefix: str, now: float) -> None:
-        """`prefix`: the beginning of all its request ids."""
+        """`prefix`: prefix of all request ids at this engine."""
         self.url, self.prefix = url, prefix
         self.tries: set[Try] = set()
         self.waiting: dict[asyncio.Future[None], None] = {}
-        """Waiting requests of sessions that belong to this engine, in order of arrival."""
+        """Waiting requests of sessions pinned to this engine, in order of arrival."""
         self.admitted, self.failures, self.down_until = True, 0, 0.0
         self.num_sent = 0
         self.served = -1
-        """The highest number of a request that has received a token."""
+        """Highest sequence number of a request that has received a token; -1 before the first."""
         self.admitted_at = self.progress_at = now
         self._busy_s, self._busy_since = 0.0, now
         self.stalls_at: float | None = None
@@ -91,41 +90,41 @@ class Upstream:
             self._busy_s += 0.0 if self.tries else now - self._busy_since
 
     def take_busy_s(self, now: float) -> float:
-        """Returns the seconds with at least one try since the last call."""
+        """Returns the seconds since the last call during which at least one attempt was running."""
         if self.tries:
             self._busy_s, self._busy_since = self._busy_s + now - self._busy_since, now
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def prefix_of(self, scope: RequestScope | None) -> str:
-        """Returns the prefix of the request ids of a scope; None: of requests without a scope."""
+        """Returns the prefix of a scope's request ids; None: of requests without a scope."""
         return f"{self.prefix}{0 if scope is None else scope.number}."
 
 
 class Try:
-    """One request at one engine."""
+    """One attempt to run a request at one engine."""
 
     def __init__(self, upstream: Upstream, scope: RequestScope | None, now: float) -> None:
         self.upstream, self.scope = upstream, scope
         self.interrupted: str | None = None
         self.reader: Try | None = None
-        """In a pair: the try at the prefill engine, until the prompt is read."""
+        """In a pair: the attempt at the prefill engine, until prefill is done."""
         self.trouble: Exception | None = None
-        """For a reader: why it did not read the prompt."""
+        """For a reader: why prefill failed."""
         self.beside: Upstream | None = None
-        """For a reader: the decode engine, at which it may wait for free memory."""
+        """For a reader: the decode engine, whose memory it may have to wait for."""
         self._guard: asyncio.Timeout | None = None
         self.heard_at = self._fresh_at = self.placed_at = now
         self.first_at: float | None = None
         self._number = self._place = upstream.num_sent
         self.rid = f"{upstream.prefix_of(scope)}{self._number}."
         self.is_test = upstream.failures > 0
-        """The engine could not be reached before, so a failure now says nothing about this request."""
+        """Whether the engine was already unreachable, so that a failure says nothing about this request."""
         self.has_tokens = False
         upstream.num_sent += 1
 
     def got_tokens(self, now: float) -> None:
-        """Records new tokens. If no more tokens come, the engine may have put the try at the end of its queue."""
+        """Records new tokens. Later silence may mean that the engine moved the attempt to the end of its queue."""
         upstream = self.upstream
         self.heard_at = upstream.progress_at = now
         upstream.stalls_at = None
@@ -135,7 +134,7 @@ class Try:
             self.first_at = now
 
     def silent_s(self, now: float) -> float:
-        """Returns the seconds without progress (invariant 3). Time outside of `wait` does not count."""
+        """Returns the seconds without progress (invariant 3). Time outside `wait` does not count."""
         if self._guard is None or self.reader is not None:
             self._fresh_at = now
         overtaken = self.upstream.served > self._place
@@ -145,11 +144,11 @@ class Try:
         return now - self._fresh_at
 
     def interrupt(self, why: str) -> None:
-        """Makes the next `wait` raise `Interrupted`; `break_off` also ends the current one."""
+        """Makes the next `wait` raise `Interrupted`; `break_off` also interrupts the current one."""
         self.interrupted = self.interrupted or why
 
     def break_off(self) -> None:
-        """Wakes a try that was interrupted while waiting: `wait` raises `Interrupted`."""
+        """Wakes an interrupted attempt that is waiting: its `wait` raises `Interrupted`."""
         if self._guard is not None and self.interrupted is not None and self._guard.when() is None:
             self._guard.reschedule(0.0)
 
@@ -166,20 +165,20 @@ class Try:
         raise Interrupted(self.interrupted)
 
 
-# ---- work in slices: a thousand tasks woken together would run in one turn and block everything else --------------
+# ---- time slicing: a thousand tasks woken at once would run in one iteration and block everything else -------------
 
 CALLS_PER_TURN = 64
 
 
 class Slices:
-    """Makes many small calls, `CALLS_PER_TURN` in each turn of the event loop."""
+    """Runs many small calls, `CALLS_PER_TURN` per event-loop iteration."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], object]] = deque()
         self._due = False
 
     def add(self, work: Iterable[Callable[[], object]]) -> None:
-        """Schedules calls. They must not raise."""
+        """Schedules calls, which must not raise."""
         self._work.extend(work)
         if self._work and not self._due:
             self._due = True
@@ -197,16 +196,16 @@ class Slices:
 
 
 class Budget:
-    """Limits the work that tasks do in one turn of the event loop. Waiting tasks continue in order, in later turns."""
+    """Limits how much work tasks do per event-loop iteration. Waiting tasks resume in order, in later iterations."""
 
     def __init__(self, most: int) -> None:
-        """`most`: limit of a turn, in the unit of `wait_for_room`; a task that needs more gets a turn for itself."""
+        """`most`: limit per iteration, in the unit of `wait_for_room`; a larger task gets an iteration of its own."""
         self._most, self._used = most, 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._due = False
 
     async def wait_for_room(self, amount: int) -> None:
-        """Waits for a turn that has room for `amount`; earlier callers come first."""
+        """Waits for an iteration with room for `amount`, in first-come, first-served order."""
         if self._waiting or self._used >= self._most:
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append((waiter, amount))

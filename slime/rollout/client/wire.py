@@ -1,16 +1,16 @@
-"""`Wire`: HTTP requests to engines, and aborts. `Events`: the stream of a response.
+"""`Wire`: sends HTTP requests and aborts to engines. `Events`: the event stream of a response.
 
-Callers do not wait for aborts: a background task per engine delivers them, several at a time, and `drain` waits for the
-tasks. Everything runs on one event loop.
+Callers do not wait for aborts: one background task per engine delivers them, several at a time, and `drain` waits for
+these tasks. Everything runs on one event loop.
 
 Invariants
-1. An abort goes only to the engine that has the request.
+1. An abort goes only to the engine that runs the request.
 2. Aborts never wait for a free connection. An unreachable engine costs one attempt, not one per request.
-3. Requests with a common id prefix, and only those, can be ended together. SGLang 0.5.16 ends all requests whose ids
-   begin with the id of the abort, but ignores an abort if no request has exactly that id. So the client first sends a
-   marker, a request with the prefix as its id, and then aborts that id. When the marker ends, the others have ended.
-4. No request that must continue has an id that begins with a marker's id: SGLang also aborts each request two seconds
-   after its response, and with several tokenizer workers it checks only later whether the request exists.
+3. All requests whose ids share a prefix, and only those, can be aborted together. SGLang 0.5.16 aborts every request
+   whose id begins with the given id, but ignores the abort if no request has exactly that id. So the client first sends
+   a marker, a dummy request with the prefix as its id, and aborts that id. When the marker ends, the others have ended.
+4. A request that must keep running never has an id that begins with a marker's id: SGLang also aborts each request two
+   seconds after its response, and with several tokenizer workers it checks only later whether the request exists.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
-"""A reachable engine accepts immediately; a host that no longer exists never does."""
+"""A reachable engine accepts a connection immediately; a host that no longer exists never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
-"""A connection whose response does not end in this time is closed instead of reused."""
+"""If a response does not end within this time, its connection is closed instead of reused."""
 EVERYTHING = ""
-"""The id that stands for all requests of an engine, from any client."""
+"""Stands for the ids of all requests of an engine, from any client."""
 MARKERS = 3
-"""Number of markers to try, because a marker may end before its abort arrives. After the last marker, or if a marker is
-refused, each request is aborted separately.
+"""How many markers to try, because a marker may end before its abort arrives. If the last one also fails or a marker is
+refused, the requests are aborted one by one.
 """
 MARKER_TOKENS = 64
-"""Maximum number of tokens of a marker, which normally ends long before."""
+"""Maximum number of tokens of a marker, which is normally aborted long before."""
 REFUSED = re.compile(rb'"status_code":\s*\d')
-"""Part of the response if the engine refused the request, as a paired engine refuses a request without a partner."""
+"""Matches a response that refuses the request; a paired engine, for example, refuses a request without a partner."""
 MARKER_REPEAT_S = 0.25
-"""An abort can overtake its marker on the way to the engine, so aborts are repeated."""
+"""How often (s) the abort is repeated, because it can overtake its marker on the way to the engine."""
 
 
 class Events:
@@ -55,13 +55,11 @@ class Events:
         self._rest, self._seen = bytearray(), 0
 
     async def next(self) -> list[dict[str, Any]]:
-        """Returns the events since the last call. Raises `EngineError` if one is not JSON, `ClientError` if the stream
-        ends.
-        """
+        """Waits for the next events. Raises `EngineError` if one is not JSON, and `ClientError` if the stream ends."""
         while True:
             chunk = await self._content.readany()
             if not chunk:
-                raise aiohttp.ClientPayloadError("it ended without a finish reason")
+                raise aiohttp.ClientPayloadError("the stream ended without a finish reason")
             self._rest += chunk
             end = self._rest.rfind(b"\n\n", self._seen)
             if end < 0:
@@ -77,7 +75,7 @@ class Events:
 
 
 def allow_many_connections() -> None:
-    """Raises the limit of open files, because each running request uses one."""
+    """Raises the open-file limit, because each running request holds a connection."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -86,8 +84,8 @@ def allow_many_connections() -> None:
 def collect_garbage_rarely() -> None:
     """Makes Python's garbage collector run rarely.
 
-    Otherwise a process with thousands of requests would stop for seconds. Existing objects are never scanned again, and
-    new objects rarely.
+    In a process with thousands of requests, a full collection would stall the process for seconds. Existing objects are
+    never scanned again, and new ones rarely.
     """
     gc.collect()
     gc.freeze()
@@ -95,18 +93,18 @@ def collect_garbage_rarely() -> None:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Parses the JSON object of a response or event. Raises `EngineError`."""
+    """Parses a JSON object from a response body or event. Raises `EngineError`."""
     try:
         answer = orjson.loads(body)
     except ValueError as problem:
         raise EngineError(f"the response of {len(body)} bytes is not JSON: {body[:100]!r}") from problem
     if not isinstance(answer, dict):
-        raise EngineError(f"the response to one prompt is a {type(answer).__name__}, but must be an object")
+        raise EngineError(f"the response to one prompt is a {type(answer).__name__}, but must be a JSON object")
     return answer
 
 
 class Wire:
-    """Connections to engines, and aborts under way. Call `close` at the end."""
+    """Manages connections to engines and pending aborts. Call `close` at the end."""
 
     def __init__(self, keys: EngineKeys) -> None:
         """`keys`: API keys; aborts use the control key."""
@@ -116,16 +114,16 @@ class Wire:
         self._control = {"Authorization": f"Bearer {keys.control}"} if keys.control else {}
         self._session: aiohttp.ClientSession | None = None
         self._to_abort: dict[str, dict[str, list[str] | None]] = {}
-        """Address -> id to abort -> None; for a prefix, the known ids that begin with it."""
+        """Address -> id to abort -> None, or for a prefix, the known ids that begin with it."""
         self._delivering: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     async def post(self, url: str, payload: Mapping[str, Any]) -> aiohttp.ClientResponse:
-        """Returns when status and headers have arrived. Raises `aiohttp.ClientError`."""
+        """Sends a request. Returns once status and headers have arrived. Raises `aiohttp.ClientError`."""
         return await self._open().post(url, data=orjson.dumps(payload))
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
-        """Reads the response to its end after the last event, so that the connection can be reused."""
+        """Drains the response after the last event, so that the connection can be reused."""
         response.content.read_nowait(-1)
         if response.content.at_eof():
             return
@@ -137,14 +135,14 @@ class Wire:
             response.close()
 
     def abort(self, url: str, rid: str = EVERYTHING) -> asyncio.Task[None] | None:
-        """Ends a request, or `EVERYTHING`, in the background. Engines ignore unknown ids.
+        """Aborts a request, or `EVERYTHING`, in the background. Engines ignore unknown ids.
 
         Returns the task that delivers the abort; None after `close`.
         """
         return self._order(url, rid, None)
 
     def abort_together(self, url: str, prefix: str, rids: Iterable[str]) -> asyncio.Task[None] | None:
-        """Like `abort`, for all requests with ids that begin with `prefix`. `rids`: the known ids."""
+        """Like `abort`, but for all requests whose ids begin with `prefix`. `rids`: the known ids."""
         return self._order(url, prefix, list(rids))
 
     def _order(self, url: str, rid: str, together: list[str] | None) -> asyncio.Task[None] | None:
@@ -192,8 +190,8 @@ class Wire:
             del self._delivering[url]  # a later abort starts another task
 
     async def _abort_together(self, url: str, prefix: str) -> bool:
-        """Ends requests together (invariant 3). Returns False if the requests must be ended one by one, and True if
-        they have ended or the engine cannot be reached.
+        """Aborts requests together (invariant 3). Returns False if they must be aborted one by one, and True if they
+        have ended or the engine is unreachable.
         """
         params = {"max_new_tokens": MARKER_TOKENS, "ignore_eos": True}
         body = orjson.dumps({"rid": prefix, "input_ids": [0], "sampling_params": params, "stream": True})
@@ -213,7 +211,7 @@ class Wire:
         return False
 
     async def _end_marker(self, url: str, prefix: str, marker: aiohttp.ClientResponse) -> bytes | None:
-        """Ends the marker and returns its response; None if the engine can no longer be reached."""
+        """Aborts the marker and returns its response; None if the engine is no longer reachable."""
         answer = asyncio.ensure_future(marker.read())
         try:
             while not answer.done():

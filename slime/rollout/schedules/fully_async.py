@@ -1,20 +1,20 @@
-"""The schedule of `--fully-async`: one worker generates during the whole run, also while the trainer trains.
+"""The schedule of `--fully-async`: a worker generates during the whole run, even while the trainer trains.
 
-Finished groups wait in the Data Buffer; `step` takes a batch of these groups, oldest weights first. The worker waits
-for a group to end, or for room, and is woken by an ended group or a taken batch. `step` waits for a full batch; the
-worker wakes `step` when a batch is full or when the worker has failed. Everything runs on the manager's event loop.
+Finished groups wait in the Data Buffer; `step` takes a batch of them, oldest weights first. The worker sleeps until a
+group ends or a batch is taken, which frees slots. `step` waits for a full batch; the worker wakes `step` when a batch
+is full or when the worker has failed. Everything runs on the manager's event loop.
 
 Invariants
-1. At most `--max-groups-in-flight` groups run or wait finished. The worker is idle only when finished groups alone
-   reach that bound.
-2. Requests continue after weight syncs. With `--pause-generation-mode abort` the client ends each request, and sends it
-   again with its tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the
-   group goes back to the buffer, so that the checkpoint has its tokens, and is issued again immediately. A group that
-   is interrupted `MAX_TRIES` times in one step counts as failed.
-3. A batch has no token older than `--max-weight-staleness`: the buffer checks a group when it is issued and when it
-   is taken. No group starves: while the trainer waits for a batch it syncs no weights, so running groups can finish in
-   time.
-4. If the worker fails, its groups are put back, and the current or next step raises the error.
+1. At most `--max-groups-in-flight` groups are running or finished and waiting. The worker idles only when finished
+   groups alone reach that limit.
+2. Requests survive weight syncs. With `--pause-generation-mode abort`, the client ends each request and sends it again
+   with its tokens when engines serve the new weights. If the sync before a checkpoint interrupts a group, the group
+   goes back to the buffer, so that the checkpoint contains its tokens, and is reissued immediately. A group that is
+   interrupted `MAX_TRIES` times in one step counts as failed.
+3. A batch has no token older than `--max-weight-staleness`: the buffer checks a group when it is issued and when it is
+   taken. No group starves: while the trainer waits for a batch, it does not sync weights, so running groups can finish
+   in time.
+4. If the worker fails, its groups are put back, and the current or next step raises its error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slime.rollout.user_functions import RolloutHooks
 
 @SCHEDULES.register("fully_async")
 class FullyAsync(RolloutSchedule):
-    """Generates continuously; a step trains the finished groups with the oldest weights."""
+    """Generates continuously. Each step trains on the finished groups with the oldest weights."""
 
     continuous = True
 
@@ -46,7 +46,7 @@ class FullyAsync(RolloutSchedule):
         self._worker: RolloutWorker | None = None
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
-        """Starts the worker in the first step."""
+        """Returns the next batch. The first call starts the worker."""
         self._worker = self._worker or RolloutWorker(context, source)
         return await self._worker.step(context, rollout_id)
 
@@ -64,21 +64,21 @@ class FullyAsync(RolloutSchedule):
 
 
 class BoundedPolicy(Policy):
-    """Limits how many groups run or wait finished in the buffer."""
+    """Limits how many groups are running or wait in the buffer after finishing."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         most = context.args.max_groups_in_flight
-        assert most is not None, "--fully-async derives a bound of groups in flight"
+        assert most is not None, "--fully-async must set max_groups_in_flight"
         self.interrupted: Counter[int] = Counter()
         """Group index -> number of interruptions in this step."""
         self._max_groups_in_flight, self._buffer = most, buffer
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """Returns the bound minus the running and the finished groups."""
+        """Returns the limit minus the number of running and finished groups."""
         return self._max_groups_in_flight - len(loop.running) - self._buffer.num_finished
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Returns True for the first `MAX_TRIES - 1` interruptions of a group in a step: weight syncs cause them."""
+        """Returns True for a group's first `MAX_TRIES - 1` interruptions in a step, because weight syncs cause them."""
         self.interrupted[group.group_index] += 1
         return self.interrupted[group.group_index] < MAX_TRIES
 
@@ -89,7 +89,7 @@ class BoundedPolicy(Policy):
 
 
 class RolloutWorker:
-    """Generates on the running event loop, from its construction until `close`."""
+    """Generates on the running event loop from construction until `close`."""
 
     def __init__(self, context: RolloutContext, buffer: DataBuffer) -> None:
         """Raises `HookError`."""
@@ -101,7 +101,7 @@ class RolloutWorker:
 
     @property
     def scope(self) -> RequestScope:
-        """The scope of all requests of the worker."""
+        """The scope of all of the worker's requests."""
         return self._loop.scope
 
     @property
@@ -128,14 +128,14 @@ class RolloutWorker:
         output = await loop.hand_out(batch)
         output.metrics["perf/rollout_idle_time"] = loop.counts.idle_s
         output.metrics["rollout/num_running_groups"] = float(len(loop.running))
-        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # later events count in the next step
+        loop.counts, loop.rollout_id = StepCounts(), rollout_id + 1  # later events count towards the next step
         self._policy.interrupted.clear()
         return output
 
     async def pause(self, *, hand_back: bool) -> None:
-        """Ends all requests; they continue at `resume` with the tokens they have.
+        """Ends all requests; they continue at `resume` from the tokens they have.
 
-        `hand_back`: the groups go to the buffer with those tokens.
+        `hand_back`: return the groups to the buffer with these tokens.
         """
         await self._loop.episodes.pause(self.scope if hand_back else None)
 
@@ -147,7 +147,7 @@ class RolloutWorker:
         await end_tasks([self._task], 4 * END_LIMIT_S)
 
     def _take(self) -> list[GroupRecord]:
-        """Takes a full batch, or nothing. Wakes the worker, because taken and stale groups free slots."""
+        """Takes a full batch, or nothing. Wakes the worker, because taken and stale groups free up slots."""
         self._loop.wake()
         return self._buffer.take_finished(self._loop.target)
 

@@ -1,4 +1,4 @@
-"""The loop that schedules share: starts groups of the Data Buffer, and settles each when it ends.
+"""The loop shared by schedules: starts groups from the Data Buffer, and settles each group when it ends.
 
     loop = GroupLoop(context, hooks, source, policy)
     while ...:
@@ -6,19 +6,19 @@
     output = await loop.hand_out(groups)
 
 Each running group is a task in which `Episodes` runs it, in this or another process. Finished groups go to
-`Policy.accept`; all others are put back, marked filtered or marked failed. A turn is woken by the end of a group and by
+`Policy.accept`; all others are put back, marked filtered or marked failed. A turn wakes up when a group ends, or on
 `wake`. Everything runs on the manager's event loop, and only `GroupLoop` calls the buffer. User functions run in
 threads, so that the event loop stays responsive.
 
 Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
    `abandon` puts back all unsettled groups.
-2. A failed, unscored or interrupted execution is tried again. After `MAX_TRIES` tries in the life of the loop, its
-   group is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
-3. The numbers of filtered and of failed groups in a step are bounded. Beyond a bound, the step raises an error.
-4. If a request of a group gets no answer in time, the group is quarantined: `end_quarantine` puts the group back, so it
-   is not retried before the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed
-   engines is dropped immediately.
+2. A failed, unscored or interrupted execution is retried. After `MAX_TRIES` attempts in the loop's lifetime, its group
+   is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
+3. If too many groups of a step are filtered or fail, the step raises an error.
+4. If a request of a group times out, the group is quarantined: it is not retried until `end_quarantine` puts it back,
+   in the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed engines is dropped
+   immediately.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class StepCounts:
     filtered: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     retried: Counter[str] = field(default_factory=Counter)
-    """Kind of failure -> number of retries."""
+    """Failure kind -> number of retries."""
     num_surplus: int = 0
     num_aborted: int = 0
     num_reset: int = 0
-    """Groups that started over, because an earlier step had started them."""
+    """Groups that started over because an earlier step had started them."""
     num_quarantined: int = 0
     dropped: list[GroupOrRecord] = field(default_factory=list)
-    """Groups dropped by the dynamic filter; kept only for `--rollout-all-samples-process-path`."""
+    """Groups dropped by the dynamic filter; stored only for `--rollout-all-samples-process-path`."""
     idle_s: float = 0.0
-    """Time without a running group."""
+    """Time during which no group was running."""
     started: float = field(default_factory=time.monotonic)
 
     def metrics(self) -> dict[str, float]:
@@ -88,9 +88,9 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 MAX_FILTERED_FACTOR = 32
-"""The step fails after this many filtered groups for each group of the batch."""
+"""A step fails after this many filtered groups per group of the batch."""
 MIN_FAILED_GROUPS = 4
-"""In a step, this many groups may fail, or the target number of groups if that is more."""
+"""Up to this many groups may fail in a step, or as many as the batch size if that is larger."""
 
 
 class Policy(ABC):
@@ -98,22 +98,22 @@ class Policy(ABC):
 
     @abstractmethod
     def num_missing(self, loop: GroupLoop) -> int:
-        """Returns how many more groups to start; zero or less starts none."""
+        """Returns how many more groups to start; none if zero or negative."""
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
-        """Returns the group to work on. Called before a group starts."""
+        """Returns the group to run. Called before a group starts."""
         return group
 
     @abstractmethod
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Returns whether the group was interrupted on purpose, which is not a failure."""
+        """Returns whether the group was interrupted on purpose, which does not count as a failure."""
 
     def is_surplus(self, loop: GroupLoop) -> bool:
-        """Returns whether a finished group goes back to the buffer, because the batch is full."""
+        """Returns whether a finished group goes back to the buffer because the batch is full."""
         return False
 
     def others_fill_the_step(self, loop: GroupLoop) -> bool:
-        """Returns whether the batch will be full without the current group."""
+        """Returns whether the batch will fill up without the current group."""
         return len(loop.running) >= loop.target
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Policy(ABC):
 
 
 class GroupLoop:
-    """The running groups, the tries of each group, and the counts of the step."""
+    """Tracks the running groups, the attempts of each group, and the counts of the step."""
 
     def __init__(self, context: RolloutContext, hooks: RolloutHooks, source: DataBuffer, policy: Policy) -> None:
         self.args, self.context, self.hooks, self.source, self.policy = context.args, context, hooks, source, policy
@@ -130,7 +130,7 @@ class GroupLoop:
         self.params = rollout_sampling_params(context.args)
         self.episodes: Episodes = context.workers or LocalEpisodes(context.client)
         self.scope = RequestScope()
-        """The scope of all requests of the groups. The task that calls `turn` sets `REQUEST_SCOPE` to this scope."""
+        """The scope of all of the groups' requests. The task that calls `turn` must set `REQUEST_SCOPE` to it."""
         self.running: dict[asyncio.Task[GroupResult], Group] = {}
         self.quarantined: list[GroupOrRecord] = []
         """Groups that stay out of the buffer until `end_quarantine`."""
@@ -140,20 +140,20 @@ class GroupLoop:
         self._woken = asyncio.Event()
 
     def begin_step(self, context: RolloutContext, rollout_id: int) -> None:
-        """Assigns further progress and messages to this step."""
+        """Attributes subsequent progress and messages to this step."""
         self.context, self.rollout_id = context, rollout_id
         context.progress.begin(f"rollout {rollout_id}", self.target)
 
     async def turn(self, timeout_s: float | None = None) -> None:
-        """Starts groups, sleeps until one ends, `wake` is called or time is up, then settles ended groups.
+        """Starts groups, sleeps until a group ends, `wake` is called or the timeout expires, then settles ended groups.
 
-        Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and
-        deliberate errors of user hooks.
+        Raises `DataError` if the filter rejects nearly everything, `GroupsFailed` if too many groups fail, and any
+        error that a user hook raises deliberately.
         """
         self._refill()
         rests, since = not self.running, time.monotonic()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 may swallow a cancellation
+            async with asyncio.timeout(timeout_s):  # `wait_for` in Python 3.11 can swallow a cancellation
                 await self._woken.wait()
         self._woken.clear()
         self.counts.idle_s += (time.monotonic() - since) * rests
@@ -172,9 +172,7 @@ class GroupLoop:
             self.source.put_back(groups, "quarantined")
 
     async def abandon(self, *, reason: str = "error", accepted: Sequence[GroupOrRecord] = ()) -> None:
-        """Cancels running groups, and puts back `accepted` and all unsettled groups. Groups that were running start
-        over.
-        """
+        """Cancels running groups, which start over. Puts back these, `accepted`, and all other unsettled groups."""
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()
@@ -186,7 +184,7 @@ class GroupLoop:
             self.source.put_back(again, reason)
 
     async def hand_out(self, batch: Sequence[GroupOrRecord]) -> RolloutFnTrainOutput:
-        """Sorts a batch by prompt, runs the hooks over it, and returns it with the metrics of the step."""
+        """Sorts a batch by prompt, runs the hooks on it, and returns it with the step's metrics."""
         limit_s = self.args.execution_timeout_s
         groups = await beside(_unpacked, sorted(batch, key=lambda group: group.group_index))
         looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
@@ -203,7 +201,7 @@ class GroupLoop:
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
 
     def time_left_s(self, start_s: float) -> float | None:
-        """Returns the seconds left to a step started at `start_s`; None without a limit. Raises `DeadlineExceeded`."""
+        """Returns the seconds left for a step started at `start_s`; None without a limit. Raises `DeadlineExceeded`."""
         limit_s = self.args.rollout_global_timeout_s
         if limit_s is None:
             return None
@@ -223,7 +221,7 @@ class GroupLoop:
         while (num := self.policy.num_missing(self)) > 0:
             groups = self.source.get_groups(num)
             if not groups:
-                raise DataError("the data source returned no group; it must issue groups as long as the run needs them")
+                raise DataError("the data source returned no groups; it must issue groups until the run ends")
             for group in groups:
                 self._start(self.policy.admit(self, group))
 
@@ -237,7 +235,7 @@ class GroupLoop:
     # ---- settling ------------------------------------------------------------------------------------------------
 
     async def _settle(self, task: asyncio.Task[GroupResult], group: Group) -> None:
-        """Accepts, filters, retries or drops an ended group."""
+        """Accepts, filters, retries or drops a group that has ended."""
         try:
             result = task.result()
         except BaseException:
@@ -282,7 +280,7 @@ class GroupLoop:
             )
 
     def _retry_or_drop(self, result: GroupResult) -> None:
-        """Retries a failed group, unless it has used up its tries or can never succeed."""
+        """Retries a failed group, unless it has used up its attempts or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
         if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
@@ -291,14 +289,14 @@ class GroupLoop:
             self.counts.retried[kind] += 1
             self.source.put_back([result.group], kind)
         else:
-            logger.warning("group %d is dropped as failed: %s: %s", index, result.outcome.value, result.reason)
+            logger.warning("dropping group %d as failed: %s: %s", index, result.outcome.value, result.reason)
             self.counts.failed[kind] += 1
             self.source.mark_failed([index], kind)
             self._check_failed(result.reason)
 
     def _quarantine(self, result: GroupResult) -> None:
-        """Keeps the group out of the buffer until the next step. Its samples record the quarantine for checkpoints."""
-        logger.warning("group %d is quarantined until the next step: %s", result.group.group_index, result.reason)
+        """Holds the group out of the buffer until the next step. Its samples record this for checkpoints."""
+        logger.warning("quarantining group %d until the next step: %s", result.group.group_index, result.reason)
         group = group_of(result.group)
         note_quarantines(group, num_quarantines(group) + 1)
         self.quarantined.append(group)
@@ -311,7 +309,7 @@ class GroupLoop:
         if lost > max(MIN_FAILED_GROUPS, self.target):
             raise GroupsFailed(
                 f"{lost} groups failed in step {self.rollout_id}, and {self.context.progress.done} of {self.target} "
-                f"are finished; the last one failed because: {reason}"
+                f"are finished; last failure: {reason}"
             )
 
 

@@ -1,14 +1,14 @@
-"""The step schedule: starts groups until a batch is finished, then ends the groups that still run.
+"""The step schedule: starts groups until a batch is complete, then ends the groups that are still running.
 
-The schedule issues the number of groups missing from the batch, times `--over-sampling-batch-size` /
-`--rollout-batch-size`, and returns exactly `--rollout-batch-size` groups. It waits for any group to end, within
+The schedule issues as many groups as the batch still lacks, times `--over-sampling-batch-size` /
+`--rollout-batch-size`, and returns exactly `--rollout-batch-size` groups. It waits for groups to end, within
 `--rollout-global-timeout-s`.
 
 Invariants
-1. Once a step has returned or raised, none of its work still runs: each group is in the batch, put back, filtered or
-   failed, and no request is left in an engine.
-2. Without `--partial-rollout` a group has only work of this step: work of an earlier step may come from older weights
-   and is dropped when the group is issued. `--max-weight-staleness` keeps work that is finished and recent enough.
+1. Once a step has returned or raised, none of its work is still running: each group is in the batch, put back, filtered
+   or failed, and no request is left in an engine.
+2. Without `--partial-rollout`, groups contain only work from this step: earlier work may come from older weights and is
+   dropped when a group is issued. `--max-weight-staleness` keeps finished work that is recent enough.
 3. Groups that the step itself ends do not count as failures.
 """
 
@@ -32,12 +32,12 @@ from slime.rollout.user_functions import RolloutHooks
 ABORT_REPEAT_S = 0.5
 """An abort can overtake its request on the way to the engine, so aborts are repeated."""
 ABORT_LIMIT_S = 30.0
-"""After this time, tasks that still run (tools, sandboxes) are cancelled."""
+"""After this time, tasks that are still running (tools, sandboxes) are cancelled."""
 
 
 @SCHEDULES.register("step")
 class StepByStep(RolloutSchedule):
-    """Generates a batch in the step that trains it."""
+    """Generates each batch in the step that trains on it."""
 
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         return await generate_step(context, rollout_id, source)
@@ -49,7 +49,7 @@ async def generate_step(
     """Generates one batch. `batch`: the policy; None: a new `BatchPolicy`.
 
     Raises `DataError` if the filter rejects nearly everything, `EngineError` if too many groups fail,
-    `DeadlineExceeded` after `--rollout-global-timeout-s`, and deliberate errors of user hooks.
+    `DeadlineExceeded` after `--rollout-global-timeout-s`, and any error that a user hook raises deliberately.
     """
     batch = batch or BatchPolicy(context, source)
     loop = GroupLoop(context, RolloutHooks.load(context.args), source, batch)
@@ -70,7 +70,7 @@ async def generate_step(
 
 class BatchPolicy(Policy):
     waits_for_all: bool = False
-    """Whether to wait for groups that still run when the batch is full; otherwise they are cancelled."""
+    """Whether to wait for groups that are still running when the batch is full; otherwise they are cancelled."""
 
     def __init__(self, context: RolloutContext, source: DataBuffer) -> None:
         self.accepted: list[GroupOrRecord] = []
@@ -82,12 +82,12 @@ class BatchPolicy(Policy):
         return len(self.accepted) >= self.target
 
     def num_missing(self, loop: GroupLoop) -> int:
-        """Returns how many groups the batch needs beyond the running groups, times the over-sampling ratio."""
+        """Returns how many groups the batch needs beyond the running ones, times the over-sampling ratio."""
         missing = self.target - len(self.accepted) - len(loop.running)
         return -(-missing * self._context.args.over_sampling_batch_size // self.target)  # rounded up
 
     def admit(self, loop: GroupLoop, group: Group) -> Group:
-        """Drops the work of an earlier step, unless it may be trained."""
+        """Drops work from an earlier step unless it may still be trained on."""
         args, first = self._context.args, group.group_index not in self._issued
         self._issued.add(group.group_index)
         worked_on = group.attempts > 0 and any(s.response_length for s in group.samples)
@@ -98,7 +98,7 @@ class BatchPolicy(Policy):
         return self._source.start_over(group)
 
     def was_meant(self, loop: GroupLoop, group: Group) -> bool:
-        """Returns whether the step ends its surplus groups; any other interruption is a failure."""
+        """Returns whether the step is ending its surplus groups; any other interruption is a failure."""
         return loop.scope.aborted
 
     def is_surplus(self, loop: GroupLoop) -> bool:
@@ -113,7 +113,7 @@ class BatchPolicy(Policy):
 
 
 async def _stop_surplus(loop: GroupLoop) -> None:
-    """Aborts running groups and puts them back; with `--partial-rollout` they keep their tokens."""
+    """Aborts running groups and puts them back. With `--partial-rollout`, they keep their tokens."""
     deadline = time.monotonic() + ABORT_LIMIT_S
     while loop.running and time.monotonic() < deadline:
         loop.scope.aborted = True

@@ -1,1 +1,1 @@
-"""Runs groups in the rollout's own process (`episodes`), or in worker processes (`worker_fleet`, `episode_worker`)."""
+"""Runs groups in the rollout process itself (`episodes`) or in worker processes (`worker_fleet`, `episode_worker`)."""

@@ -1,12 +1,12 @@
 """`EpisodeWorker`: runs whole episodes in a worker process, with its own engine clients, graders and tokenizer.
 
 `WorkerFleet` sends the worker groups to run, admissions and dismissals of engines, and orders to end requests. Calls
-begin in the order in which they were made (`InOrder`). Everything runs on one event loop.
+start in the order in which they were made (`InOrder`). Everything runs on one event loop.
 
 Invariants
-1. The worker packs a group into a `GroupRecord`, in a thread, so that the rollout's process need not encode the group.
+1. The worker packs a group into a `GroupRecord`, in a thread, so that the rollout process does not have to encode it.
 2. When `cancel` returns, the work has ended without a result, or is left behind with a warning that names it.
-3. The orders `abort` and `pause` have the same effect on the worker's requests as on requests of the rollout's process.
+3. `abort` and `pause` affect the worker's requests exactly like the rollout process's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def share_of(args: Args, num_workers: int) -> Args:
-    """Returns the settings of one worker: its share of the requests per engine, and of the grader processes."""
+    """Returns the settings of one worker, with its share of request slots per engine and of grader processes."""
     return args.replace(
         sglang_server_concurrency=math.ceil(args.sglang_server_concurrency / num_workers),
         reward_num_workers=math.ceil(args.reward_num_workers / num_workers),
@@ -47,13 +47,13 @@ def share_of(args: Args, num_workers: int) -> Args:
 
 
 class EpisodeWorker:
-    """A worker, built once per process, before or after its event loop starts."""
+    """A worker. Built once per process, before or after its event loop starts."""
 
     def __init__(
         self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None
     ) -> None:
-        """`num_workers`: number of workers that share engines and graders. `last_words`: the watchdog's file; None: no
-        watchdog.
+        """`num_workers`: number of workers that share the engines and graders. `last_words`: the watchdog's file; None:
+        no watchdog.
 
         Raises `ConfigError`, `HookError`.
         """
@@ -67,17 +67,17 @@ class EpisodeWorker:
         self._last_words = last_words
         self._watchdog: Watchdog | None = None
         self._scopes: dict[int, RequestScope] = {}
-        """Scopes with running work, by their numbers in the rollout's process."""
+        """Scopes with running work, by their numbers in the rollout process."""
         self._running: dict[int, tuple[Work, asyncio.Task[Done]]] = {}
 
     async def ready(self) -> None:
-        """Returns once the worker is built, and starts its watchdog."""
+        """Starts the watchdog. Returns once the worker is built."""
         if self._last_words is not None and self._watchdog is None:
             loop, limit_s = asyncio.get_running_loop(), self._args.execution_timeout_s
             self._watchdog = Watchdog(loop, limit_s=limit_s, last_words=self._last_words)
 
     def longest_stall_s(self) -> float:
-        """Returns the longest time without a turn of the event loop since the last call."""
+        """Returns the longest time without an event-loop iteration since the last call."""
         return 0.0 if self._watchdog is None else self._watchdog.take_longest_s()
 
     def num_left_behind(self) -> int:
@@ -86,7 +86,7 @@ class EpisodeWorker:
     async def run(self, work: Work) -> Done:
         """Runs a group. Raises errors that end the run, and `asyncio.CancelledError` after `cancel`."""
         if work.scope is not None:
-            self._scopes.setdefault(work.scope, RequestScope())  # an abort may come before its first request
+            self._scopes.setdefault(work.scope, RequestScope())  # an abort may precede its first request
         task = asyncio.create_task(self._work(work), name=f"group-{work.group.group_index}")
         self._running[work.number] = work, task
         try:
@@ -97,7 +97,7 @@ class EpisodeWorker:
                 del self._scopes[work.scope]
 
     async def cancel(self, number: int) -> None:
-        """Ends the work with this number; does nothing if it has ended."""
+        """Ends the work with this number; does nothing if it has already ended."""
         if number in self._running:
             _, task = self._running[number]
             await end_tasks([task], 2 * END_LIMIT_S)
@@ -117,17 +117,17 @@ class EpisodeWorker:
         return [url for client in self._models.values() for url in client.progressing(within_s)]
 
     def traffic(self) -> Sums | None:
-        """Returns the sums of the worker's requests to the policy since the last call."""
+        """Returns the sums over the worker's requests to the policy since the last call."""
         return None if self._client is None else self._client.take_traffic()
 
     async def abort(self, scope: int) -> None:
-        """Cancels the requests of a scope, and refuses later requests."""
+        """Cancels the requests of a scope, and rejects later ones."""
         if self._client is not None and scope in self._scopes:
             self._scopes[scope].aborted = True
             await self._client.abort_scope(self._scopes[scope])
 
     async def pause(self, scope: int | None) -> None:
-        """Ends every request; calls continue after `resume`, except that calls of `scope` are cancelled."""
+        """Ends every request. Calls of `scope` are cancelled; all others continue after `resume`."""
         if self._client is not None:
             await self._client.pause(None if scope is None else self._scopes.get(scope))
 
@@ -136,12 +136,12 @@ class EpisodeWorker:
             self._client.resume()
 
     async def drain(self) -> None:
-        """Waits until every abort is delivered."""
+        """Waits until all aborts are delivered."""
         if self._client is not None:
             await self._client.drain()
 
     async def close(self) -> None:
-        """Ends running work, graders and connections."""
+        """Ends running work, and closes graders and connections."""
         await asyncio.gather(*(self.cancel(number) for number in list(self._running)))
         await self._graders.close()
         if self._watchdog is not None:
@@ -183,14 +183,14 @@ class EpisodeWorker:
 
 # ---- the order of calls -----------------------------------------------------------------------------------------
 TURN_LIMIT_S = 120.0
-"""Seconds that a call waits for an earlier call that has not arrived."""
+"""How long (s) a call waits for an earlier call that has not arrived."""
 
 
 class InOrder:
-    """Begins calls of an object's methods in the order of their numbers.
+    """Starts method calls on an object in the order of their numbers.
 
-    Concurrent calls may arrive out of order: `resume` before `pause`, or `cancel` before its `run`. A call waits until
-    all earlier calls have begun; the last of these wakes it.
+    Concurrent calls can arrive out of order: `resume` before `pause`, or `cancel` before its `run`. A call waits until
+    all earlier calls have started; the last of them wakes it.
     """
 
     def __init__(self, called: Any) -> None:
@@ -199,7 +199,7 @@ class InOrder:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """Calls `method` after all calls with smaller numbers have begun.
+        """Calls `method` once all calls with smaller numbers have started.
 
         Raises the errors of the method, and `DeadlineExceeded` if a call with a smaller number does not arrive.
         """
@@ -210,7 +210,7 @@ class InOrder:
             self._next += 1
             if (following := self._waiting.get(self._next)) is not None and not following.done():
                 following.set_result(None)
-        # Begins in this turn of the event loop. A task would begin only after a call that arrives in the same turn.
+        # Starts in this event-loop iteration. A task would start only after a call that arrives in the same iteration.
         return await answer if isinstance(answer, Awaitable) else answer
 
     async def _turn(self, number: int, method: str) -> None:

@@ -1,8 +1,8 @@
 """`Episodes`: runs groups for a loop, in this or other processes. `LocalEpisodes`: runs them in this process.
 
 Invariants
-1. A cancelled call returns when all work on its group has ended, or was left behind after a limit.
-2. `abort` ends the requests of one scope, wherever they run; `pause` ends all requests and delays new requests.
+1. A cancelled call returns once all work on its group has ended, or has been left behind after a time limit.
+2. `abort` ends the requests of one scope, wherever they run. `pause` ends all requests and holds back new ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Episodes(ABC):
-    """Runs groups for a loop."""
+    """Interface for running a loop's groups."""
 
     @abstractmethod
     async def run(
@@ -64,23 +64,23 @@ class Episodes(ABC):
 
     @abstractmethod
     async def pause(self, scope: RequestScope | None) -> None:
-        """Ends every request; calls continue after `resume`, except that calls of `scope` are cancelled."""
+        """Ends every request. Calls of `scope` are cancelled; all others continue after `resume`."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Lets requests continue after `pause`."""
+        """Resumes requests after `pause`."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Waits until every abort is delivered."""
+        """Waits until all aborts are delivered."""
 
     @abstractmethod
     async def num_left_behind(self) -> int:
-        """Returns the number of tasks and threads of user code that still run but are no longer awaited."""
+        """Returns the number of user tasks and threads that are still running but no longer awaited."""
 
 
 class LocalEpisodes(Episodes):
-    """Runs groups in this process. `client`: None if no engine runs."""
+    """Runs groups in this process. `client`: None if no engine is running."""
 
     def __init__(self, client: EngineClient | None) -> None:
         self._client = client
@@ -124,8 +124,8 @@ class LocalEpisodes(Episodes):
 async def work_on(context: RolloutContext, group: Group, params: Mapping[str, Any], hooks: RolloutHooks) -> GroupResult:
     """Runs the unfinished executions of a group, then the user's filter if the group is finished.
 
-    If the run cancelled a request of the filter, the group is ABORTED; its executions stay finished. Raises errors that
-    end the run.
+    If the run cancelled one of the filter's requests, the group is ABORTED, but its executions stay finished. Raises
+    errors that end the run.
     """
     result = await run_group(context, group, dict(params), hooks.generate)
     if hooks.dynamic_filter is None or result.outcome is not Outcome.FINISHED:
@@ -148,19 +148,19 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A group for a worker."""
+    """A group for a worker to run."""
 
     number: int
     """Identifies the work for `cancel`."""
     scope: int | None
-    """The number of its `RequestScope` in the rollout's process; None in an evaluation."""
+    """The number of its `RequestScope` in the rollout process; None during evaluation."""
     rollout_id: int | None
     params: Mapping[str, Any]
     """Sampling parameters."""
     group: Group
-    """Packed, so its numbers are arrays. In an evaluation it has one execution."""
+    """Packed, so its numbers are arrays. During evaluation, it has a single execution."""
     dataset: EvalDatasetConfig | None = None
-    """None except in an evaluation."""
+    """Set only during evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ class Done:
     """A worker's result."""
 
     record: GroupRecord
-    """Text and arrays, which the rollout's process need not decode before training."""
+    """Text and arrays, which the rollout process does not have to decode before training."""
     outcome: Outcome
     reason: str
     verdict: DynamicFilterOutput | None
     progress: Progress
-    """Tokens and failures of this work."""
+    """Counts the tokens and failures of this work."""

@@ -1,16 +1,16 @@
 """`WorkerFleet`: runs groups in worker processes (`EpisodeWorker`).
 
-A call waits for the worker that runs its group. The call is woken by the result, by the worker's death and by a
-cancellation, which is passed on to the worker. Everything runs on the event loop of the rollout's process, which never
-reads the tokens of a group.
+A call waits for the worker that runs its group. It wakes up on the result, on the worker's death, and on cancellation,
+which is forwarded to the worker. Everything runs on the event loop of the rollout process, which never reads the tokens
+of a group.
 
 Invariants
-1. A group goes to the worker with the fewest groups. A new process replaces a dead worker and receives the current
-   engines and the current pause. The groups of the dead worker are sent again, as they were issued; none is lost.
-2. If `SUSPECT` workers died while they ran a group, the group runs alone in its own process. If that process dies too,
-   the group fails, but groups that earlier ran beside it do not.
-3. Orders reach each worker, and the clients of this process, in the order in which they were given.
-4. If a worker dies `MAX_DEATHS` times in a row without a finished group, or does not start, the run ends.
+1. A group goes to the worker with the fewest groups. A dead worker is replaced by a new process, which receives the
+   current engines and the current pause state. The dead worker's groups are resent as they were issued; none is lost.
+2. If `SUSPECT` workers died while running a group, the group runs alone in a process of its own. If that process dies
+   too, the group fails, but the groups that previously ran beside it do not.
+3. Orders reach each worker, and the clients of this process, in the order in which they were issued.
+4. If a worker dies `MAX_DEATHS` times in a row without finishing a group, or cannot be built, the run ends.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ from slime.settings.eval_config import EvalDatasetConfig
 logger = logging.getLogger(__name__)
 
 SUSPECT = 4
-"""Number of worker deaths after which a group runs alone. The number is low, so that a group that kills its process is
-found soon. It is high enough that other groups rarely share all these deaths, because groups that run alone wait for
-each other.
+"""Number of worker deaths after which a group runs alone. Low enough to find a group that kills its process quickly,
+but high enough that other groups rarely share all these deaths, because groups that run alone wait for each other.
 """
 STALL_COUNTS = 2
-"""A stall counts as this many deaths, because it cost `--execution-timeout-s`."""
+"""A stall counts as this many deaths, because it costs `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
-"""Higher than the number of deaths that reveals a group that kills its process."""
+"""Higher than the number of deaths that exposes a group that kills its process."""
 ORDER_LIMIT_S = 60.0
-"""Seconds that a worker may take to carry out an order; user code may block its event loop."""
+"""How long (s) a worker may take to execute an order; user code can block its event loop."""
 CLOSE_LIMIT_S = 30.0
 QUERY_LIMIT_S = 2.0
-"""Seconds that a worker may take to answer a query."""
+"""How long (s) a worker may take to answer a query."""
 
 
 class _WorkerLost(Exception):
@@ -64,20 +63,20 @@ class _WorkerLost(Exception):
 
 
 class _Guilty(Exception):
-    """A group killed the process in which it ran alone."""
+    """A group killed the process in which it was running alone."""
 
 
 class _Ended(Exception):
-    """The run cancelled the requests of a group that was between two workers."""
+    """The run cancelled the requests of a group while it was between two workers."""
 
 
 class WorkerPort(Protocol):
     """The fleet's interface to a worker process."""
 
     def call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        """Calls a method of the `EpisodeWorker`. The worker begins calls in the order in which they were made.
+        """Calls a method of the `EpisodeWorker`. The worker starts calls in the order in which they were made.
 
-        Awaiting the answer raises `ActorDied` if the process has died, and errors of the method.
+        Awaiting the result raises `ActorDied` if the process has died, and any error of the method.
         """
 
     def kill(self) -> None:
@@ -86,49 +85,49 @@ class WorkerPort(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker; its process may change."""
+    """A worker. Its process changes when it is replaced."""
 
     number: int
     port: WorkerPort
     is_shared: bool = True
-    """Whether the worker takes any group; otherwise the worker runs one group alone."""
+    """Whether the worker takes any group; otherwise it runs a single group alone."""
     num_running: int = 0
     num_deaths: int = 0
-    """Consecutive deaths without a finished group."""
+    """Consecutive deaths without a finished group in between."""
     orders: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Orders that run in the background."""
+    """Orders running in the background."""
 
 
 class WorkerFleet(Episodes):
-    """All workers of a run. Use it on one event loop; call `close` at the end."""
+    """All workers of a run. Use it on a single event loop, and call `close` at the end."""
 
     def __init__(self, start: Callable[[int], WorkerPort], num_workers: int, *, start_limit_s: float = 600.0) -> None:
-        """`start`: starts the process of the worker with the given number, and returns immediately. `start_limit_s`:
+        """`start`: starts the process of worker number N without waiting for it. `start_limit_s`:
         `--engine-start-timeout-s`.
         """
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """The first call starts the members and sends them the earlier orders."""
+        """Started by the first call, which also sends them all earlier orders."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
-        """(model, engine) -> the part of a request that the engine serves."""
+        """(model, engine) -> whether the engine does prefill, decode or both."""
         self._conductor = LocalEpisodes(None)
         self._paused = self._closing = False
         self._verdict: ActorDied | None = None
         """The error that ends the run."""
         self._deaths = Counter[tuple[int, int | None]]()
-        """(group, its first execution) -> number of workers that died while they ran it."""
+        """(group, its first execution) -> number of workers that died while running it."""
         self._alone = asyncio.Semaphore(num_workers)
         self._counts: dict[_Member, Sums] = {}
-        """Sums of each worker's requests that `traffic` has not yet returned."""
+        """Sums over each worker's requests that `traffic` has not returned yet."""
 
     def include(self, conductor: LocalEpisodes) -> None:
-        """Sends all orders to `conductor` too, because this process sends the requests of user functions."""
+        """Sends all orders to `conductor` as well, because user functions send their requests from this process."""
         self._conductor = conductor
 
     async def ready(self) -> None:
-        """Returns once all workers are built. Raises errors of their constructors, and `DeadlineExceeded`."""
+        """Returns once all workers are built. Raises their constructors' errors, and `DeadlineExceeded`."""
         self._begin()
         try:
             starts = asyncio.gather(*(member.port.call("ready") for member in self._members))
@@ -182,7 +181,7 @@ class WorkerFleet(Episodes):
         group: Group,
         dataset: EvalDatasetConfig | None = None,
     ) -> Done:
-        """Returns the result of the first worker that does not die. Raises `_Ended`, `_Guilty`, and errors that end the
+        """Returns the result of the first worker that survives. Raises `_Ended`, `_Guilty`, and errors that end the
         run.
         """
         key = group.group_index, group.samples[0].index
@@ -208,7 +207,7 @@ class WorkerFleet(Episodes):
             return done
 
     async def _done_alone(self, work: Work) -> Done:
-        """Runs the work alone in a new process; at most `num_workers` at a time."""
+        """Runs the work alone in a new process, at most `num_workers` of them at a time."""
         with waiting():
             async with self._alone:
                 member = _Member(self._num_workers, self._start(self._num_workers), is_shared=False)
@@ -221,7 +220,7 @@ class WorkerFleet(Episodes):
                     member.port.kill()
 
     async def _done_by(self, member: _Member, work: Work) -> Done:
-        """Raises `_WorkerLost` if the worker died, and errors that end the run."""
+        """Runs the work in a member. Raises `_WorkerLost` if the worker dies, and errors that end the run."""
         port = member.port
         member.num_running += 1
         try:
@@ -240,18 +239,18 @@ class WorkerFleet(Episodes):
         return replace(done, record=record)
 
     def _replace(self, member: _Member, port: WorkerPort, death: ActorDied) -> None:
-        """Replaces a dead process, once for each death."""
+        """Replaces a dead process, once per death."""
         if member.port is not port or not member.is_shared or self._closing or self._verdict is not None:
             return
         port.kill()  # the process may be alive but unreachable
         member.num_deaths += 1
         if member.num_deaths >= MAX_DEATHS:
             self._verdict = ActorDied(
-                f"rollout worker {member.number} died {member.num_deaths} times in a row without a finished group, the "
-                f"last time because: {death}; check its log: user code ended the process, or memory ran out"
+                f"rollout worker {member.number} died {member.num_deaths} times in a row without finishing a group "
+                f"(last error: {death}); check its log: user code killed the process, or it ran out of memory"
             )
             return
-        logger.warning("rollout worker %d died and is started again: %s", member.number, death)
+        logger.warning("rollout worker %d died, restarting it: %s", member.number, death)
         member.port = self._start(member.number)
         self._tell_state(member)
 
@@ -266,7 +265,7 @@ class WorkerFleet(Episodes):
                 self._tell_state(member)
 
     def _tell_state(self, member: _Member) -> None:
-        """Sends the state to a new process: the pause first, then the engines."""
+        """Sends the current state to a new process: first the pause, then the engines."""
         self._follow(member, self._started(member, member.port))
         if self._paused:
             self._tell(member, "pause", None)
@@ -274,19 +273,19 @@ class WorkerFleet(Episodes):
             self._tell(member, "admit", model, [url], worker)
 
     async def _started(self, member: _Member, port: WorkerPort) -> None:
-        """Watches the start of a process; kills one that takes too long."""
+        """Waits for a process to start. Kills it if it takes too long."""
         try:
             await within(port.call("ready"), self._start_limit_s)
         except TimeoutError:
             port.kill()
             late = ActorDied(
                 f"rollout worker {member.number} did not start within {self._start_limit_s:.0f} s and was killed; "
-                f"{START_FLAG} raises that limit"
+                f"raise {START_FLAG}"
             )
             self._replace(member, port, late)
         except ActorDied as death:
             self._replace(member, port, death)
-        except SlimeError as error:  # raised by its groups as well
+        except SlimeError as error:  # its groups raise it as well
             logger.warning("rollout worker %d did not start: %s", member.number, error)
 
     # ---- engines and requests --------------------------------------------------------------------------------------
@@ -309,22 +308,22 @@ class WorkerFleet(Episodes):
         return [url for urls in await self._ask_all("progressing", within_s) for url in urls or ()]
 
     async def longest_stall_s(self) -> float:
-        """Returns the longest time without a turn of a worker's event loop since the last call.
+        """Returns the longest time without an iteration of any worker's event loop since the last call.
 
-        A worker that does not answer in time is stalled now, and counts as `QUERY_LIMIT_S`.
+        A worker that does not answer in time is currently stalled, and counts as `QUERY_LIMIT_S`.
         """
         seen = await self._ask_all("longest_stall_s")
         return max((QUERY_LIMIT_S if s is None else s for s in seen), default=0.0)
 
     async def traffic(self) -> list[Sums]:
-        """Returns the sums of each worker's requests. Late sums are returned by the next call."""
+        """Returns the sums over each worker's requests. Late results are included in the next call."""
         if asked := [self._follow(member, self._counted(member)) for member in self._members]:
             await asyncio.wait(asked, timeout=QUERY_LIMIT_S)
         counted, self._counts = self._counts, {}
         return list(counted.values())
 
     async def num_left_behind(self) -> int:
-        """Counts user code left behind in this process and in the workers that answer in time."""
+        """Counts user tasks and threads left behind in this process and in the workers that answer in time."""
         here = await self._conductor.num_left_behind()
         return here + sum(num or 0 for num in await self._ask_all("num_left_behind"))
 
@@ -333,7 +332,7 @@ class WorkerFleet(Episodes):
         await asyncio.gather(self._order("abort", scope.number), self._conductor.abort(scope))
 
     async def pause(self, scope: RequestScope | None) -> None:
-        """See `Episodes.pause`. Only logs a worker that does not answer in time."""
+        """See `Episodes.pause`. If a worker does not answer in time, only logs a warning."""
         self._paused = True
         number = None if scope is None else scope.number
         await asyncio.gather(self._order("pause", number), self._conductor.pause(scope))
@@ -357,7 +356,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Sends an order to all workers; waits until each has carried it out, has died or takes too long."""
+        """Sends an order to all workers. Waits until each has executed it, has died or has timed out."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -379,7 +378,7 @@ class WorkerFleet(Episodes):
     def _bounded(
         self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
     ) -> Coroutine[Any, Any, None]:
-        """Sends an order now. The returned coroutine waits until the worker has carried it out."""
+        """Sends an order immediately. The returned coroutine waits until the worker has executed it."""
         port = member.port
         return self._obeyed(member, port, port.call(method, *arguments), method, limit_s)
 
@@ -396,10 +395,10 @@ class WorkerFleet(Episodes):
                 "waited %.0f s for worker %d to %s; user code blocks its event loop", limit_s, member.number, method
             )
         except SlimeError as error:
-            logger.warning("%s of rollout worker %d: %s", method, member.number, error)
+            logger.warning("%s failed in rollout worker %d: %s", method, member.number, error)
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Returns the answers of all workers; None for a worker that does not answer in time or has died."""
+        """Returns the results of all workers; None for a worker that has died or does not answer in time."""
         return await asyncio.gather(*(self._asked(member, method, *arguments) for member in list(self._members)))
 
     async def _asked(self, member: _Member, method: str, *arguments: Any) -> Any:
@@ -414,15 +413,15 @@ class WorkerFleet(Episodes):
         return None
 
     async def _counted(self, member: _Member) -> None:
-        """Requests a worker's sums and keeps them even if late, because the worker reports its sums only once."""
+        """Requests a worker's sums. Stores them even if they are late, because the worker reports them only once."""
         port = member.port
         try:
             sums: Sums | None = await port.call("traffic")
         except ActorDied as death:
             self._replace(member, port, death)
             return
-        except SlimeError as error:  # raised by its groups as well
-            logger.warning("rollout worker %d does not report its requests: %s", member.number, error)
+        except SlimeError as error:  # its groups raise it as well
+            logger.warning("cannot get request counts of rollout worker %d: %s", member.number, error)
             return
         if sums is not None:
             before = self._counts.get(member)

@@ -1,1 +1,1 @@
-"""Hooks that generate data for losses other than the policy loss, one file each."""
+"""Hooks that generate data for losses other than the policy loss, one file per loss."""

@@ -1,13 +1,13 @@
-"""Rejection sampling: engines sample `n` answers, and `--loss-type sft_loss` fine-tunes the model on the good ones.
+"""Rejection sampling: samples `n` responses per prompt, and fine-tunes on the good ones (`--loss-type sft_loss`).
 
     --loss-type sft_loss --rollout-function-path slime.rollout.loop.generate_rollout --n-samples-per-prompt 8
     --dynamic-sampling-filter-path slime.rollout.workflows.rejection.has_right      # drops prompts without a good one
     --rollout-sample-filter-path slime.rollout.workflows.rejection.keep_right       # or keep_best
     --drop-masked-executions                                 # averages over kept executions only (loss_aggregation)
 
-The other executions stay in the batch and its metrics, but are masked. Unscored executions are always masked, and not
-compared with others. Settings under `custom` of `--custom-config-path`: `min_reward` (1.0) is the lowest reward of a
-right answer, and `num_kept` (1) is the number of executions that `keep_best` keeps.
+The other executions stay in the batch and its metrics, but are masked. Unscored executions are always masked and never
+compared with others. Settings under `custom` in `--custom-config-path`: `min_reward` (1.0) is the lowest reward that
+counts as right, and `num_kept` (1) is the number of executions that `keep_best` keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _keep(
     groups: list[list[Sample]],
     chosen: Callable[[dict[int | None, float]], set[int | None]],
 ) -> None:
-    """Masks all executions except those that `chosen` selects by the rewards of scored executions."""
+    """Masks all executions except those that `chosen` selects, given the rewards of the scored executions."""
     for group in groups:
         kept = chosen(reward_of_executions(group, args.reward_key))
         for sample in group:
@@ -39,12 +39,12 @@ def _min_reward(args: Args) -> float:
 
 
 def keep_right(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: keeps only executions with at least `min_reward`."""
+    """Sample filter: keeps only executions with a reward of at least `min_reward`."""
     _keep(args, groups, lambda rewards: {i for i, reward in rewards.items() if reward >= _min_reward(args)})
 
 
 def keep_best(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: keeps only the `num_kept` executions of each prompt with the highest rewards.
+    """Sample filter: keeps only the `num_kept` executions with the highest rewards for each prompt.
 
     Keeps none if all rewards of a prompt are equal. On a tie, the earlier execution wins.
     """
@@ -57,6 +57,6 @@ def keep_best(args: Any, groups: list[list[Sample]]) -> None:
 
 
 def has_right(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:
-    """Dynamic filter: drops a prompt without an execution that `keep_right` keeps."""
+    """Dynamic filter: drops a prompt if `keep_right` would keep none of its executions."""
     keep = any(reward >= _min_reward(args) for reward in execution_rewards(args, samples))
     return DynamicFilterOutput(keep=keep, reason=None if keep else "none_right")

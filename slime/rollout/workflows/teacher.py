@@ -1,12 +1,12 @@
-"""On-policy distillation with a teacher that SGLang serves (`--opd-type sglang --opd-teacher-url URL`).
+"""On-policy distillation from a teacher served by SGLang (`--opd-type sglang --opd-teacher-url URL`).
 
 The student samples; the teacher returns the log-prob of each response token (`slime.rollout.client.teacher_client`).
-`judge` is a sample hook, so it works with every generate function, fan-outs included. Without a grader, samples get
-reward 0.0, because they learn from the teacher alone.
+`judge` is a sample hook, so it works with every generate function, including fan-outs. Without a grader, samples get
+reward 0.0, because they learn only from the teacher.
 
 Invariants
-1. The teacher's log-probs belong to the sampled ids. Teacher and student share one vocabulary.
-2. If the teacher fails or exceeds the time limit, the execution fails, and is retried or dropped like any other.
+1. The teacher's log-probs belong to the sampled ids. Teacher and student share the same vocabulary.
+2. If the teacher fails or times out, the execution fails, and is retried or dropped like any other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slime.rollout.context import current
 
 
 async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
-    """Sample hook: writes `sample.teacher_log_probs`. With `--opd-teacher-url`, it runs after the user's own hooks."""
+    """Sample hook: sets `sample.teacher_log_probs`. With `--opd-teacher-url`, it runs after the user's own hooks."""
     if evaluation:
         return
     teacher = current().teacher
     if teacher is None:
-        raise HookError("the sample hook has no teacher to send the sample to; set --opd-teacher-url")
+        raise HookError("this sample hook requires a teacher; set --opd-teacher-url")
     sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
     graded = args.rm_type or args.custom_rm_path or sample.custom_rm_path or sample.metadata.get("rm_type")
     if sample.reward is None and not graded:
@@ -32,7 +32,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """A name of the public slime that implies `--opd-teacher-url`. Raises `HookError` if called."""
+    """Name from the public slime that implies `--opd-teacher-url`. Raises `HookError` if called."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 
@@ -42,6 +42,6 @@ def post_process_rewards(args: Any, samples: list[Sample], **kwargs: Any) -> Any
 
 
 _INSTEAD = (
-    "your function called {}, but a sample hook gets the teacher's log-probs here; set --opd-teacher-url, and read "
+    "{} must not be called, because a sample hook gets the teacher's log-probs; set --opd-teacher-url, and read "
     "sample.teacher_log_probs"
 )

@@ -37,7 +37,7 @@ async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_mo
         async with asyncio.timeout(60):
             while room.model.running:
                 await asyncio.sleep(0.01)
-        with pytest.raises(openai.BadRequestError, match="used all of its 1 seconds"):
+        with pytest.raises(openai.BadRequestError, match="time limit of 1 s"):
             await client.chat.completions.create(model="m", messages=USER)
         assert room.adapter.session(key).hit_limit
         assert room.adapter.finish_session(key, Sample(index=0, group_index=0)) == []
@@ -49,7 +49,7 @@ async def test_what_was_said_before_the_limit_counts_and_is_truncated() -> None:
         key = room.adapter.open_session(max_turns=1, time_limit_s=3600.0)
         client = client_of(room, key)
         await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(openai.BadRequestError, match="used all of its 1 turns"):
+        with pytest.raises(openai.BadRequestError, match="limit of 1 turns"):
             await client.chat.completions.create(model="m", messages=USER)
         limit = room.adapter._sessions[key].limit
         [sample] = room.adapter.finish_session(key, Sample(index=0, group_index=0), reward=1.0)
@@ -70,7 +70,7 @@ async def test_what_an_execution_samples_in_all_is_limited_over_its_sessions() -
             assert answer.choices[0].finish_reason == "length"
         assert [body["sampling_params"]["max_new_tokens"] for body in room.model.requests] == [5, 5, 2]
         for key in keys:
-            with pytest.raises(openai.BadRequestError, match="has sampled all of its 12 tokens"):
+            with pytest.raises(openai.BadRequestError, match="limit of 12 sampled tokens"):
                 await client_of(room, key).chat.completions.create(model="m", messages=USER)
             assert room.adapter.finish_session(key, Sample(index=0, group_index=0))[-1].status is Status.TRUNCATED
 
@@ -143,4 +143,4 @@ async def test_an_agent_that_never_got_an_answer_failed() -> None:
     async with agent_room() as room:
         execution = Execution(room.url, room.key, room.adapter)
         [sample] = execution.samples(Sample(index=3, group_index=1), reward=1.0)
-        assert sample.status is Status.FAILED and sample.index == 3 and "without an answer" in sample.failure
+        assert sample.status is Status.FAILED and sample.index == 3 and "without a response" in sample.failure

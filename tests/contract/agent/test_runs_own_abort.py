@@ -141,17 +141,17 @@ OTHER = turns_with_calls("<tool_call>{{ c.function.name ~ ': ' ~ c.function.argu
 AGENTS = ("--custom-generate-function-path", "examples.agent_openai_loop:generate")
 """Without one, flags of agents have no effect."""
 REFUSED = [
-    (UNKNOWN, (), r"does not write calls in a known format.*--agent-tool-format text to leave calls"),
+    (UNKNOWN, (), r"does not use a known tool-call format.*--agent-tool-format text to leave calls"),
     (
         UNKNOWN.replace("tools", "notools"),
         (),
-        r"the chat template does not write tools.*--chat-template FILE",
+        r"the chat template does not support tools.*--chat-template FILE",
     ),
-    (OTHER, (), r"'<tool_call>look_up.*which the format hermes does not read"),
+    (OTHER, (), r"'<tool_call>look_up.*which the format hermes cannot parse"),
     (
         UNKNOWN,
         (*AGENTS, "--agent-tool-format", "kimi_k2"),
-        r"'!look_up.*which the format kimi_k2 does not read",
+        r"'!look_up.*which the format kimi_k2 cannot parse",
     ),
 ]
 

@@ -342,4 +342,4 @@ def test_what_nothing_holds_runs_only_where_that_is_allowed() -> None:
     folder = said[2].split()[0]
     assert said[1] == str(["text", folder, folder, "0"]) and said[2].endswith("True"), done
     assert said[3:] == ["True begun", "", "True", "137", "fine", "", "False", ""], done
-    assert "WARNING agents run UNCONFINED" in done.stderr and gone("7303"), done
+    assert "WARNING running agents UNCONFINED" in done.stderr and gone("7303"), done

@@ -206,15 +206,15 @@ def test_errors_come_in_the_shape_of_each_api() -> None:
             await client.with_options(api_key="sk-nobody").models.list()
         with pytest.raises(anthropic.AuthenticationError):
             await claude.with_options(api_key="nobody").messages.create(model="m", max_tokens=1, messages=USER)
-        with pytest.raises(openai.BadRequestError, match="each request gets one answer"):
+        with pytest.raises(openai.BadRequestError, match="only one choice per request"):
             await client.chat.completions.create(model="m", messages=USER, n=2)
         picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
-        with pytest.raises(anthropic.BadRequestError, match="reads text only"):
+        with pytest.raises(anthropic.BadRequestError, match="the model is text-only"):
             await claude.messages.create(model="m", max_tokens=1, messages=[{"role": "user", "content": [picture]}])
         await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(openai.BadRequestError, match="used all of its 1 turns"):
+        with pytest.raises(openai.BadRequestError, match="limit of 1 turns"):
             await client.chat.completions.create(model="m", messages=USER)
-        with pytest.raises(anthropic.BadRequestError, match="used all of its 1 turns"):
+        with pytest.raises(anthropic.BadRequestError, match="limit of 1 turns"):
             await claude.messages.create(model="m", max_tokens=1, messages=USER)
         [sample] = room.adapter.finish_session(room.key, Sample(index=0, group_index=0))
         assert sample.status is Status.TRUNCATED, "a limit ended it, not the agent"
@@ -264,7 +264,7 @@ def test_what_ends_an_execution_ends_the_requests_of_its_agent() -> None:
         await room.client.abort_scope(scope)
         with pytest.raises(openai.InternalServerError, match="the run cancelled a request"):
             await asking
-        with pytest.raises(openai.InternalServerError, match="no more requests of this session"):
+        with pytest.raises(openai.InternalServerError, match="no longer accepts requests from this session"):
             await client.chat.completions.create(model="m", messages=USER)
         (sample,) = room.adapter.finish_session(key, Sample(index=0, group_index=0))
         assert sample.status is Status.ABORTED and not sample.tokens

@@ -95,13 +95,13 @@ def test_one_that_drops_results() -> None:
     found = report("qwen2.5", HEADER + LOOP + "{% if m.role != 'tool' %}" + TURN + "{% endif %}" + DONE + PROMPT)
     found.require_plain_turns()
     assert set(found.failing) == WITH_TOOLS - {"tools in the prompt"}
-    assert "does not append the message of role tool" in by_feature(found)["call with its result"].detail
+    assert "does not append the tool message" in by_feature(found)["call with its result"].detail
 
 
 def test_one_that_drops_calls() -> None:
     found = report("qwen2.5", HEADER + LOOP + TURN.replace(CALLS, "") + DONE + PROMPT)
     assert set(found.failing) == WITH_TOOLS - {"tools in the prompt"}
-    assert "omits 'look_up' of an answer" in by_feature(found)["call with its result"].detail
+    assert "omits 'look_up' from an answer" in by_feature(found)["call with its result"].detail
 
 
 def test_one_that_puts_system_messages_first() -> None:
@@ -114,8 +114,8 @@ def test_one_that_puts_system_messages_first() -> None:
 
 def test_one_without_an_end_token() -> None:
     found = report("qwen2.5", HEADER + LOOP + TURN.replace("<|im_end|>", "") + DONE + PROMPT)
-    assert "after an answer it writes '\\n<|im_start|>" in found.wrong_ends
-    with pytest.raises(DataError, match="after an answer it writes"):
+    assert "it writes '\\n<|im_start|>" in found.wrong_ends
+    with pytest.raises(DataError, match="it writes .* after an answer"):
         found.require_plain_turns()
 
 
@@ -218,6 +218,6 @@ def test_doctor_prints_the_report(capsys: pytest.CaptureFixture[str], tmp_path: 
     ends = json.dumps({"eos_token_id": ids_of(glm4, PUBLISHED["glm4 with tools"].ends)})
     (tmp_path / "glm4" / "generation_config.json").write_text(ends)
     assert main(["doctor", "--template", str(tmp_path / "glm4")]) == 0
-    assert "agents with tools are refused: the chat template does not write calls in" in capsys.readouterr().out
+    assert "agents with tools are refused: the chat template does not use a known" in capsys.readouterr().out
     assert main(["doctor", "--template", str(tmp_path / "none")]) == 2
     assert main(["doctor", "--template", str(tmp_path)]) == 2

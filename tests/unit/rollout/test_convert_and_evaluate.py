@@ -212,7 +212,7 @@ def test_a_few_failures_are_counted_and_no_score_has_them(tmp_path: Path) -> Non
     assert metrics["eval/held-num_unscored"] == 0 and metrics["eval/held"] == metrics["eval/held-pass@2"] == 1.0
     tries: Any = load(f"{own}:generate", "generate")
     assert Counter(tries.__globals__["TRIES"]) == {-1: 3, -2: 3, -11: 3, -12: 3}, "each of the first prompt's"
-    too_many = r"2 of 6 samples of more failed in evaluation, more than 1 .* the sandbox is gone"
+    too_many = r"2 of 6 samples of more failed in evaluation; at most 1 .* the sandbox is gone"
     with pytest.raises(EngineError, match=too_many):
         evaluate(tmp_path, FakeEngine(), *hook, "--eval-max-failed-fraction", "0.16")
 

@@ -213,8 +213,8 @@ def test_paused_requests_return_partial_tokens_and_later_ones_wait_until_they_re
     ("ids", "params", "message"),
     [
         ([], {}, "prompt is empty"),
-        ([3, 200], {}, "belong together"),
-        ([3], {"logit_bias": {"3": 1.0}}, "drop them silently"),
+        ([3, 200], {}, "tokenizer matches the model"),
+        ([3], {"logit_bias": {"3": 1.0}}, "silently drop them"),
     ],
 )
 def test_what_an_engine_mishandles_is_refused_before_it_is_sent(ids: list[int], params: Any, message: str) -> None:
@@ -272,7 +272,7 @@ def test_an_engine_that_labels_tokens_is_taken_at_its_word() -> None:
 @pytest.mark.parametrize("labels", [None, [], [3], [-1, 3], [0, 0], [3, 4], [3, 3, 3]])
 def test_a_token_without_its_label_is_an_error(labels: list[int] | None) -> None:
     whole = {**answer(**LABELLED, token_weight_version=labels), "output_ids": [4, 5]}
-    with pytest.raises(EngineError, match="did not label each"):
+    with pytest.raises(EngineError, match="a valid one per token"):
         parse_generation(whole, token_versions=True)
 
 

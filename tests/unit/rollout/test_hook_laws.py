@@ -98,7 +98,7 @@ def test_a_nest_is_one_execution_and_its_samples_are_different_objects() -> None
     sample = Sample(group_index=1, index=5)
     out = asyncio.run(call_generate(nested, None, sample, {}, evaluation=False))
     assert [(s.group_index, s.index) for s in out] == [(1, 5)] * 3
-    with pytest.raises(HookError, match="several times"):
+    with pytest.raises(HookError, match="twice"):
         asyncio.run(call_generate(twice, None, sample, {}, evaluation=False))
 
 

@@ -60,13 +60,13 @@ def test_an_answer_with_a_placeholder_starts_over_instead_of_going_on() -> None:
 def test_a_prompt_that_the_engine_read_otherwise_is_an_error(read: int) -> None:
     call = _call()
     call.payload("r", 64)
-    with pytest.raises(EngineError, match=rf"the engine read {read} prompt tokens, but the trainer has {len(IDS)},"):
+    with pytest.raises(EngineError, match=rf"the engine counts {read} prompt tokens, but the trainer {len(IDS)},"):
         call.take_event(_event([40], read))
 
 
 @pytest.mark.parametrize("ids", [[2, 5], [2, 8, 5, 8, 5, 8, 5], [2, 8, 8, 8, 5]])
 def test_another_number_of_placeholders_is_refused(ids: list[int]) -> None:
-    with pytest.raises(RequestRejected, match=r"runs of placeholders for 2 images"):
+    with pytest.raises(RequestRejected, match=r"runs of placeholders but 2 images"):
         TWO.written(ids)
 
 

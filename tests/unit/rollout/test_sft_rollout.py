@@ -77,7 +77,7 @@ def test_what_a_template_has_no_place_for_is_counted_and_logged_once(
     for _ in range(2):
         _, metrics, _ = step(args)
         assert metrics["rollout/num_rows_without_reasoning"] == 1.0 == metrics["rollout/num_filtered_groups"]
-    logged = [r.message for r in caplog.records if "leaves out reasoning" in r.message]
+    logged = [r.message for r in caplog.records if "omits reasoning" in r.message]
     assert len(logged) == 1 and "rollout/num_rows_without_reasoning" in logged[0]
 
 
@@ -96,9 +96,9 @@ def test_a_turn_ends_with_a_token_of_the_generation_config(tmp_path: Path) -> No
 
 
 def test_text_prompts_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="needs messages, or a text and its answer"):
+    with pytest.raises(DataError, match="requires messages, or a text and its answer"):
         step(rollout_args(tmp_path, *SFT).replace(label_key=None))
-    with pytest.raises(DataError, match="leave out --apply-chat-template"):
+    with pytest.raises(DataError, match="remove --apply-chat-template"):
         step(rollout_args(tmp_path, *SFT, "--apply-chat-template"))
 
 

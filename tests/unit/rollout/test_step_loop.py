@@ -100,7 +100,7 @@ def test_a_prompt_that_kills_engines_is_given_up_at_once_and_told_of(
         return
     assert metrics["rollout/failed/deadly_engines_died_under_it"] == metrics["rollout/num_failed_groups"] == 1
     assert metrics.get("rollout/num_retried_groups", 0) == 0
-    assert "group 0 is dropped as failed: deadly: engines died under it" in caplog.text and "of group 0)" in caplog.text
+    assert "dropping group 0 as failed: deadly: engines died under it" in caplog.text and "of group 0)" in caplog.text
 
 
 HANDLED = {

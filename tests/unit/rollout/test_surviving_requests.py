@@ -438,6 +438,6 @@ async def test_tries_without_a_token_are_bounded() -> None:
     async with serve(FakeEngine()) as engine:
         engine.faults.extend([429] * 99)
         client = EngineClient(engine.url)
-        with pytest.raises(EngineError, match="after 5 tries"):
+        with pytest.raises(EngineError, match="after 5 attempts"):
             await client.generate([3], PARAMS)
         await client.close()

@@ -55,7 +55,7 @@ LAW_1 = {
     ),
     "other ids behind which the second turn was sampled": (
         {"tokens": [1, 2, 5, 6, 8, 3, 4], "loss_mask": [1, 1, 0, 0, 1]},
-        r"token 4 \(id 4\) .* did not read the ids before it: token 5 of the sample is id 3, but the engine had id 9",
+        r"token 4 \(id 4\) .* got a different prefix: token 5 of the sample is id 3, but the engine had id 9",
     ),
     "another prompt": (
         {"tokens": [1, 3, 5, 6, 8, 9, 4]},
