@@ -133,7 +133,7 @@ class ShellSandbox(Sandbox):
 
 WRITE_FILE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ_FILE = 'test -f "$1" || { echo "it is not a plain file" >&2; exit 1; }; cat <"$1"'
-"""Shell lines of `ShellSandbox`."""
+"""Shell commands that `ShellSandbox` uses to access files."""
 
 SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slime.agent.sandbox", contract=Sandbox)
 

@@ -4,8 +4,9 @@ Limits
 - Processes: `RLIMIT_NPROC` of an otherwise unused user id.
 - Memory: `RLIMIT_AS` of each process, and the total over all processes. While several processes run, the total is
   checked 50 times a second; above the limit, every command is killed.
-- Files: the size of the in-memory file systems `/work`, `/tmp` and `/dev/shm`. Control groups are not used, because
-  containers seldom allow them.
+- Files: the size of the in-memory file systems `/work`, `/tmp` and `/dev/shm`.
+
+Control groups are not used, because containers seldom allow them.
 
 Everything runs on one event loop. `local_supervisor.py` sends the exit statuses of commands through the control socket;
 each status wakes its command's caller. This module accepts connections for `reach` on a socket that
@@ -53,7 +54,7 @@ PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF
 @SANDBOXES.register("local")
 @dataclass(kw_only=True)
 class LocalSandbox(ShellSandbox):
-    """A sandbox in namespaces on this machine."""
+    """A sandbox on this machine, isolated by Linux namespaces."""
 
     reach: tuple[str, int] | None = None
     """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""

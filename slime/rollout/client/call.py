@@ -507,7 +507,7 @@ class Call:
         sampled the token.
         """
         known, num = self._experts, len(self.input_ids)
-        read_under = self._versions[self._num_earlier]  # version of the first token sampled after the rows
+        read_under = self._versions[self._num_earlier]  # the version that computed the rows
         more = without_newer(more, self._versions[: self._num_earlier], num, num + self._num_earlier, read_under)
         if known is None:
             self._experts = replace(more, read=(num, read_under))

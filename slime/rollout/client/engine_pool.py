@@ -102,8 +102,8 @@ class EnginePool:
         wait_limit_s: float,
         wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: how long an attempt may make no progress. `wait_limit_s`: how long requests wait while no
-        engine is reachable. `wanted`: what to call an engine in error messages.
+        """`silence_limit_s`: how long an attempt may go without progress. `wait_limit_s`: how long requests wait while
+        no engine is reachable. `wanted`: what to call an engine in error messages.
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
         self._wanted = wanted
@@ -116,7 +116,7 @@ class EnginePool:
         self.is_open = True
         """Whether requests can get slots."""
         self._alone_since: float | None = None
-        """When requests began to wait without a reachable engine; None if there is one or no request waits."""
+        """When requests started waiting with no reachable engine; None if this is not the case."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]

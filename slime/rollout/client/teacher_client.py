@@ -88,7 +88,9 @@ class TeacherClient:
                     return decode(body)
                 problem = f"HTTP {status}: {body[:300].decode(errors='replace')}"
                 if status not in RETRY_STATUSES:
-                    raise RequestRejected(f"{self._url} refused {len(payload['input_ids'])} ids: {problem}")
+                    raise RequestRejected(
+                        f"{self._url} rejected a request of {len(payload['input_ids'])} ids: {problem}"
+                    )
                 if status == 500 and attempt:
                     break
             except aiohttp.ClientConnectorError as broken:

@@ -118,7 +118,7 @@ class Policy(ABC):
 
     @abstractmethod
     def accept(self, loop: GroupLoop, group: GroupOrRecord) -> None:
-        """Takes a finished group."""
+        """Accepts a finished group, for example into the batch."""
 
 
 class GroupLoop:

@@ -1,6 +1,6 @@
 """`EpisodeWorker`: runs whole episodes in a worker process, with its own engine clients, graders and tokenizer.
 
-`WorkerFleet` sends the worker groups to run, admissions and dismissals of engines, and orders to end requests. Calls
+`WorkerFleet` sends the worker groups to run, admissions and dismissals of engines, and commands to end requests. Calls
 start in the order in which they were made (`InOrder`). Everything runs on one event loop.
 
 Invariants

@@ -9,7 +9,7 @@ Invariants
    current engines and the current pause state. The dead worker's groups are resent as they were issued; none is lost.
 2. If `SUSPECT` workers died while running a group, the group runs alone in a process of its own. If that process dies
    too, the group fails, but the groups that previously ran beside it do not.
-3. Orders reach each worker, and the clients of this process, in the order in which they were issued.
+3. Commands reach each worker, and the clients of this process, in the order in which they were issued.
 4. If a worker dies `MAX_DEATHS` times in a row without finishing a group, or cannot be built, the run ends.
 """
 
@@ -48,7 +48,7 @@ STALL_COUNTS = 2
 MAX_DEATHS = SUSPECT + 2
 """Higher than the number of deaths that exposes a group that kills its process."""
 ORDER_LIMIT_S = 60.0
-"""How long (s) a worker may take to execute an order; user code can block its event loop."""
+"""How long (s) a worker may take to execute a command; user code can block its event loop."""
 CLOSE_LIMIT_S = 30.0
 QUERY_LIMIT_S = 2.0
 """How long (s) a worker may take to answer a query."""
@@ -95,7 +95,7 @@ class _Member:
     num_deaths: int = 0
     """Consecutive deaths without a finished group in between."""
     orders: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Orders running in the background."""
+    """Commands running in the background."""
 
 
 class WorkerFleet(Episodes):
@@ -108,7 +108,7 @@ class WorkerFleet(Episodes):
         self._start_limit_s = start_limit_s
         self._start, self._num_workers = start, num_workers
         self._members: list[_Member] = []
-        """Started by the first call, which also sends them all earlier orders."""
+        """Started by the first call, which also sends them all earlier commands."""
         self._numbers = count(1)
         self._admitted: dict[tuple[str, str], Worker] = {}
         """(model, engine) -> whether the engine does prefill, decode or both."""
@@ -123,7 +123,7 @@ class WorkerFleet(Episodes):
         """Sums over each worker's requests that `traffic` has not returned yet."""
 
     def include(self, conductor: LocalEpisodes) -> None:
-        """Sends all orders to `conductor` as well, because user functions send their requests from this process."""
+        """Sends all commands to `conductor` as well, because user functions send their requests from this process."""
         self._conductor = conductor
 
     async def ready(self) -> None:
@@ -356,7 +356,7 @@ class WorkerFleet(Episodes):
     # ---- calls -----------------------------------------------------------------------------------------------------
 
     async def _order(self, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S) -> None:
-        """Sends an order to all workers. Waits until each has executed it, has died or has timed out."""
+        """Sends a command to all workers. Waits until each has executed it, has died or has timed out."""
         members = list(self._members)
         await asyncio.gather(*(self._bounded(member, method, *arguments, limit_s=limit_s) for member in members))
 
@@ -365,7 +365,7 @@ class WorkerFleet(Episodes):
             self._tell(member, method, *arguments)
 
     def _tell(self, member: _Member, method: str, *arguments: Any) -> None:
-        """Sends an order in the background."""
+        """Sends a command in the background."""
         self._follow(member, self._bounded(member, method, *arguments))
 
     @staticmethod
@@ -378,7 +378,7 @@ class WorkerFleet(Episodes):
     def _bounded(
         self, member: _Member, method: str, *arguments: Any, limit_s: float = ORDER_LIMIT_S
     ) -> Coroutine[Any, Any, None]:
-        """Sends an order immediately. The returned coroutine waits until the worker has executed it."""
+        """Sends a command immediately. The returned coroutine waits until the worker has executed it."""
         port = member.port
         return self._obeyed(member, port, port.call(method, *arguments), method, limit_s)
 

@@ -115,7 +115,7 @@ def test_one_that_puts_system_messages_first() -> None:
 def test_one_without_an_end_token() -> None:
     found = report("qwen2.5", HEADER + LOOP + TURN.replace("<|im_end|>", "") + DONE + PROMPT)
     assert "it writes '\\n<|im_start|>" in found.wrong_ends
-    with pytest.raises(DataError, match="it writes .* after an answer"):
+    with pytest.raises(DataError, match=r"it writes .* after an answer"):
         found.require_plain_turns()
 
 
