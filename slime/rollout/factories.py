@@ -119,7 +119,7 @@ def engine_client(
 
 
 def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
-    """Returns when SGLang ends a response, according to the checkpoint's config, generation config and tokenizer."""
+    """Returns the end conditions that SGLang derives from the checkpoint's config, generation config and tokenizer."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = Path(hf_checkpoint) / name

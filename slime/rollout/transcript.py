@@ -232,8 +232,8 @@ class Transcript:
         return under_way + sum(int(answer.sampled.sum()) for answer in self._answers)
 
     def _answers_in(self, sample: Sample) -> Iterator[tuple[_Answer, slice, slice]]:
-        """Yields each answer whose prompt is a prefix of the sample, the slice of its matching tokens, and their slice
-        in the response.
+        """Yields (answer, slice of its matching tokens, slice of the response) for each answer whose prompt is a prefix
+        of the sample.
 
         The longest match comes last.
         """

@@ -10,7 +10,7 @@ from slime.agent.harness import Harness, Place
 
 
 class ClaudeCodeHarness(Harness):
-    """Claude Code from npm, on Anthropic's Messages API. Confirmations, telemetry and updates are disabled."""
+    """Claude Code from npm, using Anthropic's Messages API. Confirmations, telemetry and updates are disabled."""
 
     name = "claude_code"
     package = "@anthropic-ai/claude-code@2.1.330"
@@ -35,7 +35,7 @@ KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Codex from npm, on OpenAI's Responses API. Approvals and Codex's own sandbox are disabled: slime has one."""
+    """Codex from npm, using OpenAI's Responses API. Approvals and Codex's own sandbox are disabled: slime has one."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"
@@ -60,7 +60,7 @@ class CodexHarness(Harness):
 
 
 class OpenCodeHarness(Harness):
-    """opencode from npm, on OpenAI's Chat Completions API. Sharing and updates are disabled."""
+    """opencode from npm, using OpenAI's Chat Completions API. Sharing and updates are disabled."""
 
     name = "opencode"
     package = "opencode-ai@1.18.33"

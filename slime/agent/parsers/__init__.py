@@ -86,7 +86,7 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Adds text. Returns the parts ("thinking" | "text", text) that are now certain."""
+        """Adds text. Returns the parts ("thinking" | "text", text) that can no longer change."""
 
     @abstractmethod
     def end(self) -> tuple[list[tuple[str, str]], Parsed]:

@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>THINKING<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The chat template writes the recipient before the channel. A call ends the turn, so a turn has at most one call. Source:
-OpenAI's guide to the harmony format, and the chat template of gpt-oss.
+The chat template writes the recipient before the channel. A call ends the turn, so a turn has at most one call.
+Source: OpenAI's guide to the harmony format, and the chat template of gpt-oss.
 
 Invariant: a header becomes text only if it is invalid or its call cannot be parsed.
 """
@@ -92,7 +92,7 @@ class _Harmony(AnswerReader):
         return parts
 
     def _plain(self, text: str) -> list[tuple[str, str]]:
-        """Processes text that contains no marker. Returns the parts that are now certain."""
+        """Processes text that contains no marker. Returns the parts that can no longer change."""
         match self._kind:
             case _ if not text:
                 return []

@@ -110,8 +110,8 @@ def _mistral_call(head: re.Match[str]) -> Found | None:
 class Llama3(ToolFormat):
     """`{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; several calls are separated by `;`.
 
-    Without the tag, JSON is a call only if it names one of the tools, because the response itself may be JSON. Source:
-    the chat templates of Llama 3.1 and 3.2.
+    Without the tag, JSON is a call only if it names one of the tools, because the response itself may be JSON.
+    Source: the chat templates of Llama 3.1 and 3.2.
     """
 
     marks = (_LLAMA_TAG, '{"name":')

@@ -62,9 +62,7 @@ class E2BSandbox(Sandbox):
 
     folder = f"/home/{USER}"
     image: str | None = None
-    """An E2B template, or an image if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set to the key for images. None: the
-    default.
-    """
+    """An E2B template; an image if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set. None: E2B's default."""
     reach: tuple[str, int] | None = None
     """The only public (host, port) that commands can reach, under its own name. None: no network."""
     size: str | None = field(default_factory=lambda: os.environ.get(SIZE))

@@ -68,7 +68,7 @@ class Loads:
                 del self._buckets[load]
 
     def least_loaded(self) -> Upstream | None:
-        """Returns the least loaded engine, the longest at this load on ties; None if there are no engines."""
+        """Returns the least loaded engine, or None. Ties go to the engine that has been at this load longest."""
         if not self._load:
             self._least = 0
             return None

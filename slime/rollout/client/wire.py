@@ -44,7 +44,7 @@ refused, the requests are aborted one by one.
 MARKER_TOKENS = 64
 """Maximum number of tokens of a marker, which is normally aborted long before."""
 REFUSED = re.compile(rb'"status_code":\s*\d')
-"""Matches a response that refuses the request; a paired engine, for example, refuses a request without a partner."""
+"""Matches a response that rejects the request, as paired engines do if it has no partner."""
 MARKER_REPEAT_S = 0.25
 """How often (s) the abort is repeated, because it can overtake its marker on the way to the engine."""
 

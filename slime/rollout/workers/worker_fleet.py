@@ -46,7 +46,7 @@ but high enough that other groups rarely share all these deaths, because groups 
 STALL_COUNTS = 2
 """A stall counts as this many deaths, because it costs `--execution-timeout-s`."""
 MAX_DEATHS = SUSPECT + 2
-"""Higher than the number of deaths that exposes a group that kills its process."""
+"""Must exceed `SUSPECT`, so that a group that kills its process is identified before the run ends."""
 ORDER_LIMIT_S = 60.0
 """How long (s) a worker may take to execute a command; user code can block its event loop."""
 CLOSE_LIMIT_S = 30.0
