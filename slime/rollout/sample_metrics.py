@@ -9,7 +9,7 @@ and recordings; a sample that starts over loses them. Metrics sum the counts of 
 turns or calls must report them only once (`slime.agent.session` does).
 
 Invariants
-1. The choice of samples depends only on samples, seed and step, and shows each sample at most once.
+1. The same samples, seed and step always lead to the same choice, and no sample is shown twice.
 2. Displayed text is decoded only for people and never enters a batch. Failing to display a sample never ends a run.
 """
 

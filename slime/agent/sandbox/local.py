@@ -207,7 +207,7 @@ class LocalSandbox(ShellSandbox):
     async def _exec(self, command: Command) -> ExecResult:
         """Runs a command. Raises `ConfigError` for any user except `agent`."""
         if command.user not in (None, "agent"):
-            raise ConfigError(f"a local sandbox has no user {command.user}, only the user agent; do not set user")
+            raise ConfigError(f"user {command.user} is not supported: a local sandbox has only the user agent; omit it")
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 

@@ -242,7 +242,7 @@ def main() -> None:
         control.send(json.dumps({"missing": "user, mount, PID, IPC, UTS and network namespaces"}).encode())
         return
     if not confine.Calls.available():
-        control.send(json.dumps({"missing": "a filter of system calls (seccomp)"}).encode())
+        control.send(json.dumps({"missing": "a system call filter (seccomp)"}).encode())
         return
     die_with_parent(parent)
     first = os.fork()

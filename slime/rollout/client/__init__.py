@@ -1,3 +1,3 @@
-"""Clients of the engines. They take and return token ids. Suggested reading order: `engine_client`, `call`, `retries`,
+"""Engine clients: token ids in, token ids out. Suggested reading order: `engine_client`, `call`, `retries`,
 `engine_pool`, `upstream`, `wire`; then `pairing` (prefill and decode engines) and `teacher_client`.
 """

@@ -172,7 +172,7 @@ class GroupLoop:
             self.source.put_back(groups, "quarantined")
 
     async def abandon(self, *, reason: str = "error", accepted: Sequence[GroupOrRecord] = ()) -> None:
-        """Cancels running groups, which start over. Puts back these, `accepted`, and all other unsettled groups."""
+        """Cancels running groups, which must start over, and puts back all unsettled groups and `accepted`."""
         self.scope.aborted = True
         await end_tasks(self.running, 3 * END_LIMIT_S)
         self.end_quarantine()

@@ -222,7 +222,7 @@ def test_whoever_waits_for_a_step_of_a_loop_that_has_ended_is_told(tmp_path: Pat
     events.close()
     with warnings.catch_warnings(action="ignore"):  # the step that never began
         gc.collect()
-    assert ended[0].startswith("HookError") and "has ended" in ended[0]
+    assert ended[0].startswith("HookError") and "stopped event loop" in ended[0]
 
 
 # ---- what lasts ------------------------------------------------------------------------------------------------------
