@@ -71,8 +71,8 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
     patch_sglang(arguments, token_versions=arguments[:1] == [TOKEN_VERSIONS_FLAG])
 
 
-def serve(arguments: list[str]) -> None:
-    """Runs the SGLang server in this process until it exits."""
+def serve(arguments: list[str], secret: list[str]) -> None:
+    """Runs the SGLang server in this process until it exits. `secret`: more arguments, which the server never shows."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -85,9 +85,10 @@ def serve(arguments: list[str]) -> None:
     missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs a warning
     if missing:
         raise EngineError(f"this SGLang lacks {sorted(missing)}, which slime hooks; install the pinned version")
-    settings = prepare_server_args([a for a in arguments if a != TOKEN_VERSIONS_FLAG])
-    for name in ("api_key", "admin_api_key"):
-        if getattr(settings, name):
+    settings = prepare_server_args([*(a for a in arguments if a != TOKEN_VERSIONS_FLAG), *secret])
+    settings._launch_command = " ".join(arguments)  # `/server_info` of SGLang 0.5.23 shows it to every client
+    for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
+        if getattr(settings, name, None):
             setattr(settings, name, Secret(getattr(settings, name)))
     os.environ.setdefault(sglang_security.MEETING_ENV, sglang_security.meeting_place(settings))
     sglang_security.close_routes()
@@ -125,7 +126,7 @@ def main() -> None:
         route([*arguments[1:], *key])
         return
     prepare_process(arguments, int(owner) if owner else None)
-    serve([*arguments, *key, *(["--admin-api-key", admin_key] if admin_key else [])])
+    serve(arguments, [*key, *(["--admin-api-key", admin_key] if admin_key else [])])
 
 
 if __name__ == "__mp_main__":

@@ -288,7 +288,9 @@ def test_a_server_with_keys_serves_its_router_and_refuses_others(tiny_model_path
         for path, method in asked:
             body = {} if method in ("POST", "PUT") else None
             status = request(method, f"{server.url}{path}", body)[0]
-            assert status == 401 or path in ("/health", "/health_generate"), f"{method} {path} without a key: {status}"
+            assert status == 401 or path in ("/health", "/health_generate", "/ready"), (
+                f"{method} {path} without a key: {status}"
+            )
         for path in CONTROL:
             assert request("POST", f"{server.url}{path}", {}, api_key=spec.api_key)[0] == 401, path
         speak = {
