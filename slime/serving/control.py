@@ -196,7 +196,8 @@ class HttpEngineControl:
 def _checksums(report: Mapping[str, Any]) -> RankChecksums:
     """Parses one rank's report from `/weights_checker`.
 
-    With DP attention, every DP group reports all ranks of its stage.
+    With DP attention, every DP group reports all ranks of its stage. SGLang computes the tensors of `rotary_emb` from
+    the config, so they are not weights: SGLang 0.5.23 reports `axis_map` of vision models.
     """
     info = report["parallelism_info"]
     if isinstance(info, list):  # SGLang 0.5.23: one entry per model (main and drafts), all for the same rank
@@ -204,7 +205,7 @@ def _checksums(report: Mapping[str, Any]) -> RankChecksums:
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
         EngineLayout(tp_size=info["tp_size"], pp_size=info["pp_size"], dp_size=info["dp_size"]),
-        dict(report["checksums"]),
+        {name: digest for name, digest in report["checksums"].items() if ".rotary_emb." not in name},
     )
 
 
