@@ -1,4 +1,4 @@
-"""Makes stock SGLang 0.5.16 work on a machine without a GPU.
+"""Makes stock SGLang work on a machine without a GPU.
 
 `sglang_patches` calls `activate(device)` in each server process before SGLang is imported. Importing this package
 changes nothing, and neither does `activate("cuda")`.
@@ -19,6 +19,7 @@ import sys
 
 from slime.compat.patch_report import SGLANG, PatchReport
 from slime.compat.sglang_cpu.patches import (
+    attention_of_a_batch,
     experts_on_the_host,
     latents_in_every_pass,
     masks_on_a_cpu,
@@ -57,7 +58,7 @@ def activate(device: str) -> list[PatchReport]:
     reports = [_stand_in(name) for name in STAND_INS]
     # The order matters: sglang reads the engine flag on first import, and `_cuda_synchronize` imports torch.
     reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(), masks_on_a_cpu()]
-    reports += [experts_on_the_host(), norms_of_all_heads(), names_of_kernels()]
+    reports += [attention_of_a_batch(), experts_on_the_host(), norms_of_all_heads(), names_of_kernels()]
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(

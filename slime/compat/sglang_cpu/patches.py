@@ -1,5 +1,5 @@
-"""Patches that make features of SGLang work on a CPU: grammar masks, latent attention, norms over all heads, vision
-models, routed experts. Each report gives the symptom and says when the patch can be removed."""
+"""Patches that make features of SGLang work on a CPU, or work faster: grammar masks, attention, norms over all heads,
+vision models, routed experts. Each report gives the symptom and says when the patch can be removed."""
 
 from __future__ import annotations
 
@@ -82,6 +82,96 @@ def latents_in_every_pass() -> PatchReport:
         name="latent attention on torch_native",
         symptom="RuntimeError about unequal head sizes in the first prefill of a model with latent attention",
         removal="SGLang registers a handler for torch_native in attention_backend_handler.py",
+    )
+
+
+def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) -> Any:
+    """Returns attention [B, Lq, H, Dv] of `query` [B, Lq, H, D] over `key` [B, Lk, Hkv, D] and `value` [B, Lk, Hkv, Dv]
+    where `mask` [B, Lq, Lk] is True. The H / Hkv query heads of a KV head become more queries of that head."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    (num, len_q, heads, width), kv_heads = query.shape, key.shape[2]
+    folded = query.view(num, len_q, kv_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(num, kv_heads, -1, width)
+    key, value = (x.transpose(1, 2).to(query.dtype) for x in (key, value))
+    masks = mask.repeat(1, heads // kv_heads, 1)[:, None]
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=masks, scale=scale)
+    return out.view(num, kv_heads, -1, len_q, out.shape[-1]).permute(0, 3, 1, 2, 4).reshape(num, len_q, heads, -1)
+
+
+PADDING_LIMIT = 4
+"""A batch of requests is padded to its longest if that computes at most this many times the scores needed."""
+
+
+def _batch_of_requests(
+    query: Any, caches: tuple[Any, Any], slots: Any, lens: Any, num_new: Any, scale: float | None, window: int | None
+) -> Any:
+    """Returns the attention [tokens, H, Dv] of all requests in one call, or None if SGLang should loop over them.
+
+    `query` [tokens, H, D] has the last `num_new` [B] tokens of each request. `caches`: keys and values [slot, Hkv, D].
+    `slots` [B, >= Lk]: cache slot of each position. `lens` [B]: tokens per request. `window`: None means all.
+    """
+    import torch
+
+    num, len_q, len_k = len(lens), int(num_new.max()), int(lens.max())
+    if num * len_q * len_k > PADDING_LIMIT * int((num_new * lens).sum()):
+        return None
+    at, row = torch.arange(len_k), torch.arange(len_q)
+    # Slots after the end of a request can contain NaN, which a mask does not remove; its last slot is always finite.
+    last = slots.gather(1, (lens - 1)[:, None])
+    used = torch.where(at < lens[:, None], slots[:, :len_k], last).long()
+    real = row < num_new[:, None]
+    padded = query.new_zeros(num, len_q, *query.shape[1:])
+    padded[real] = query[: int(num_new.sum())]
+    position = (lens - num_new)[:, None] + row
+    mask = at <= position[:, :, None]
+    if window is not None:
+        mask &= at >= position[:, :, None] - window
+    keys, values = (cache[used] for cache in caches)
+    return _attend(padded, keys, values, mask, scale)[real]
+
+
+def _together(loop: Callable[..., Any], *, decode: bool) -> Callable[..., Any]:
+    """Returns a replacement of `loop`, SGLang's method that calls torch once per request."""
+
+    def run(
+        self: Any,
+        query: Any,
+        output: Any,
+        keys: Any,
+        values: Any,
+        table: Any,
+        rows: Any,
+        lens: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        ordinary = more[-1] is None and not named["is_cross_attn"] and named["causal"] != decode
+        if ordinary and len(lens) > 1:
+            num_new, window = lens.new_ones(len(lens)) if decode else more[1], named["sliding_window_size"]
+            found = _batch_of_requests(query, (keys, values), table[rows], lens, num_new, named["scaling"], window)
+            if found is not None:
+                output[: len(found)] = found
+                return output
+        return loop(self, query, output, keys, values, table, rows, lens, *more, **named)
+
+    return run
+
+
+def _attend_together(module: types.ModuleType) -> None:
+    backend = module.TorchNativeAttnBackend
+    for name, decode in (("_run_sdpa_forward_decode", True), ("_run_sdpa_forward_extend", False)):
+        setattr(backend, name, _together(getattr(backend, name), decode=decode))
+
+
+def attention_of_a_batch() -> PatchReport:
+    """Makes `torch_native` compute the attention of a batch in one call. SGLang calls torch once per request and layer,
+    which took half of the time of a 135M model with 64 requests."""
+    return _patched(
+        "sglang.srt.layers.attention.torch_native_backend",
+        _attend_together,
+        name="attention of a batch on torch_native",
+        symptom="decoding 64 short requests takes about twice as long",
+        removal="the loops over seq_idx in torch_native_backend.py are gone",
     )
 
 
