@@ -7,8 +7,11 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
-# pip would compile 30,000 files on one core, most of the installation time; all cores do it at the end.
+# pip would compile 30,000 files on one core, most of the installation time; all cores do it at the end. uv, where it
+# is installed, unpacks on all cores.
 PIP         := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
+UV          := $(shell command -v uv)
+INSTALL     := $(if $(UV),$(UV) pip install --quiet --python $(PY),$(PIP))
 COMPILE     := $(PY) -m compileall -qq -j 0 -x 'site-packages/.*/(tests?|multimodal_gen)/'
 STAMP       := $(VENV)/.complete
 PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
@@ -32,8 +35,8 @@ $(STAMP): pyproject.toml $(PINS)
 	@echo "setting up $(VENV) (some minutes, once)"
 	$(PIP) 'pip>=25'
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(PIP) -c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)'
-	$(PIP) --no-deps -r requirements/cpu-engines-no-deps.txt
+	$(INSTALL) -c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)'
+	$(INSTALL) --no-deps -r requirements/cpu-engines-no-deps.txt
 	@$(COMPILE) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true # some are templates
 	@touch $@
 

@@ -38,11 +38,13 @@ def scorer() -> Callable[[str, Mapping[str, Any]], float]:
     import reasoning_gym
 
     from recipes.demo import task
+    from slime.rewards.graders.reasoning_gym_task import bare_answer
 
     score = reasoning_gym.get_score_answer_fn(task.SCORER)
 
     def of(response: str, row: Mapping[str, Any]) -> float:
-        return float(score(response, row["metadata"]["reasoning_gym"]["entry"]) == 1.0)
+        entry = row["metadata"]["reasoning_gym"]["entry"]
+        return float(score(bare_answer(response, entry["answer"]), entry) == 1.0)
 
     return of
 

@@ -27,7 +27,7 @@ def test_gap_beyond_the_limit_ends_the_run(stopped_run: tuple[RealRun, int]) -> 
     assert status == 1, f"exit status {status}; {run.tail}"
     assert "Traceback" not in run.output, run.tail
     message = re.search(
-        r"train-inference mismatch of .*Worst: sample (\d+) of group (\d+), response token (\d+) "
+        r"train-inference mismatch of .*Worst token: sample (\d+) of group (\d+), response token (\d+) "
         r"\(id (\d+)\), trainer (-\d+\.\d+), engine (-\d+\.\d+)",
         run.output,
     )

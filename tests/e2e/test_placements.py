@@ -33,6 +33,6 @@ def test_a_placement_with_a_transport(
     assert len(gaps) == STEPS and max(gaps) <= LOUDNESS * MAX_MISMATCH, gaps
     assert run.series("rollout", "rollout/weight_version/min") == list(range(1, STEPS + 1))
     assert json.loads((run.run_dir / "args.json").read_text())["update_weight_transport"] == transport
-    engines = 2 if "beside" in placement else 1
+    engines = 2 if "additional" in placement else 1
     assert len(list((run.run_dir / "logs").glob("engine_[0-9].log"))) == engines
     assert run.left() == []

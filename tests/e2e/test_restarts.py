@@ -20,13 +20,15 @@ KILL_AFTER = 1
 """Last step of the checkpoint after which a rank is killed."""
 
 
-def training_ranks(run_id: str) -> list[int]:
-    """Pids of the training ranks of a start."""
-    mark, found = f"{RUN_ID_ENV}={run_id}".encode(), []
+def training_ranks(run_id: str) -> dict[int, int]:
+    """Rank -> pid of the training ranks of a start. A rank has its log open, which is named after it."""
+    mark, found = f"{RUN_ID_ENV}={run_id}".encode(), {}
     for pid, process in all_processes().items():
         if process.name.startswith("ray::TrainActor") and has_mark(pid, mark):
-            found.append(pid)
-    return sorted(found)
+            opened = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+            (log,) = (path for path in opened if Path(path).name.startswith("train_"))
+            found[int(Path(log).stem.removeprefix("train_"))] = pid
+    return found
 
 
 def starts_of(run: RealRun) -> list[dict[str, object]]:

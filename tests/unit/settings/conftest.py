@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from slime.settings.groups import cluster
 from tests.support.command_line import complete
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default device is the CPU, also on a machine with GPUs."""
+    monkeypatch.setattr(cluster, "has_gpu", lambda: False)
 
 
 @pytest.fixture
