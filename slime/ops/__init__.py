@@ -1,10 +1,10 @@
-"""The kernel seam: each op of a layer, in plain PyTorch (`reference`) or as GPU kernels (`fused`).
+"""The layer ops that have kernels: each op has a form in plain PyTorch (`reference`) and one in GPU kernels (`fused`).
 
-Each file has one op: its formula in plain PyTorch, which runs on a CPU and is the oracle of the op's tests, and the
-fused form with its gradient. `select` chooses the form of each op once, when a trainer starts.
+Each file implements one op. The reference runs on any device and is the oracle of the op's tests; the fused form has
+its own backward pass. `select` chooses the form of each op once, when a trainer starts.
 
 Invariants
-1. Value and gradient of a reference are bitwise those of its formula.
-2. Kernels (`kernels/`) are imported when they are first called, because Triton may be missing on a machine without GPU.
-3. The reference computes every CPU tensor, even if the fused form was chosen for the GPU.
+1. A reference is bitwise equal to its formula, in both value and gradient.
+2. Modules in `kernels/` are imported on first use, because a machine without a GPU may not have Triton.
+3. CPU tensors always use the reference, even if the fused form was chosen for the GPU.
 """

@@ -1,8 +1,8 @@
-"""Packed causal attention: one sequence at a time in plain PyTorch, or one FlashAttention call for the whole row.
+"""Packed causal attention: plain PyTorch, one sequence at a time, or one FlashAttention call for the whole row.
 
-Queries [T, heads, d] and keys [K, groups, d] of N sequences are concatenated. In each sequence the last query is
-aligned with the last key, so there may be more keys than queries (context parallelism). heads / groups query heads
-share one key head, as in the kernel (FlashAttention-2, Dao 2023, arXiv:2307.08691).
+The queries [T, heads, d] and keys [K, groups, d] of N sequences are concatenated. The last query of a sequence is
+aligned with its last key, so a sequence can have more keys than queries (context parallelism). heads / groups query
+heads share one key head, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask", "scale"),
 )
-"""The arguments that `flash` passes to torch's operator, in order, as in torch 2.11 and 2.13."""
+"""Arguments that `flash` passes to torch's operator, in the order of torch 2.11 and 2.13."""
 
 
 def per_sequence(
@@ -34,10 +34,10 @@ def per_sequence(
     scale: float | None = None,
     masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """The reference: query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v].
+    """Reference form: query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v].
 
-    `masks`: for each sequence, the keys that each query sees, bool [n, n], or None for causal attention. `scale`: None
-    means 1 / sqrt(d).
+    `masks` has, per sequence, a bool mask [n, n] of the keys that each query attends to, or None for causal attention.
+    `scale` defaults to 1 / sqrt(d).
     """
     # Views in the layout of scaled_dot_product_attention, [1, heads, T, d].
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -70,10 +70,10 @@ def flash(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """The same as `per_sequence`, for equal head sizes in half precision on a GPU; `cu_*` [N + 1] int32 on the device.
+    """Same as `per_sequence`, for equal head sizes in half precision on a GPU. `cu_*`: [N + 1] int32 on the device.
 
-    torch's operator provides the gradient. The operator reads rows and heads by their strides, and only the entries of
-    a head must be contiguous. So keys and values may be views of a fused projection.
+    torch's operator has its own backward pass. It supports strided rows and heads and requires only that each head is
+    contiguous, so keys and values can be views of a fused projection.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -95,7 +95,7 @@ def varlen(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """The same as `flash`, through `torch.nn.attention.varlen`, for versions of torch whose operator differs."""
+    """Same as `flash`, but calls `torch.nn.attention.varlen`, for torch versions with a different operator."""
     attend, options, grouped = _varlen_call()
     if query.size(1) != key.size(1):
         if grouped:
@@ -112,10 +112,10 @@ def varlen(
 
 @functools.cache
 def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
-    """Returns (function, its argument for causal attention, whether it supports fewer key heads than query heads).
+    """Returns (function, its arguments for causal attention, whether it supports fewer key heads than query heads).
 
-    torch 2.10 has the argument `is_causal`; later versions have a window of (-1, 0), and still later versions support
-    grouped queries. All versions align the last query of a sequence with its last key (FlashAttention since 2.1).
+    torch 2.10 takes `is_causal`, later versions take a window of (-1, 0), and still later ones support grouped queries.
+    All versions align the last query of a sequence with its last key (FlashAttention since 2.1).
     """
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     names = inspect.signature(attend).parameters
@@ -131,12 +131,12 @@ def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 def varlen_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     there = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-    return (*_kernel_problems(device, dtype), *(() if there else ("this version of torch does not have it",)))
+    return (*_kernel_problems(device, dtype), *(() if there else ("this torch version does not have it",)))
 
 
 def _kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
-        (f"its kernels do not compute in {dtype}", dtype not in (torch.bfloat16, torch.float16)),
+        (f"its kernels do not support {dtype}", dtype not in (torch.bfloat16, torch.float16)),
     )
     return tuple(reason for reason, holds in reasons if holds)

@@ -1,19 +1,19 @@
-"""The ops of an MoE layer: permutes token rows into the order of experts and back, multiplies groups of rows, and
-computes SwiGLU times the router's weight.
+"""The ops of an MoE layer: permuting token rows into expert order and back, multiplying groups of rows, and SwiGLU
+weighted by the router.
 
-Each op has two forms. "reference" runs on any device. It waits for the sizes of the groups once per layer, and
-multiplies one group at a time. "fused" uses PyTorch's grouped product of bfloat16 (`torch._grouped_mm`): one kernel
+Each op has two forms. "reference" runs on any device. It waits for the device once per layer to get the group sizes,
+and multiplies one group at a time. "fused" uses PyTorch's grouped matmul for bfloat16 (`torch._grouped_mm`): one kernel
 multiplies all groups, and their sizes stay on the device.
 
 Invariants
-1. Rows are ordered by expert, and the rows of one expert by token. Every row belongs to one group, and is multiplied
-   only by the weight of that group.
-2. The weight gradient of a group without rows is zero.
-3. "reference" is bitwise equal to one linear layer per group: forward, gradient of rows, gradient of weights.
-4. `gather_rows` and `sum_rows` are each other's gradient. A token's rows are added in the order of its experts:
-   "reference" adds in the dtype of the rows, bit for bit like Megatron, and "fused" adds in float32.
-5. In both forms SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds each factor to the dtype of the rows: silu(gate), its
-   product with `up`, and the product of that with the weight, which may be float32.
+1. Rows are sorted by expert, then by token. Every row belongs to one group and is multiplied only by the weight of that
+   group.
+2. The weight gradient of an empty group is zero.
+3. "reference" is bitwise equal to one linear layer per group: outputs, row gradients and weight gradients.
+4. `gather_rows` and `sum_rows` are each other's backward pass. A token's rows are added in expert order: "reference"
+   adds in the dtype of the rows, bitwise equal to Megatron, and "fused" adds in float32.
+5. In both forms, SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds three results to the dtype of the rows: silu(gate), its
+   product with `up`, and the product of that with the router weight, which can be float32.
 """
 
 from __future__ import annotations
@@ -32,40 +32,39 @@ from slime.ops.select import FUSED, name_of
 Form = Literal["reference", "fused"]
 
 _MULTIPLE = 8
-"""Rows are padded to a multiple of this number of entries, because a bfloat16 row must begin at a multiple of 16
-bytes."""
+"""Row lengths are padded to a multiple of this, because the kernel requires bfloat16 rows with 16-byte alignment."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """The division of rows into groups. The rows of a group are adjacent."""
+    """A partition of rows into contiguous groups."""
 
     ends: Tensor
-    """int32 [groups], on the device of the rows: the index after the last row of each group."""
+    """int32 [groups], on the rows' device: the index after each group's last row."""
 
     @classmethod
     def of(cls, sizes: Tensor, device: torch.device) -> RowGroups:
-        """Builds the groups from `sizes` [groups], the number of rows in each group, on any device."""
+        """Builds the groups from `sizes` [groups], the number of rows per group, on any device."""
         return cls(sizes.cumsum(0).to(torch.int32).to(device, non_blocking=True))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of rows of each group, on the host. Waits for the device once."""
+        """Number of rows per group, on the host. Waits for the device once."""
         ends: list[int] = self.ends.tolist()
         return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def form_of(x: Tensor) -> Form:
-    """Returns the chosen form (`select`) for rows like `x` and weights of their dtype."""
+    """Returns the form that `select` chose for rows like `x` and weights of the same dtype."""
     return "fused" if name_of("experts", x) == FUSED and x.dtype is torch.bfloat16 else "reference"
 
 
 def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns why the fused form cannot run; empty if a trial run succeeds."""
+    """Returns why the fused form cannot run, or () if a trial run succeeds."""
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
-        (f"PyTorch's grouped product takes bfloat16, not {dtype}", dtype is not torch.bfloat16),
-        (f"PyTorch {torch.__version__} has no grouped product", not hasattr(torch, "_grouped_mm")),
+        (f"PyTorch's grouped matmul supports bfloat16, not {dtype}", dtype is not torch.bfloat16),
+        (f"PyTorch {torch.__version__} has no grouped matmul", not hasattr(torch, "_grouped_mm")),
     )
     found = tuple(reason for reason, holds in reasons if holds)
     if found:
@@ -74,8 +73,8 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
         if torch.cuda.get_device_capability()[0] not in (
             9,
             10,
-        ):  # on other GPUs, PyTorch has a loop that waits for sizes
-            return ("PyTorch's grouped product has kernels only for compute capability 9 and 10",)
+        ):  # on other GPUs, PyTorch falls back to a loop that waits for the sizes
+            return ("PyTorch's grouped matmul has kernels only for compute capability 9 and 10",)
         _probe()
     except (RuntimeError, ImportError, AssertionError) as error:
         return (f"a trial run failed: {error}",)
@@ -101,7 +100,7 @@ def _probe() -> None:
 def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups, form: Form) -> Tensor:
     """x [rows, in], weight [groups, out, in] -> [rows, out]: x_g @ weight_g^T for the rows of each group.
 
-    x and weight have the same dtype, which must be bfloat16 for the fused form. The fused form needs a GPU.
+    x and weight must have the same dtype. The fused form requires bfloat16 and a GPU.
     """
     match form:
         case "reference":
@@ -136,12 +135,12 @@ class _OneByOne(torch.autograd.Function):
                 torch.mm(part, own, out=result)
         if grad_weight is not None:
             for part, rows, result in zip(grad.split(sizes), x.split(sizes), grad_weight, strict=True):
-                torch.mm(part.t(), rows, out=result)  # zeros if there are no rows
+                torch.mm(part.t(), rows, out=result)  # writes zeros if there are no rows
         return grad_x, grad_weight, None
 
 
 class _Together(torch.autograd.Function):
-    """Computes each of the three products in one kernel, in layouts that the kernel accepts for groups of any size."""
+    """Runs each of the three products as one kernel, in layouts that the kernel accepts for any group size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
@@ -170,7 +169,7 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """grad [rows, out], x [rows, in] -> [groups, out, in]: grad_g^T x_g."""
     out: Tensor = torch._grouped_mm(grad.t(), x, offs=ends)
     if torch.cuda.get_device_capability(x.device) >= (10, 0):
-        # Kernels for these GPUs do not write the result of an empty group: github.com/pytorch/pytorch/issues/172439
+        # On these GPUs, kernels leave an empty group's result uninitialized: github.com/pytorch/pytorch/issues/172439
         empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
         out.masked_fill_(empty[:, None, None], 0)
     return out
@@ -183,15 +182,15 @@ class RowPlan:
     experts: Tensor
     """int64 [rows]"""
     slots: Tensor
-    """int32 [tokens, topk]: the rows of a token, in the order of its experts."""
+    """int32 [tokens, topk]: the rows of each token, in expert order."""
     groups: RowGroups
 
 
 def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
-    """Returns the plan for a routing map, bool [tokens, experts], in which each token has exactly `topk` experts.
+    """Builds the plan for a routing map, bool [tokens, experts], with exactly `topk` experts per token.
 
-    All tokens have the same number of experts, so the host can compute all sizes without waiting for the device. Raises
-    an error for a map in which the number differs; on a GPU, the error appears at a later synchronisation.
+    Because `topk` is fixed, the host knows all sizes without waiting for the device. Raises an error if a token has a
+    different number of experts; on a GPU, the error surfaces at a later synchronization.
     """
     num_tokens, num_experts = routing_map.shape
     device, num_rows = routing_map.device, num_tokens * topk
@@ -199,7 +198,7 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     ranks = pairs.cumsum(0)
     if num_tokens:
         torch._assert_async(ranks[-1] == num_rows, "a token does not have topk experts")
-    # All pairs that were not chosen go to one slot after the rows.
+    # All pairs that were not chosen share one extra slot after the rows.
     places = torch.where(pairs, ranks - 1, num_rows).clamp_(max=num_rows)
     chosen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
     chosen = chosen.scatter_(0, places, torch.arange(pairs.numel(), device=device))[:num_rows]
@@ -212,12 +211,12 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
 
 
 def row_weights(weights: Tensor, plan: RowPlan) -> Tensor:
-    """Converts the router's weights [tokens, experts] to [rows]."""
+    """Gathers the router weights [tokens, experts] into row order, [rows]."""
     return weights.reshape(-1).gather(0, plan.tokens * weights.size(1) + plan.experts)
 
 
 def gather_rows(x: Tensor, plan: RowPlan, form: Form) -> Tensor:
-    """Copies tokens [tokens, H] to rows [rows, H]. The gradient of a token sums its rows."""
+    """Copies tokens [tokens, H] to rows [rows, H]. The gradient of a token is the sum over its rows."""
     match form:
         case "reference":
             return x.index_select(0, plan.tokens)
@@ -247,7 +246,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from slime.ops.kernels.experts import sum_slots  # imports Triton, which a CPU may lack
+        from slime.ops.kernels.experts import sum_slots  # imports Triton, which may be missing without a GPU
 
         (slots,) = ctx.saved_tensors
         return sum_slots(grads[0].contiguous(), slots), None, None
@@ -268,7 +267,7 @@ class _Sum(torch.autograd.Function):
 
 
 def weighted_swiglu(x: Tensor, weights: Tensor, form: Form) -> Tensor:
-    """x [rows, 2F], gates before values, weights [rows] -> silu(gate) * value * weight [rows, F], dtype of x."""
+    """x [rows, 2F] (gates, then values), weights [rows] -> silu(gate) * value * weight [rows, F], in the dtype of x."""
     match form:
         case "reference":
             return (swiglu.reference(x) * weights.unsqueeze(-1)).to(x.dtype)
@@ -278,11 +277,11 @@ def weighted_swiglu(x: Tensor, weights: Tensor, form: Form) -> Tensor:
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """Gradients are computed in float32 from the rounded products, and rounded once."""
+    """Computes gradients in float32 from the rounded products, and rounds them once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        from slime.ops.kernels.experts import swiglu_forward  # imports Triton, which a CPU may lack
+        from slime.ops.kernels.experts import swiglu_forward  # imports Triton, which may be missing without a GPU
 
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, weights)

@@ -1,9 +1,8 @@
-"""The weight gradient of a linear layer, summed over micro-batches: total [out, in] += grad [T, out].T @ inputs.
+"""Accumulates the weight gradient of a linear layer over micro-batches: total [out, in] += grad [T, out].T @ inputs.
 
-`add_reference` does the same as autograd with a gradient hook: it rounds the product to the dtype of the model and then
-adds the product to the float32 sum. `add_fused` adds inside the matrix product, so it needs no temporary of the
-weight's size, and never rounds the product to half precision. It changes only `total`, in place, and never waits for
-the device.
+`add_reference` does what autograd and a gradient hook would do: it rounds the product to the model's dtype and then
+adds it to the float32 total. `add_fused` accumulates inside the matmul, so it needs no temporary of the weight's size
+and never rounds the product to half precision. It updates `total` in place and never waits for the device.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns a @ b in their dtype, summed in float32 and rounded once.
+    """Returns a @ b in their dtype, accumulated in float32 and rounded once.
 
-    A CPU multiplies half precision in float32, which is up to 60 times faster on a CPU without bf16 instructions.
+    On a CPU, half precision is multiplied in float32, which is up to 60 times faster without bf16 instructions.
     """
     if a.device.type != "cpu" or a.element_size() > 2:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -24,14 +23,12 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """total [out, in] += grad [T, out].T @ inputs [T, in], the product in the dtype of grad and inputs."""
+    """total [out, in] += grad [T, out].T @ inputs [T, in], with the product in the dtype of grad and inputs."""
     total += product(grad.t(), inputs)
 
 
 def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """The same as `add_reference`, but adds the product in the dtype of `total`, which is the inputs' dtype or
-    float32. T may be 0.
-    """
+    """Like `add_reference`, but accumulates in the dtype of `total` (float32 or that of the inputs). T can be 0."""
     if not grad.size(0):
         return
     if total.dtype == grad.dtype:
@@ -43,7 +40,7 @@ def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def fused_problem(device: torch.device) -> str | None:
-    """Returns why `add_fused` cannot run on a device; None if it can. Tries it with a tiny bfloat16 product."""
+    """Returns why `add_fused` cannot run on `device`, or None if it can. Tries it on a tiny bfloat16 product."""
     grad = torch.ones(16, 8, dtype=torch.bfloat16, device=device)
     total = torch.ones(8, 8, dtype=torch.float32, device=device)
     try:
@@ -51,4 +48,4 @@ def fused_problem(device: torch.device) -> str | None:
         wrong = float((total - 17.0).abs().max())
     except (RuntimeError, TypeError) as error:
         return f"torch {torch.__version__}: {' '.join(str(error).split())[:200]}"
-    return None if wrong == 0.0 else f"torch {torch.__version__}: the error of a product of ones is {wrong}"
+    return None if wrong == 0.0 else f"torch {torch.__version__}: a product of ones is off by {wrong}"

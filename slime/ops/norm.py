@@ -1,8 +1,7 @@
-"""Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), rounded as in
-transformers.
+"""RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), with the rounding of transformers.
 
-Statistics are float32. The normalised value is rounded to the dtype of the input, then multiplied by the weight. A
-zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1, and is multiplied in float32 before the rounding.
+Statistics are float32. The normalized value is rounded to the input dtype and then multiplied by the weight. A
+zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1 and is multiplied in float32 before rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from slime.ops.select import FUSED, name_of, num_processors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """x [..., H], weight [H] -> [..., H], by the chosen form. The fused form needs both in the same dtype."""
+    """x [..., H], weight [H] -> [..., H], in the chosen form. The fused form requires equal dtypes."""
     if name_of("norm", x) == FUSED:
         out: Tensor = FusedNorm.apply(x, weight, eps, zero_centered)
         return out
@@ -33,7 +32,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fa
 
 
 class FusedNorm(torch.autograd.Function):
-    """Uses one kernel forward, one backward, and one that sums partial gradients of the weight in float32."""
+    """One forward kernel, one backward kernel, and one that sums the weight's partial gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:

@@ -1,13 +1,13 @@
-"""Turns the fused projection of attention into queries, keys and values: split, norm of each head, rotary embedding.
+"""Turns the fused attention projection into queries, keys and values: split, per-head norm, rotary embedding.
 
-The projection of a token has [q ... q, k, v] for each key head (group): its query heads, its key, its value. Queries
-and keys can be normalised (root mean square over a head, see `norm`). The first r entries of a head are rotated by the
-angles of the token's position (RoFormer, Su et al. 2021), in pairs (0, r / 2), (1, r / 2 + 1), ... or, interleaved, (0,
-1), (2, 3), ...; the other entries are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
+A token's projection is laid out as [q ... q, k, v] per key head (group): the group's query heads, its key, its value.
+Queries and keys can be normalized (RMSNorm over a head, see `norm`). The first r entries of a head are rotated by the
+angles of the token's position (RoFormer, Su et al. 2021), in pairs (0, r / 2), (1, r / 2 + 1), ... or, if interleaved,
+(0, 1), (2, 3), ...; the other entries are unchanged. cos and sin [T, r / 2] float32 are computed once per packed row
 (`models.common.rotary.cos_sin`).
 
 The reference is bitwise equal to Megatron's code (`SelfAttention.get_query_key_value_tensors`, `apply_rotary_pos_emb`).
-The fused kernel rounds only once, at the end, and not after the norm.
+The fused kernel rounds once, at the end, whereas the reference also rounds after the norm.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from slime.ops.select import FUSED, name_of, num_processors
 @dataclass(frozen=True, slots=True)
 class Heads:
     groups: int
-    """Key heads of this rank."""
+    """Number of key heads on this rank."""
     size: int
-    """Entries of a head."""
+    """Number of entries per head."""
     interleaved: bool = False
     eps: float = 1e-6
     zero_centered: bool = False
@@ -39,7 +39,7 @@ def split_and_rotate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mixed [T, groups * (n + 2) * d] -> query [T, groups * n, d], key and value [T, groups, d].
 
-    `q_weight`, `k_weight` [d]: the weights of the norms, or both None. cos, sin [T, r / 2] float32.
+    `q_weight` and `k_weight` [d] are the norm weights, or both None. cos, sin [T, r / 2] float32.
     """
     assert (q_weight is None) == (k_weight is None), "only one of queries and keys has a norm"
     if name_of("qk_rotary", mixed) == FUSED:
@@ -72,10 +72,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 class FusedHeads(torch.autograd.Function):
-    """Uses one kernel forward, one backward, and one that sums the gradients of the norms' weights.
+    """One forward kernel, one backward kernel, and one that sums the gradients of the norm weights.
 
-    With norms the projection is saved for the backward pass, and the values are a view of the projection. Without norms
-    the projection is not saved, and the values are copied.
+    With norms, the projection is saved for the backward pass anyway, so the values are a view of it. Without norms, it
+    is not saved, and the values are copied.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Copies rows and sums the gradients of the copies, for the keys and values of a prefix that samples share.
+"""Copies rows and sums the gradients of the copies, for the keys and values of a shared prefix.
 
-A row can be copied any number of times. The reference is `index_select`, which adds gradients in the dtype of the rows,
-and on a GPU in an arbitrary order. The fused form adds gradients in float32, in the order of the copies.
+A row can be copied any number of times. The reference is `index_select`, which adds gradients in the dtype of the rows
+and, on a GPU, in arbitrary order. The fused form adds gradients in float32, in the order of the copies.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Repeats:
     """K copies of T rows."""
 
     rows: Tensor
-    """[K] int64: the row of each copy."""
+    """[K] int64: the source row of each copy."""
     order: Tensor
-    """[K] int32: the copies, sorted by row."""
+    """[K] int32: indices of the copies, sorted by source row."""
     starts: Tensor
-    """[T + 1] int32: the start of each row's copies in `order`."""
+    """[T + 1] int32: where the copies of each row start in `order`."""
 
     @staticmethod
     def arrays(rows: npt.NDArray[np.int64], num_rows: int) -> dict[str, npt.NDArray[Any]]:
-        """Returns the fields as arrays on the host."""
+        """Computes the fields on the host."""
         starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
         order = np.argsort(rows, kind="stable")
         return {"rows": rows, "order": order.astype(np.int32), "starts": starts.astype(np.int32)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> Repeats:
-        """Builds the record from the tensors of `arrays`, whose names begin with `prefix`."""
+        """Builds an instance from the tensors of `arrays`, whose names start with `prefix`."""
         return cls(*(tensors[prefix + name] for name in ("rows", "order", "starts")))
 
 
@@ -54,7 +54,7 @@ def repeat_rows(x: Tensor, repeats: Repeats) -> Tensor:
 
 @contextmanager
 def repeated(rows: Sequence[Tensor], repeats: Repeats) -> Iterator[tuple[Tensor, ...]]:
-    """Yields copies of each tensor in `rows`. They are not saved for the backward pass, which recomputes them."""
+    """Yields `repeat_rows` of each tensor. Autograd does not save the copies; the backward pass recomputes them."""
     made = tuple(repeat_rows(x, repeats) for x in rows)
     sources = [x.detach() for x in rows]
     places = [(x.data_ptr(), x.shape, x.stride()) for x in made]

@@ -1,7 +1,7 @@
-"""Chooses the implementation of each op on a device once, when a trainer starts. `slime doctor` prints the choice.
+"""Chooses the implementation of each op once, when a trainer starts. `slime doctor` prints the choices.
 
-`--kernels auto` chooses the fused form of an op if that form can run, "reference" never does, and "fused" raises an
-error if an op has no fused form that can run. The choice includes its reasons, so that there is no silent fallback.
+`--kernels auto` uses the fused form of an op if it can run, "reference" never uses it, and "fused" raises an error if
+an op has no fused form that can run. Each choice includes its reasons, so no fallback is silent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.core.errors import ConfigError
 from slime.ops.attention import flash_problems, varlen_problems
 
 Problems = Callable[[torch.device, torch.dtype], tuple[str, ...]]
-"""Reasons why an implementation cannot run for a device and a training dtype; empty if it can."""
+"""Returns the reasons why an implementation cannot run on a device with a training dtype; empty if it can."""
 REFERENCE, FUSED = "reference", "fused"
 
 
@@ -46,7 +46,7 @@ def triton_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
     reasons = (
         ("its kernels need a GPU", device.type != "cuda"),
         ("triton is not installed", importlib.util.find_spec("triton") is None),
-        (f"its kernels do not compute in {dtype}", dtype == torch.float64),
+        (f"its kernels do not support {dtype}", dtype == torch.float64),
     )
     return tuple(reason for reason, holds in reasons if holds)
 
@@ -62,22 +62,22 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
     "qk_rotary": (Fused(FUSED, "one Triton kernel splits, normalises and rotates queries and keys", triton_problems),),
     "swiglu": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "attention": (
-        Fused(FUSED, "aten::_flash_attention_forward, KV heads as they are", flash_problems),
+        Fused(FUSED, "aten::_flash_attention_forward, KV heads not repeated", flash_problems),
         Fused("varlen", "torch.nn.attention.varlen", varlen_problems),
     ),
     "repeats": (Fused(FUSED, "one Triton kernel sums the gradients of copied rows", triton_problems),),
-    "experts": (Fused(FUSED, "one grouped product of PyTorch, rows in Triton kernels", expert_problems),),
+    "experts": (Fused(FUSED, "PyTorch's grouped matmul, Triton kernels for rows", expert_problems),),
 }
 """Op -> its fused forms, best first."""
 
 _chosen: dict[str, Choice] = {}
-"""The choices of this process. An op without an entry uses the reference."""
+"""This process's choices. An op without an entry uses the reference."""
 
 
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Chooses the implementation of every op on `device` for the training dtype `dtype`; `kernels` is `--kernels`.
+    """Chooses the implementation of every op on `device` for the training dtype. `kernels` is the value of `--kernels`.
 
-    Raises `ConfigError` for "fused" if no form of an op can run.
+    Raises `ConfigError` if `kernels` is "fused" and an op has no fused form that can run.
     """
     assert kernels in ("auto", REFERENCE, FUSED), f"--kernels {kernels}"
     return tuple(_choose(op, device, dtype, kernels) for op in OPS)
@@ -98,7 +98,7 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
 
 
 def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Calls `choose` and applies its choices to the ops of this process. Raises `ConfigError` as `choose` does."""
+    """Calls `choose`, with the same errors, and applies the choices to this process."""
     choices = choose(device, dtype, kernels)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)
@@ -106,7 +106,7 @@ def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tupl
 
 
 def name_of(op: str, x: Tensor) -> str:
-    """Returns the implementation that computes `op` for a tensor: the chosen one on a GPU, the reference on a CPU."""
+    """Returns the implementation of `op` for the tensor: the chosen one on a GPU, the reference on a CPU."""
     choice = _chosen.get(op) if x.is_cuda else None
     return REFERENCE if choice is None else choice.name
 

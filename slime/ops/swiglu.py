@@ -1,4 +1,4 @@
-"""The gated activation of an MLP: silu(gate) * up of a fused projection [gate; up] (Shazeer 2020, arXiv:2002.05202)."""
+"""The gated activation of an MLP: silu(gate) * up on a fused projection [gate; up] (Shazeer 2020, arXiv:2002.05202)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.ops.select import FUSED, name_of
 
 
 def swiglu(mixed: Tensor) -> Tensor:
-    """mixed [..., 2 F], gates before values -> [..., F], by the chosen form."""
+    """mixed [..., 2 F] (gates, then values) -> [..., F], in the chosen form."""
     if name_of("swiglu", mixed) == FUSED:
         out: Tensor = FusedSwiGLU.apply(mixed)
         return out
@@ -25,7 +25,7 @@ def reference(mixed: Tensor) -> Tensor:
 
 
 class FusedSwiGLU(torch.autograd.Function):
-    """Uses one kernel forward and one backward. Both compute in float32."""
+    """One forward and one backward kernel, both in float32."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor) -> Tensor:

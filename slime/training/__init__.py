@@ -1,5 +1,5 @@
-"""Training, the Megatron-core backend: model build, packed attention, log-probs, step, checkpoint.
+"""The Megatron-core training backend: model construction, packed attention, log-probs, training step, checkpoints.
 
-Besides layers of `models` and `compat`, only this package imports megatron. Each train actor has a
-`backend.MegatronBackend`. Importing the package itself is cheap; its modules import torch and megatron.
+Apart from layers in `models` and patches in `compat`, only this package imports megatron. Each train actor owns one
+`backend.MegatronBackend`. Importing the package is cheap; importing its modules loads torch and megatron.
 """

@@ -1,9 +1,9 @@
-"""`MegatronBackend`: one rank of the trainer. All ranks call the methods marked "Collective" in the same order.
+"""`MegatronBackend`: one rank of the trainer. All ranks must call the methods marked "Collective" in the same order.
 
 Invariants
-1. Every rank gets the whole batch; no result depends on how the batch is split.
-2. `weight_version` is the version of this rank's weights. Training increases it, and checkpoints contain it.
-3. On a CPU, training the same state on the same batch has bitwise the same result.
+1. Every rank receives the full batch, and results do not depend on how the batch is split.
+2. `weight_version` is the version of this rank's weights; the train actor increments it, and checkpoints store it.
+3. Training on a CPU is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class MegatronBackend:
     ) -> None:
         """Joins the process group, builds the models and loads their checkpoints. Collective.
 
-        Ranks connect to `master_address`, where rank 0 listens on `listener` (`slime.weights.rendezvous.listen_on`), or
-        on `master_port` without a listener. Raises `ConfigError` for a model or settings that cannot be trained, and
-        `CheckpointError` for a checkpoint that does not match this run.
+        Ranks connect to `master_address`. Rank 0 listens there on `listener` (`slime.weights.rendezvous.listen_on`), or
+        on `master_port` if `listener` is None. Raises `ConfigError` if the model or a setting is not supported, and
+        `CheckpointError` if a checkpoint does not match this run.
         """
         activate(args.device)
         self.args = args
@@ -137,11 +137,11 @@ class MegatronBackend:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Runs all optimizer steps of one batch. Returns the same metrics on every rank. Collective.
+        """Runs all optimizer steps for one batch and returns the same metrics on every rank. Collective.
 
-        Raises `NumericsError` on every rank for a non-finite loss or gradient (the failed step does not change the
-        weights) and for a train-inference mismatch above the limit; `DataError` or `ConfigError` for a batch that the
-        settings do not allow.
+        Raises `NumericsError` on every rank if a loss or gradient is not finite (the failed step does not change the
+        weights) or if the train-inference mismatch exceeds the limit. Raises `DataError` or `ConfigError` if the
+        settings do not allow the batch.
         """
         self._require_awake("train")
         with self._profiles.step(batch.rollout_id):
@@ -155,7 +155,7 @@ class MegatronBackend:
         metrics = dict(prepared.aims.metrics) if prepared.aims is not None else {}
         if prepared.shared is not None:
             metrics["train/shared_tokens"] = prepared.shared_fraction
-        # The policy's checks run first, even if only the critic is trained: if one fails, the critic is unchanged.
+        # Check the policy first, even if only the critic is trained: a failed check must leave the critic unchanged.
         if self._critic is None or batch.rollout_id >= self.args.num_critic_only_steps:
             objective = trained_objective(self.args, self._algorithm)
             with self._profiles.part("train_actor", batch.rollout_id):
@@ -172,25 +172,25 @@ class MegatronBackend:
         return metrics
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
-        """Returns the TFLOP/s per rank of training the policy on a batch in `time_s`."""
+        """Returns the TFLOP/s per rank if training the policy on `batch` takes `time_s` seconds."""
         flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
         return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
-        """Compares this trainer's log-probs with the engines' on samples of the current version, without training.
+        """Compares the trainer's log-probs with the engines' log-probs, without training. Collective.
 
-        Returns the metrics of `train` that begin with `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` if
-        the mismatch is above the limit. Collective.
+        The samples must come from the current weight version. Returns the `train` metrics whose names start with
+        `train/train_rollout_logprob_abs_diff`. Raises `NumericsError` if the mismatch exceeds the limit.
         """
         self._require_awake("measure_mismatch")
         prepared, evaluation = self._prepare(batch, one_step=True), LogProbs(self.args)
         return measure_mismatch(self._context, evaluation, self._trainable.ddps, prepared, version=self.weight_version)
 
     def measure_loss(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns `loss`, the mean negative log-prob of the trained tokens, and `num_tokens`, without training.
+        """Returns `num_tokens` and `loss` (mean negative log-prob of the trained tokens), without training. Collective.
 
-        The result is the same on every rank and in every layout. Gradients, optimizer and random numbers do not change.
-        Raises `NumericsError` for a log-prob that is not finite. Collective.
+        The result is the same on every rank and under every parallel layout. Gradients, optimizer state and RNG state
+        do not change. Raises `NumericsError` if a log-prob is not finite.
         """
         self._require_awake("measure_loss")
         prepared = self._prepare(batch, one_step=True, sampled=False)
@@ -213,7 +213,7 @@ class MegatronBackend:
         return dataclasses.replace(prepared, routing=routing, images=self.sight.of_batch(batch))
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:
-        """Runs the forward passes that the loss needs before the update, and adds the advantages computed from them."""
+        """Runs the forward passes that the loss needs before the update, then computes the advantages."""
         args, context = self.args, self._context
         if fine_tunes(args):
             return with_advantages(prepared, args, self._algorithm, BatchLogProbs())
@@ -232,7 +232,7 @@ class MegatronBackend:
         return with_advantages(prepared, args, self._algorithm, log_probs, values)
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Returns the policy's log-probs before the update (`LogProbs`); empty if the training pass computes them."""
+        """Returns the policy's log-probs before the update (`LogProbs`), or () if the training pass computes them."""
         if self.args.keep_old_actor:
             return self._others.old_log_probs(context, prepared)
         if needs_old_pass(self.args, self._algorithm, prepared):
@@ -242,23 +242,23 @@ class MegatronBackend:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def iter_hf_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor) in table order, on every rank. Collective: exhaust it on all ranks.
+        """Yields (HF name, full tensor) in table order on every rank. Collective: all ranks must exhaust the iterator.
 
-        Tensors are converted to `dtype`; None keeps the training dtype. Adapters are merged, one tensor at a time.
-        Tensors may alias parameters, so do not write to them.
+        Tensors are cast to `dtype`, or keep the training dtype if it is None. Adapters are merged one tensor at a time.
+        Tensors may alias parameters, so callers must not modify them.
         """
         self.require_weights()
         return hf_weights.iter_hf_tensors(self.model, dtype=dtype, merged=True)
 
     def outgoing(self, dtype: torch.dtype | None = None) -> TrainerWeights:
-        """Returns this rank's weights with adapters merged; they are read when they are sent. Collective.
+        """Returns this rank's weights with adapters merged. They are read lazily, when they are sent. Collective.
 
-        Tensors are converted to `dtype`; None keeps the training dtype.
+        Tensors are cast to `dtype`, or keep the training dtype if it is None.
         """
         return TrainerWeights(self.model, dtype)
 
     def require_weights(self) -> None:
-        """Asserts that this rank holds its weights, so that they can be sent."""
+        """Asserts that the weights are on the GPU, ready to be sent."""
         assert self._sleeper.held is not Held.NOTHING, "a sleeping trainer has no weights; call wake() first"
 
     def note_synced(self) -> None:
@@ -267,9 +267,9 @@ class MegatronBackend:
     def save_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes weights, config and tokenizer in Hugging Face format. Collective.
 
-        Ranks take turns to write files to a shared folder, which is renamed to `directory` once it is complete.
-        Adapters are merged, and also written separately to the subfolder `adapter`. Replaces an earlier export. Raises
-        `CheckpointError`, and changes nothing, if `directory` contains anything else.
+        Ranks take turns writing to a shared temporary folder, which is renamed to `directory` once it is complete.
+        Adapters are merged, and are also saved separately in the subfolder `adapter`. An earlier export is replaced. If
+        `directory` contains anything else, raises `CheckpointError` and changes nothing.
         """
         info, model, source = self.parallel_info, self.model, Path(self.args.hf_checkpoint)
 
@@ -290,9 +290,9 @@ class MegatronBackend:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def snapshot(self, *, on_host: bool = True) -> Snapshot:
-        """Returns what this rank writes into a checkpoint. All ranks must call it; they do not communicate.
+        """Returns this rank's state for a checkpoint. All ranks must call it, but they do not communicate.
 
-        With `on_host` the result is a copy, so training can continue. Otherwise write it before the state changes.
+        With `on_host` the state is copied, so training can continue. Otherwise it must be written before it changes.
         """
         self._require_awake("save")
         if self.device.type == "cuda":
@@ -305,11 +305,11 @@ class MegatronBackend:
         return Snapshot({folder: state.on_host() if on_host else state for folder, state in states.items()})
 
     def save(self, directory: Path) -> dict[str, Seal]:
-        """Writes this rank's files into `directory`; returns hashes for `checkpoint.commit`. All ranks must call it."""
+        """Writes this rank's files to `directory`. Returns hashes for `checkpoint.commit`. All ranks must call it."""
         return self.snapshot(on_host=False).write(directory)
 
     def load(self, directory: Path) -> None:
-        """Restores a checkpoint of any layout, on all ranks. Raises `CheckpointError` if it does not match this run."""
+        """Restores a checkpoint of any layout. All ranks must call it. Raises `CheckpointError` on a mismatch."""
         self._require_awake("load")
         args = self.args
         for folder, kept in self._kept.items():
@@ -324,9 +324,9 @@ class MegatronBackend:
     # --- memory and shutdown ------------------------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Measures the GPU memory of the largest micro-batch, for `memory_plan`; see `slime.training.rehearsal`.
+        """Predicts the GPU memory of the largest micro-batch for `memory_plan`; see `slime.training.rehearsal`.
 
-        Collective; does nothing on a CPU. If it does not fit, raises `ConfigError` with the number of tokens that fit.
+        Collective; does nothing on a CPU. If it does not fit, raises `ConfigError` with the number of tokens that do.
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
@@ -334,22 +334,22 @@ class MegatronBackend:
             self._sleeper.expect_in_training(peak)
 
     def keep_weights(self) -> dict[str, float]:
-        """Keeps only the policy's weights on the GPU; returns the memory peaks of the phase before this call."""
+        """Offloads everything but the policy's weights. Returns the peak GPU memory of the phase that just ended."""
         self.sight.close()
         return self._sleeper.keep_weights()
 
     def sleep(self) -> dict[str, float]:
-        """Keeps nothing on the GPU; returns the memory peaks of the phase before this call."""
+        """Offloads everything from the GPU. Returns the peak GPU memory of the phase that just ended."""
         self.sight.close()
         return self._sleeper.sleep()
 
     def wake(self) -> dict[str, float]:
-        """Restores bitwise the state before `keep_weights` or `sleep`, but with zero gradients."""
+        """Undoes `keep_weights` or `sleep`. The restored state is bitwise equal, except that gradients are zero."""
         return self._sleeper.wake()
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """Returns this rank's GPU memory in each phase of a colocated step; None if no engine shares the GPU."""
+        """Returns this rank's GPU memory in each phase of a colocated step, or None if no engine shares the GPU."""
         return self._sleeper.plan
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Process groups of the trainer: tensor, pipeline, context, expert and data parallel; gloo on a CPU, NCCL on a GPU."""
+"""Process groups for tensor, pipeline, context, expert and data parallelism: gloo on a CPU, NCCL on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime.weights.rendezvous import join_store, keep_gloo_on, listen_on, open_s
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How one model is split. The world size divided by tp, pp and cp is the data-parallel size."""
+    """The parallel sizes of one model. The data-parallel size is world size / (tp * pp * cp)."""
 
     tp: int = 1
     pp: int = 1
@@ -30,11 +30,11 @@ class ParallelSizes:
     """Number of model chunks per pipeline rank (interleaved pipelining)."""
     cp: int = 1
     ep: int = 1
-    """Expert-parallel ranks. For all other layers these are data-, context- and tensor-parallel ranks."""
+    """Expert-parallel size. Outside of expert layers, these ranks are data-, context- and tensor-parallel ranks."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
-        """Reads the sizes from Megatron's settings. Raises `ConfigError` for impossible sizes."""
+        """Reads the sizes from Megatron's settings. Raises `ConfigError` if they are invalid."""
 
         def size(name: str) -> int:
             return int(megatron.get(name) or 1)
@@ -47,16 +47,16 @@ class ParallelSizes:
             ep=size("expert_model_parallel_size"),
         )
         if min(out.tp, out.pp, out.vp, out.cp, out.ep) < 1:
-            raise ConfigError(f"the parallel sizes are {out}, but each must be at least 1")
+            raise ConfigError(f"each parallel size must be at least 1, got {out}")
         if out.vp > 1 and out.pp == 1:
             raise ConfigError(
-                f"--virtual-pipeline-model-parallel-size {out.vp} needs pipeline stages to interleave; set "
+                f"--virtual-pipeline-model-parallel-size {out.vp} requires more than one pipeline stage; set "
                 "--pipeline-model-parallel-size or remove the flag"
             )
         return out
 
     def dp(self, world_size: int) -> int:
-        """Returns the data-parallel size. Raises `ConfigError` if the sizes do not divide the world."""
+        """Returns the data-parallel size. Raises `ConfigError` if the sizes do not divide the world size."""
         model = self.tp * self.pp * self.cp
         if world_size % model:
             raise ConfigError(
@@ -90,7 +90,7 @@ class ParallelInfo:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports the loss of its data-parallel share; other ranks compute the same loss."""
+        """Whether this rank reports the loss of its model replica. Exactly one rank per replica does."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.sizes.pp - 1
 
 
@@ -105,10 +105,10 @@ def init_process_groups(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> ParallelInfo:
-    """Joins the world and splits it: neighbouring ranks are tensor parallel, then context, data and pipeline parallel.
+    """Joins the world and creates Megatron's groups. From adjacent ranks outwards: tensor, context, data, pipeline.
 
-    Rank 0 opens the store only on `master_address`: on `listener`, or on `master_port` without a listener. A collective
-    that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not divide the world.
+    Rank 0 opens the store only on `master_address`: on `listener`, or on `master_port` if `listener` is None. A
+    collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not divide the world size.
     """
     dp_size = sizes.dp(world_size)
     limit = timedelta(seconds=timeout_s)
@@ -117,8 +117,8 @@ def init_process_groups(
         store = open_store(listener or listen_on(master_address, master_port), world_size=world_size, timeout=limit)
     else:
         store = join_store(master_address, master_port, world_size=world_size, timeout=limit)
-    # Do not bind the world to a device: torch would then split later groups off the world's communicator, but the group
-    # of the weight sync has members outside the world.
+    # Do not bind the world to a device: torch would then create later groups by splitting the world's communicator, but
+    # the group for weight syncs has members outside the world.
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -150,7 +150,7 @@ def init_process_groups(
 
 
 def seed_everything(seed: int, dp_rank: int) -> None:
-    """Seeds Python, NumPy, torch and Megatron's tracker, for hooks; a training step draws no random numbers."""
+    """Seeds Python, NumPy, torch and Megatron's RNG tracker for hooks. Training steps draw no random numbers."""
     random.seed(seed + dp_rank)
     np.random.seed((seed + dp_rank) % 2**32)
     torch.manual_seed(seed + dp_rank)
@@ -158,8 +158,8 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 
 
 def be_deterministic() -> None:
-    """Makes PyTorch use deterministic kernels where it has them, and warn otherwise (`--deterministic-mode`)."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS makes its first handle
+    """Makes PyTorch use deterministic kernels, and warn where it has none (`--deterministic-mode`)."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS creates its first handle
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

@@ -1,17 +1,17 @@
-"""Predicts the memory of the largest micro-batch from passes over small ones, before the run.
+"""Predicts the peak memory of the largest micro-batch before the run, by measuring two smaller ones.
 
-The memory of a pass grows linearly with the number of tokens once a chunk of the log-probs is full, so passes of two
-sizes determine the line for a model and its settings (layout, recompute, kernels). If the largest micro-batch cannot
-fit, an error names the number of tokens that fits, before the run samples anything. The passes also compile the
-kernels.
+Once a chunk of log-probs is full, the memory of a pass grows linearly with the number of tokens. Two measurements are
+therefore enough to extrapolate for a given model and its settings (layout, recompute, kernels). If the largest
+micro-batch will not fit, the run fails before it samples anything, and the error says how many tokens fit. The measured
+passes also compile the kernels.
 
-Not predicted: attention without a kernel, whose masks grow with the square of the length; uneven load of experts under
-expert parallelism; the passes of a critic; samples longer than the settings allow; copies of keys for shared prefixes.
+Not predicted: attention without a fused kernel, whose masks grow quadratically with the sequence length; load imbalance
+under expert parallelism; a critic's passes; samples longer than the settings allow; copies of keys for shared prefixes.
 
 Invariants
-1. Weights, optimizer, buffers and random numbers are unchanged; gradients are zeros.
-2. All ranks rehearse the same sizes. Each rank predicts its own peak; if one rank's peak does not fit, all ranks raise
-   an error. Collective.
+1. Weights, optimizer, buffers and RNG state do not change. Gradients are zero afterwards.
+2. All ranks measure the same sizes, and each predicts its own peak. If the peak does not fit on one rank, all ranks
+   raise an error. Collective.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from slime.training.step.train_step import StepContext, micro_batch_multiple, re
 logger = logging.getLogger(__name__)
 
 SMALL_PARTS = (8, 4)
-"""The two sizes are 1/8 and 1/4 of the largest micro-batch, but at least one and two chunks of log-probs."""
+"""The measured sizes are 1/8 and 1/4 of the largest micro-batch, but at least one and two chunks of log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """GPU memory of forward and backward passes by tokens of a rank, without weights, gradients and optimizer."""
+    """Peak GPU memory of forward and backward passes, excluding weights, gradients and optimizer states."""
 
     at: tuple[int, int]
-    """Number of tokens of two micro-batches, in ascending order."""
+    """Tokens per rank in the two measured micro-batches, in ascending order."""
     num_bytes: tuple[int, int]
-    """Peak memory of the two micro-batches."""
+    """Peak memory of each measured micro-batch."""
 
     @property
     def bytes_per_token(self) -> float:
-        """The slope of the line, which goes through the origin if both sizes are equal."""
+        """Slope of the line through both measurements, or through the origin if both sizes are equal."""
         (small, large), (low, high) = self.at, self.num_bytes
         return max(0.0, (high - low) / (large - small)) if large > small else high / large
 
@@ -65,7 +65,7 @@ class Passes:
         return int(self.num_bytes[1] + self.bytes_per_token * (tokens - self.at[1]))
 
     def fitting(self, num_bytes: int) -> int:
-        """Returns the largest number of tokens that fits in `num_bytes`; 0 if none fits."""
+        """Returns the largest number of tokens that fits in `num_bytes`, or 0."""
         if self.bytes_per_token == 0.0:
             return self.at[1] if num_bytes >= self.num_bytes[1] else 0
         return max(0, self.at[1] + math.floor((num_bytes - self.num_bytes[1]) / self.bytes_per_token))
@@ -76,15 +76,15 @@ class Largest:
     """The largest micro-batch that the settings allow."""
 
     tokens: int
-    """On one rank."""
+    """Tokens per rank."""
     samples: int | None
-    """`--micro-batch-size`; None if micro-batches are filled by tokens."""
+    """`--micro-batch-size`, or None if micro-batches are filled by token count."""
 
     @classmethod
     def of(cls, args: Args, cp_size: int) -> Largest:
-        """Computes the size from the settings. A prompt without a limit counts as 0 tokens.
+        """Computes the size from the settings. If prompts have no length limit, they count as 0 tokens.
 
-        A sample is never split, so a sample longer than `--max-tokens-per-gpu` counts in full.
+        Samples are never split, so a sample longer than `--max-tokens-per-gpu` counts in full.
         """
         if args.use_dynamic_batch_size:
             assert args.max_tokens_per_gpu is not None, "the settings derive max_tokens_per_gpu"
@@ -109,14 +109,14 @@ class Largest:
 def training_peak(
     context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo, later_bytes: int
 ) -> int:
-    """Rehearses, and returns this rank's peak memory of training the policy with the largest micro-batch. Collective.
+    """Predicts this rank's peak memory when the policy trains on the largest micro-batch. Collective.
 
-    `later_bytes`: memory that the first optimizer step adds. Raises `ConfigError` on every rank, with the number of
-    tokens that fits, if the peak exceeds the memory of any GPU.
+    `later_bytes` is the memory that the first optimizer step allocates. If the peak exceeds the memory of any GPU,
+    raises `ConfigError` with the number of tokens that fit, on every rank.
     """
     passes, largest = rehearse(context, objective, trainable, info), Largest.of(context.args, info.sizes.cp)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
-    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # without the memory of CUDA contexts
+    gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # excludes CUDA contexts
     kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
     peak = kept_bytes + passes.peak(largest.tokens)
     verdict = torch.tensor(
@@ -127,16 +127,16 @@ def training_peak(
         raise ConfigError(refusal(largest, passes, -int(verdict[1]), kept_bytes=kept_bytes, gpu_bytes=gpu_bytes))
     if info.rank == 0:
         logger.info(
-            "rehearsal: %.1f GB with micro-batches of %s tokens, %.2f MB per token, of %.1f GB",
+            "predicted peak memory: %.1f GB for micro-batches of %s tokens (%.2f MB per token), %.1f GB available",
             *(peak / 1e9, f"{largest.tokens:,}", passes.bytes_per_token / 1e6, gpu_bytes / 1e9),
         )
     return peak
 
 
 def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:
-    """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these passes do not fit.
+    """Measures passes of both sizes on a GPU. Collective. Raises `ConfigError` if even these do not fit.
 
-    The first pass is not measured, because it includes one-time allocations of libraries.
+    The first pass is a warm-up, because libraries allocate memory on first use.
     """
     args, cp_size = context.args, info.sizes.cp
     vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
@@ -151,9 +151,9 @@ def rehearse(context: StepContext, objective: Objective, trainable: Trainable, i
 
 
 def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
-    """Returns the number of micro-batches that fill the pipeline, rounded up to a multiple of `multiple`.
+    """Returns how many micro-batches fill the pipeline, rounded up to a multiple of `multiple`.
 
-    It is one more than the first stage's warm-up in Megatron, which counts passes of chunks when it interleaves them.
+    This is one more than Megatron's warm-up on the first stage, which counts one pass per model chunk if interleaved.
     """
     if num_chunks == 1:
         return max(2, num_stages)
@@ -162,7 +162,7 @@ def num_under_way(num_stages: int, num_chunks: int, multiple: int) -> int:
 
 
 def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_size: int) -> PreparedBatch:
-    """Returns one random sample of `tokens` tokens per micro-batch and data-parallel rank, the same on every rank."""
+    """Returns a batch with one random sample of `tokens` tokens per micro-batch and DP rank, identical on all ranks."""
     rng, response = np.random.default_rng(0), max(tokens - 1, 1)
     samples = tuple(
         TrainSample(
@@ -191,7 +191,7 @@ def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, 
     """Returns the error message. `kept_bytes` stay on the GPU between passes; `fitting` tokens fit on every rank."""
     peak = passes.peak(largest.tokens)
     return (
-        f"micro-batches of up to {largest.tokens:,} tokens do not fit the GPU: they need {peak / 1e9:.1f} GB "
+        f"micro-batches of up to {largest.tokens:,} tokens do not fit on the GPU: they need {peak / 1e9:.1f} GB "
         f"in addition to {kept_bytes / 1e9:.1f} GB of weights, gradients and optimizer states, but the GPU has "
         f"{gpu_bytes / 1e9:.1f} GB; about {fitting:,} tokens fit: {largest.remedy(fitting)}"
     )
@@ -208,7 +208,7 @@ def _peak_of(
         rehearse_step(context, objective, trainable, prepared)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"not even a micro-batch of {tokens:,} tokens fits the GPU in addition to {before / 1e9:.1f} GB of weights "
+            f"even a micro-batch of {tokens:,} tokens does not fit on the GPU next to {before / 1e9:.1f} GB of weights "
             "and gradients; split the model over more GPUs, or recompute activations (--recompute-granularity full)"
         ) from error
     torch.cuda.synchronize(device)
@@ -217,7 +217,7 @@ def _peak_of(
 
 @contextmanager
 def _as_before(trainable: Trainable) -> Iterator[None]:
-    """Restores buffers and random generators after the block, and empties the memory cache."""
+    """Restores buffers and RNG state after the block, and empties the CUDA cache."""
     buffers: Sequence[tuple[Tensor, Tensor]] = [
         (buffer, buffer.clone()) for chunk in trainable.chunks for buffer in chunk.buffers()
     ]

@@ -1,1 +1,1 @@
-"""Triton kernels, one file for each op, imported only by that op when it runs on a GPU."""
+"""Triton kernels, one file per op. An op imports its file when it first runs on a GPU."""

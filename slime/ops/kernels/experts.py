@@ -1,6 +1,6 @@
-"""Triton kernels of an MoE layer: the sum of each token's rows, and weighted SwiGLU with its gradient.
+"""Triton kernels for MoE layers: the sum of each token's rows, and weighted SwiGLU with its gradient.
 
-Rows are contiguous. Offsets are 64 bits wide, because the rows of a layer may hold more than 2^31 numbers.
+Rows are contiguous. Offsets are 64-bit, because the rows of a layer can have more than 2^31 entries.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WIDEST = 1024
-"""Maximum number of a row's entries that a program handles in one pass."""
+"""Maximum number of entries of a row that a program processes per iteration."""
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _block(size: int) -> int:
 
 
 def sum_slots(y: Tensor, slots: Tensor) -> Tensor:
-    """y [rows, H], slots [tokens, topk] -> the sum of each token's rows [tokens, H], added in float32."""
+    """y [rows, H], slots [tokens, topk] -> the sum of each token's rows [tokens, H], accumulated in float32."""
     (num_tokens, topk), size = slots.shape, y.size(1)
     if not num_tokens:
         return y.new_zeros(0, size)
@@ -87,7 +87,7 @@ def swiglu_forward(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [rows, F], and the inputs of the forward pass -> gradients of x and of the weights."""
+    """grad [rows, F] and the inputs of the forward pass -> the gradients of x and of the weights."""
     size = x.size(1) // 2
     grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
     if x.size(0):

@@ -1,8 +1,8 @@
-"""Kernels for the heads of one token: norm, rotation, copy, and the gradient. Called by `kernels.qk_rotary`.
+"""Device functions for the heads of one token: norm, rotation, copy, and gradients. Called by `kernels.qk_rotary`.
 
-Programs handle `HEADS` heads at a time, in float32. Each head is split into the first members of its rotated pairs, the
-second members, and the rest (`places`). The heads of a projection are in groups of WIDTH heads: head h of COUNT is head
-h % PER of group h // PER. NORM: 0 without norms, 1 with norms, 2 with zero-centered weights.
+A program processes `HEADS` heads at a time, in float32. Each head is split into the first elements of its rotated
+pairs, the second elements, and the rest (`places`). A projection has groups of WIDTH heads: head h of COUNT is head
+h % PER of group h // PER. NORM is 0 without norms, 1 with norms, and 2 with zero-centered weights.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import triton
 import triton.language as tl
 
 HEADS = tl.constexpr(8)
-"""The number of heads that a program handles at a time."""
+"""Number of heads that a program processes at a time."""
 
 
 @triton.jit
 def places(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr
 ):
-    """Indices of first and second members of a head's pairs, [PAIRS] each, and of the rest, [REST]; SIZE is padding."""
+    """Returns the indices of first and second elements of pairs [PAIRS] and of the rest [REST]; SIZE marks padding."""
     pair = tl.arange(0, PAIRS)
     first = 2 * pair if INTERLEAVED else pair
     second = first + 1 if INTERLEAVED else first + HALF
-    if PAIRS > HALF:  # otherwise unchanged, so that the compiler sees adjacent entries
+    if PAIRS > HALF:  # skipped if possible, so that the compiler sees contiguous entries
         first = tl.where(pair < HALF, first, SIZE)
         second = tl.where(pair < HALF, second, SIZE)
     return first, second, 2 * HALF + tl.arange(0, REST)
@@ -30,7 +30,7 @@ def places(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads cos and sin [PAIRS] of a token."""
+    """Loads a token's cos and sin [PAIRS]."""
     pair = tl.arange(0, PAIRS)
     c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)
@@ -39,7 +39,7 @@ def angles(cos, sin, token, HALF: tl.constexpr, PAIRS: tl.constexpr):  # type: i
 
 @triton.jit
 def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads the three parts of the heads at `start` + `place` [HEADS]; zeros where the mask `kept` [HEADS] is false."""
+    """Loads the three parts of the heads at `start` + `place` [HEADS], or zeros where `kept` [HEADS] is false."""
     head = start + place[:, None]
     kept = kept[:, None]
     a = tl.load(head + first[None, :], mask=kept & (first < SIZE)[None, :], other=0.0).to(tl.float32)
@@ -50,7 +50,7 @@ def load_heads(start, place, kept, first, second, others, SIZE: tl.constexpr):  
 
 @triton.jit
 def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores the three parts of heads; the inverse of `load_heads`."""
+    """Stores the three parts of the heads. Inverse of `load_heads`."""
     kind = start.dtype.element_ty
     head = start + place[:, None]
     kept = kept[:, None]
@@ -61,7 +61,7 @@ def store_heads(start, place, kept, first, second, others, a, b, c, SIZE: tl.con
 
 @triton.jit
 def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads the norm's weights for the three parts of a head, [1, ...] each."""
+    """Loads the norm weights for the three parts of a head, [1, ...] each."""
     a = tl.load(weight + first, mask=first < SIZE, other=0.0).to(tl.float32)
     b = tl.load(weight + second, mask=second < SIZE, other=0.0).to(tl.float32)
     c = tl.load(weight + others, mask=others < SIZE, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def load_weight(weight, first, second, others, SIZE: tl.constexpr, NORM: tl.cons
 
 @triton.jit
 def product(a, b, c, x, y, z):  # type: ignore[no-untyped-def]
-    """Returns the scalar products [HEADS, 1] of heads, each head in its three parts."""
+    """Returns the dot products [HEADS, 1] of heads (a, b, c) and heads (x, y, z), given in three parts each."""
     return (tl.sum(a * x, 1) + tl.sum(b * y, 1) + tl.sum(c * z, 1))[:, None]
 
 
@@ -95,7 +95,7 @@ def heads_forward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Computes COUNT query or key heads of one token, from its projection at `row` to `out`."""
+    """Computes COUNT query or key heads of one token from its projection at `row`, and writes them to `out`."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         kept = head < COUNT
@@ -131,7 +131,7 @@ def heads_backward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Computes the gradient of COUNT heads of one token. Returns the running sums of the weight's gradient."""
+    """Computes the gradient of COUNT heads of one token. Returns the running sums of the weight gradient."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         kept = head < COUNT
@@ -184,7 +184,7 @@ def copy_heads(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copies COUNT heads of one token, SOURCE_STEP entries apart, to addresses that are TARGET_STEP entries apart."""
+    """Copies COUNT heads of one token. Strides between heads: SOURCE_STEP in `source`, TARGET_STEP in `target`."""
     for start in range(0, COUNT, HEADS):
         head = start + tl.arange(0, HEADS)
         for left in range(0, SIZE, BLOCK):

@@ -1,7 +1,7 @@
-"""Kernels of the root mean square norm. A program handles a tile of whole rows, so a row must fit into registers.
+"""RMSNorm kernels. A program processes tiles of complete rows, so a row must fit in registers.
 
-Each program of the backward kernel handles some of the rows and stores its partial gradient of the weight.
-`column_sums` adds up the partial gradients without atomics, so that the result is bitwise deterministic.
+In the backward kernel, each program processes some of the rows and stores a partial gradient of the weight.
+`column_sums` adds up the partial gradients without atomics, so the result is bitwise deterministic.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from slime.ops.kernels.sums import column_sums
 
 _TILE = 2048
-"""Number of entries in a tile. If rows are longer, a tile is one row."""
+"""Number of entries per tile. If rows are longer, a tile is one row."""
 _LONGEST = 32768
-"""The longest supported row, in entries."""
+"""Maximum row length, in entries."""
 
 
 def _tile(size: int) -> tuple[int, int, int]:
-    """Returns the rows and columns of a tile, and the number of warps, for rows of `size` entries."""
-    assert 0 < size <= _LONGEST, f"rows have {size} entries; the kernel supports up to {_LONGEST}"
+    """Returns the rows and columns per tile and the number of warps, for rows of `size` entries."""
+    assert 0 < size <= _LONGEST, f"rows have {size} entries, but the kernel supports at most {_LONGEST}"
     columns = triton.next_power_of_2(size)
     rows = max(1, _TILE // columns)
     return rows, columns, min(16, max(4, rows * columns // 512))
@@ -60,7 +60,7 @@ def backward(
         return out, torch.zeros_like(weight) if needs_weight else None
     rows, columns, warps = _tile(size)
     tiles = triton.cdiv(num_rows, rows)
-    # As many programs as can run at the same time.
+    # Launch only as many programs as can run concurrently.
     programs = min(tiles, num_processors * max(1, 24 // warps)) if needs_weight else tiles
     partial = torch.empty((programs if needs_weight else 1, size), dtype=torch.float32, device=x.device)
     _backward[(programs,)](

@@ -1,9 +1,9 @@
-"""Kernels that split a fused projection into heads, and normalise and rotate queries and keys; with their gradients.
+"""Kernels that split a fused projection into heads and normalize and rotate queries and keys, forward and backward.
 
-A program handles one token, a few heads at a time, so it reads the token's cos and sin once. The backward kernel reads
-the gradients of queries, keys and values and writes the gradient of the projection. If norms are trained, each program
-of the backward kernel handles some of the tokens and stores its partial gradients of the weights. `column_sums` adds up
-the partial gradients.
+A program processes one token, a few heads at a time, and loads the token's cos and sin only once. The backward kernel
+reads the gradients of queries, keys and values and writes the gradient of the projection. If the norms are trained,
+each of its programs processes several tokens and stores partial gradients of the norm weights, which `column_sums` adds
+up.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slime.ops.kernels.sums import column_sums
 
 
 def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]:
-    """Returns the compile-time constants for a projection of `width` entries with `half` rotated pairs per head."""
+    """Returns compile-time constants for a projection of `width` entries with `half` rotated pairs per head."""
     rest = heads.size - 2 * half
-    assert rest >= 0 and half > 0, f"{half} pairs in a head of {heads.size}"
+    assert rest >= 0 and half > 0, f"a head of {heads.size} entries cannot have {half} rotated pairs"
     return {
         "GROUPS": heads.groups,
         "PER": width // (heads.groups * heads.size) - 2,
@@ -39,7 +39,7 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `qk_rotary.reference`. `mixed` [T, W] is contiguous; with norms the values are a view of it."""
+    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. With norms, the values are a view of it."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None
     sizes = _sizes(heads, width, cos.size(-1), normed=normed)
@@ -66,9 +66,9 @@ def backward(
     *,
     num_programs: int = 0,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Gradients of query, key and value, contiguous -> the gradients of the projection [T, W] and of the two weights.
+    """Contiguous gradients of query, key and value -> gradients of the projection [T, W] and of both norm weights.
 
-    `num_programs`: the number of programs for the weights' gradients; 0: no gradients of weights.
+    `num_programs` is the number of programs that accumulate weight gradients; 0 skips these gradients.
     """
     query, num_tokens = grads[0], grads[0].size(0)
     out = query.new_empty(num_tokens, width)

@@ -1,4 +1,4 @@
-"""Kernels that sum rows in float32, in a fixed order: the rows of a matrix, or the copies of each row."""
+"""Kernels that sum rows in float32 in a fixed order: all rows of a matrix, or the copies of each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS, _ROWS = 32, 128
 
 
 def column_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """partial [P, N] float32, contiguous -> its column sums [N] in `dtype`, added in float32."""
+    """partial [P, N] float32, contiguous -> its column sums [N] in `dtype`, accumulated in float32."""
     num_rows, size = partial.shape
     out = torch.empty(size, dtype=dtype, device=partial.device)
     _column_sums[(triton.cdiv(size, _COLUMNS),)](partial, out, num_rows, size, _ROWS, _COLUMNS, num_warps=8)
@@ -30,7 +30,7 @@ def _column_sums(partial, out, num_rows, size, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 _WIDEST = 1024
-"""Maximum number of a row's entries that one program handles."""
+"""Maximum number of entries of a row that one program processes."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernels of silu(gate) * up. A program handles a block of one row. Offsets are 64 bits wide, for many rows."""
+"""Kernels for silu(gate) * up. A program processes a block of one row. Offsets are 64-bit, to support many rows."""
 
 from __future__ import annotations
 

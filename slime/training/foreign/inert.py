@@ -1,14 +1,14 @@
-"""Reads pickles without running them: only a few harmless names are allowed, and classes are replaced by records.
+"""Parses pickles without executing them: only a few harmless names are allowed, and classes are replaced by records.
 
-The loaders of torch and numpy are not used, because they call functions that the file names and trust its addresses.
-Archives are read as zip files. Tensors and arrays are built from plain bytes, whose number and type are checked.
+The loaders of torch and numpy are not used, because they call functions named in the file and trust its offsets.
+Archives are read as zip files. Tensors and arrays are built from plain bytes after checking their size and dtype.
 
 Invariants
-1. A name in a pickle never imports a module. The only attributes looked up are the dtypes of torch.
-2. An object of a class in `RECORDED` becomes a `Record` of constructor arguments and state. The class is not imported.
-3. Any other name is refused, unless it is in `_ALLOWED`: containers, and code of this module that a pickle cannot
-   change.
-4. A tensor or an array contains only numbers, and its size never exceeds its bytes in the file.
+1. A name in a pickle never triggers an import. The only attributes looked up are torch's dtypes.
+2. An instance of a class from a `RECORDED` module becomes a `Record` of constructor arguments and state. The class is
+   not imported.
+3. Any other name is rejected unless it is in `_ALLOWED`: containers, and functions here that a pickle cannot modify.
+4. Tensors and arrays contain only numbers and never extend beyond their bytes in the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RECORDED = frozenset(
 
 
 class Record:
-    """Replaces an object; contains only data."""
+    """Stand-in for an object of any recorded class; contains only data."""
 
     def __init__(self, *given: Any) -> None:
         self.given, self.state = given, None
@@ -62,14 +62,14 @@ def record_class(module: str, name: str) -> type[Record]:
 
 
 def _nested(owner: Any, name: Any) -> type[Record]:
-    """Replaces `getattr`, with which older pickles refer to a nested class."""
+    """Stands in for `getattr`, which older pickles use to reference nested classes."""
     if not (isinstance(owner, type) and issubclass(owner, Record) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it names an attribute of an object that is not a recorded class")
+        raise pickle.UnpicklingError("it references an attribute of an object that is not a recorded class")
     return record_class(owner.__module__, f"{owner.__name__}.{name}")
 
 
 class _Function:
-    """Replaces a function with a function of this module; a pickle cannot set attributes of it."""
+    """Wraps a function of this module so that a pickle can call it but not set its attributes."""
 
     __slots__ = ("_function",)
 
@@ -89,18 +89,18 @@ _NUMBERS = re.compile(r"[<>=|]?([fiu][1248]|b1|\?)")
 
 
 class _Dtype:
-    """Replaces `numpy.dtype`, for plain numbers only."""
+    """Stand-in for `numpy.dtype` that accepts only plain numbers."""
 
     __slots__ = ("_code", "_order")
 
     def __init__(self, code: Any, *_options: Any) -> None:
         if not isinstance(code, str) or _NUMBERS.fullmatch(code) is None:
-            raise pickle.UnpicklingError(f"it contains an array of {code!r}, which are not plain numbers")
+            raise pickle.UnpicklingError(f"it contains an array with dtype {code!r}, but only numbers are supported")
         self._code, self._order = code.lstrip("<>=|"), "="
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "=", "|"):
-            raise pickle.UnpicklingError("it contains an array of an unknown byte order")
+            raise pickle.UnpicklingError("it contains an array with an unknown byte order")
         self._order = state[1]
 
     def made(self) -> numpy.dtype[Any]:
@@ -108,7 +108,7 @@ class _Dtype:
 
 
 class Array:
-    """Replaces `numpy.ndarray`, whose memory a pickle could choose."""
+    """Stand-in for `numpy.ndarray`, because a pickle could point the real class at arbitrary memory."""
 
     __slots__ = ("_array",)
 
@@ -125,12 +125,12 @@ class Array:
 
 def _numbers(dtype: Any, content: Any) -> Any:
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
-        raise pickle.UnpicklingError("it contains an array whose entries are not plain numbers")
+        raise pickle.UnpicklingError("it contains an array of objects, but only numbers are supported")
     return numpy.frombuffer(content, dtype.made())
 
 
 def _number(dtype: Any, content: Any) -> Any:
-    """Replaces `numpy.core.multiarray.scalar`."""
+    """Stands in for `numpy.core.multiarray.scalar`."""
     return _numbers(dtype, content).reshape(()).tolist()
 
 
@@ -160,12 +160,12 @@ class _Storage:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    """Replaces `torch._utils._rebuild_tensor_v2`, and `_v3`, which also passes the dtype."""
+    """Stands in for `torch._utils._rebuild_tensor_v2` and for `_v3`, which also passes the dtype."""
     dtype = next((kind for kind in rest if isinstance(kind, torch.dtype)), None)
     if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it contains a malformed tensor")
     dtype = dtype or storage.dtype
-    if 0 in size:  # torch.frombuffer refuses an empty buffer
+    if 0 in size:  # torch.frombuffer rejects empty buffers
         return torch.empty(tuple(size), dtype=dtype)
     return torch.frombuffer(storage.content, dtype=dtype).as_strided(tuple(size), tuple(stride), offset)
 
@@ -194,7 +194,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads a pickle as data. Raises `pickle.UnpicklingError` with the refused name."""
+    """Parses a pickle as data. Raises `pickle.UnpicklingError` for a name that is not allowed."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -203,11 +203,11 @@ class Unpickler(pickle.Unpickler):
             return record_class(module, name)
         if module == "torch" and isinstance(kind := vars(torch).get(name), torch.dtype):
             return kind
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is neither a weight nor a sample")
+        raise pickle.UnpicklingError(f"it references {module}.{name}, which is not part of any weight or sample")
 
 
 class _Archive(Unpickler):
-    """Reads a file of `torch.save` since torch 1.6: a zip file with a pickle and the bytes of each storage."""
+    """Reads the `torch.save` format of torch 1.6 and later: a zip file with a pickle and the bytes of each storage."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
@@ -217,7 +217,7 @@ class _Archive(Unpickler):
     def persistent_load(self, named: Any) -> _Storage:
         kind, dtype, key = named[:3]
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdecimal():
-            raise pickle.UnpicklingError("it refers to bytes in a form that torch.save does not write")
+            raise pickle.UnpicklingError("it references a storage in a form that torch.save does not write")
         if key not in self._storages:
             self._storages[key] = bytearray(self._archive.read(f"{self._folder}/data/{key}"))
         return _Storage(dtype, self._storages[key])
@@ -228,23 +228,23 @@ def load(file: BinaryIO) -> Any:
 
 
 def load_archive(file: BinaryIO) -> Any:
-    """Reads a file of `torch.save`. Raises `pickle.UnpicklingError` for any other file."""
+    """Reads a `torch.save` file. Raises `pickle.UnpicklingError` for any other file."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
             folders = [name.removesuffix("/data.pkl") for name in names if name.count("/") == 1 and "/data.pkl" in name]
             if any(name.endswith("/constants.pkl") for name in names) or len(folders) != 1:
-                raise pickle.UnpicklingError("it is a program of TorchScript, not a file of torch.save")
+                raise pickle.UnpicklingError("it is a TorchScript program, not a torch.save file")
             order = f"{folders[0]}/byteorder"
             if order in names and archive.read(order) != b"little":
                 raise pickle.UnpicklingError("its byte order is not little-endian")
             return _Archive(archive, folders[0]).load()
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
-        raise pickle.UnpicklingError(f"it is not a complete file of torch.save since 1.6 ({error})") from None
+        raise pickle.UnpicklingError(f"it is not a complete torch.save file of torch 1.6 or later ({error})") from None
 
 
 def tensor_of(content: bytes) -> torch.Tensor:
-    """Returns the only tensor in a file of `torch.save`. Raises `pickle.UnpicklingError` for any other content."""
+    """Returns the tensor in a `torch.save` file. Raises `pickle.UnpicklingError` if the file has any other content."""
     loaded = load_archive(io.BytesIO(content))
     if not isinstance(loaded, torch.Tensor):
         raise pickle.UnpicklingError(f"it contains a {type(loaded).__name__}, not a plain tensor")

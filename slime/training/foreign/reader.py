@@ -1,7 +1,7 @@
-"""Reads one `torch_dist` folder or one pickled rollout as data (`inert`).
+"""Reads a `torch_dist` folder or a pickled rollout as data (`inert`).
 
-Raises `CheckpointError` for a damaged file, and for a file that needs more memory than its size justifies. A file that
-is built to exhaust the C stack can crash the process, but do nothing else.
+Raises `CheckpointError` if a file is damaged or needs more memory than its size justifies. A file crafted to exhaust
+the C stack can crash the process, but can do nothing else.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from slime.core.text import one_line
 from slime.training.foreign import inert
 
 SPARE_BYTES = 4 << 30
-"""Address space that reading can add, in addition to an amount proportional to the file."""
+"""Extra address space allowed while reading, on top of an amount proportional to the file size."""
 _TENSORS, _OBJECTS = 4, 32
-"""Memory allowed per byte of a file: for tensors, and for numbers that become Python objects."""
+"""Bytes of memory allowed per byte of a file: for tensors, and for numbers that become Python objects."""
 MAX_DEPTH = 200
 VALUES_PER_BYTE, SPARE_VALUES = 4, 100_000
-"""Limits the number of values in a sample. A pickle without repeated references has at most one value per byte."""
+"""Limits on the number of values in a sample. Without repeated references, a pickle has at most one value per byte."""
 _METADATA, _CHUNKS_HELD = ".metadata", 2
 _Chunk: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], Any]"
 """(offsets, sizes, location in the files)."""
@@ -39,7 +39,7 @@ def _limited(what: str, num_bytes: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
-    except Exception as error:  # a damaged or hostile file can cause any error
+    except Exception as error:  # a damaged or hostile file can raise anything
         reason = f"{error}" or type(error).__name__
         raise CheckpointError(
             f"{what} cannot be read: {one_line(reason, 600)}; download it again, or use a different file"
@@ -49,10 +49,10 @@ def _limited(what: str, num_bytes: int) -> Iterator[None]:
 
 
 class Folder:
-    """The index of a `torch_dist` folder, which reads one tensor at a time."""
+    """The index of a `torch_dist` folder. Tensors are read one at a time."""
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Name -> type and shape."""
+    """Name -> dtype and shape."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,18 +92,18 @@ class Folder:
                 target.copy_(part)
                 missing -= part.numel()
             if missing:
-                raise ValueError(f"{missing} of its {out.numel()} numbers are not stored")
+                raise ValueError(f"{missing} of its {out.numel()} values are missing")
         return out
 
     def _largest_file(self) -> int:
         return max(file.stat().st_size for file in self._folder.iterdir())
 
     def _chunk(self, info: Any, kind: torch.dtype, size: tuple[int, ...]) -> Tensor:
-        """Reads one stored chunk. The last few stay in memory, because one chunk can contain several experts."""
+        """Reads one stored chunk. The most recent ones are cached, because one chunk can contain several experts."""
         fields = info.fields
         name, offset, length = fields["relative_path"], fields["offset"], fields["length"]
         if fields.get("transform_descriptors"):
-            raise ValueError(f"{name} is compressed ({fields['transform_descriptors']}), which slime does not read")
+            raise ValueError(f"{name} is compressed ({fields['transform_descriptors']}), which is not supported")
         if Path(name).name != name:
             raise ValueError(f"it is stored in {name}, outside the folder")
         if (name, offset) in self._held:
@@ -112,7 +112,7 @@ class Folder:
             file.seek(offset)
             tensor = inert.tensor_of(file.read(length))
         if tensor.dtype != kind or tuple(tensor.shape) != size:
-            raise ValueError(f"{name} contains {tensor.dtype} {tuple(tensor.shape)} instead of {kind} {size}")
+            raise ValueError(f"{name} contains {tensor.dtype} {tuple(tensor.shape)}, but the index has {kind} {size}")
         while len(self._held) >= _CHUNKS_HELD:
             self._held.pop(next(iter(self._held)))
         self._held[name, offset] = tensor
@@ -130,12 +130,12 @@ class Rollout:
         with self._limited(), path.open("rb") as file:
             held = inert.load_archive(file)
             if not isinstance(held, dict) or "samples" not in held:
-                raise ValueError("it is not a rollout, which is a dict with samples")
+                raise ValueError("it is not a rollout: expected a dict with the key 'samples'")
             self._samples = list(held["samples"])
         self.rollout_id, self.num_samples = held.get("rollout_id"), len(self._samples)
 
     def sample(self, number: int) -> Any:
-        """Returns the fields of a sample in JSON types. A sample can be read only once, because its memory is freed."""
+        """Returns a sample's fields as JSON types. Reading frees the sample, so it can be read only once."""
         held, self._samples[number] = self._samples[number], None
         with self._limited():
             return _Plain(VALUES_PER_BYTE * self._num_bytes + SPARE_VALUES).of(held, f"sample {number}")
@@ -145,9 +145,9 @@ class Rollout:
 
 
 class _Plain:
-    """Converts a value to JSON types, with at most `most` numbers and letters in total.
+    """Converts a value to JSON types, up to a total of `most` values and characters.
 
-    The limit stops a small pickle that refers to one list many times. Raises `ValueError` with the path of the value.
+    The limit guards against a small pickle that references one list many times. Errors name the path of the value.
     """
 
     def __init__(self, most: int) -> None:
@@ -156,7 +156,7 @@ class _Plain:
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0 or depth > MAX_DEPTH:
-            raise ValueError(f"{where} has over {self._most:,} values and letters, or over {MAX_DEPTH} nested levels")
+            raise ValueError(f"{where} has over {self._most:,} values and characters or over {MAX_DEPTH} nested levels")
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, dict):
@@ -168,4 +168,4 @@ class _Plain:
             return self.of(value.given[0] if enum else value.fields, where, depth + 1)
         if isinstance(value, inert.Array | Tensor):
             return self.of(value.tolist(), where, depth + 1)
-        raise ValueError(f"{where} is of type {type(value).__name__}, which is not JSON")
+        raise ValueError(f"{where} is of type {type(value).__name__}, which JSON does not support")

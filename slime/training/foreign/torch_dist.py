@@ -1,9 +1,9 @@
-"""Reads a Megatron-core `torch_dist` folder as Hugging Face tensors, with the family's weight table.
+"""Reads a Megatron-core `torch_dist` folder as Hugging Face tensors, using the family's weight table.
 
-Names in a checkpoint differ from the names of a model's parameters. Layers and experts have separate tensors
-(`decoder.layers.3.`, `experts.experts.5.`), or are stacked in one tensor along a leading axis. If Transformer Engine
-fuses a norm into the next linear layer, the norm's name begins with that layer's name. The gate and up projections of
-an MLP are one tensor or two.
+Tensor names in a checkpoint differ from the model's parameter names. Layers and experts either have separate tensors
+(`decoder.layers.3.`, `experts.experts.5.`) or are stacked along a leading axis of one tensor. If Transformer Engine
+fuses a norm into the next linear layer, the norm's name starts with that layer's name. The gate and up projections of
+an MLP can be one tensor or two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FUSED = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
 }
-"""Norm of a layer -> the linear layer into which Transformer Engine fuses it."""
+"""Norm -> the linear layer that Transformer Engine fuses it into."""
 _LAYER, _LAYERS = re.compile(r"^decoder\.layers\.(\d+)\."), "decoder.layers."
 _EXPERT, _EXPERTS = re.compile(r"\.experts\.local_experts\.(\d+)\."), ".experts.experts."
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
@@ -42,7 +42,7 @@ _NOT_WEIGHTS = re.compile(r"^(chained_\d+\.)?optimizer\.|^rng_state|^rerun_state
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a checkpoint, or a slice of a stacked tensor."""
+    """A tensor in a checkpoint, or a slice of a stacked tensor."""
 
     key: str
     at: tuple[int, ...] = ()
@@ -50,20 +50,20 @@ class Place:
 
 
 class Places:
-    """Maps the parameters of one model to their places in a checkpoint."""
+    """Maps a model's parameters to their places in a checkpoint."""
 
     def __init__(self, table: FamilyTable) -> None:
         self._own = frozenset(table.megatron_names)
 
     def find(self, parameter: str, stored: Container[str]) -> tuple[Place, ...]:
-        """Returns the places of `parameter` in a checkpoint with the names `stored`; empty if it is missing.
+        """Returns where a checkpoint with the tensor names `stored` has `parameter`, or () if it is missing.
 
-        If there are several places, their tensors must be concatenated.
+        If there are several places, the parameter is the concatenation of their tensors.
         """
         return next((form for form in self.forms(parameter) if all(place.key in stored for place in form)), ())
 
     def written(self, parameter: str) -> Place:
-        """Returns the place to write to: layers separate, norms under Transformer Engine's names, experts stacked."""
+        """Returns the place to write to. Layers are separate, experts are stacked, and norms have fused names."""
         fused, linear = _fused(parameter)
         name = fused if linear in self._own else parameter
         *_, (key, at) = _unstacked(name, _EXPERT, _EXPERTS)
@@ -80,8 +80,8 @@ class Places:
 
 
 def _fused(parameter: str) -> tuple[str, str]:
-    """Returns the name of a norm when it is fused into the next linear layer, and that layer's weight; else the given
-    name and "". Megatron's local layers also use the fused name if a layer has experts.
+    """Returns a norm's name when it is fused into the next linear layer, and the name of that layer's weight. Returns
+    other parameters unchanged, with "". In layers with experts, Megatron's local layers use the fused name as well.
     """
     for norm, linear in _FUSED.items():
         prefix, found, kind = parameter.rpartition(norm)
@@ -91,12 +91,12 @@ def _fused(parameter: str) -> tuple[str, str]:
 
 
 def is_weight(key: str) -> bool:
-    """Returns whether a tensor belongs to the model, not to the optimizer or the run."""
+    """Returns whether a tensor belongs to the model rather than to the optimizer or the run state."""
     return not _NOT_WEIGHTS.search(key)
 
 
 def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields (name, index along the axis): the given name, then the names in stacks of the layers or experts."""
+    """Yields (name, indices along the leading axis) for all ways to store `name`: as it is, then in stacked tensors."""
     found = pattern.search(name)
     yield name, ()
     if found is None:
@@ -108,12 +108,12 @@ def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tupl
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""Megatron's file with the number of the newest checkpoint, or `RELEASE` for a checkpoint that was not trained."""
+"""Megatron's file with the iteration of the newest checkpoint, or `RELEASE` for a checkpoint that was not trained."""
 METADATA = ".metadata"
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Returns the folder of the tensors: `folder`, or the one that its tracker names; None without a `torch_dist`."""
+    """Returns the folder with the tensors: `folder` itself or the one in its tracker, or None if there is neither."""
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / TRACKER
@@ -125,15 +125,15 @@ def checkpoint_in(folder: Path) -> Path | None:
     if (said == RELEASE or number) and (found / METADATA).is_file():
         return found
     raise CheckpointError(
-        f"{tracker} names {said[:40]!r}, but {found / METADATA} does not exist: the newest checkpoint is missing, or "
+        f"{tracker} says {said[:40]!r}, but {found / METADATA} does not exist: the newest checkpoint is missing or is "
         "not in the torch_dist format; pass the folder of a different checkpoint"
     )
 
 
 class TorchDist:
-    """An open `torch_dist` folder with exactly the parameters of the model.
+    """An open `torch_dist` folder whose weights match the model exactly.
 
-    Raises `CheckpointError` for a missing, unknown or misshapen weight, before a tensor is read.
+    Raises `CheckpointError` for a missing, unknown or misshapen weight before any tensor is read.
     """
 
     table: FamilyTable
@@ -155,7 +155,7 @@ class TorchDist:
         return iter_full(self.table, lambda entry: [self._parameter(entry)])
 
     def _parameter(self, entry: Entry) -> Tensor:
-        """Returns the full parameter. A vocabulary can be padded."""
+        """Returns the full parameter. Its vocabulary dimension can include padding."""
         parts = [self._folder.tensor(place.key, place.at) for place in self._places[entry.megatron]]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -171,7 +171,7 @@ class TorchDist:
             keys = ", ".join(place.key for place in places)
             raise CheckpointError(
                 f"{keys} in {self._path} has the shape {got}, but config.json implies {wanted}; set --hf-checkpoint to "
-                "the model from which the folder was made"
+                "the model that the folder was saved from"
             )
 
     def _require_whole(self, stored: set[str]) -> None:
@@ -182,14 +182,14 @@ class TorchDist:
         unknown += [f"{name} beyond {n}" for name, n in used.items() if self._count(name, axes[name]) > n]
         if missing or unknown:
             raise CheckpointError(
-                f"{self._path} has {len(stored)} weight tensors, which do not match a {self.table.family} with "
+                f"{self._path} has {len(stored)} weight tensors that do not match a {self.table.family} model with "
                 f"{self.table.sizes.num_layers} layers: missing {listed(missing)}, unknown {listed(sorted(unknown))}; "
-                "set --hf-checkpoint to the model from which the folder was made"
+                "set --hf-checkpoint to the model that the folder was saved from"
             )
         for name, (kind, _) in self._folder.tensors.items():
             if name in used and kind not in DTYPES.values():
                 raise CheckpointError(
-                    f"{name} in {self._path} is stored as {kind}, which slime does not read as weights"
+                    f"{name} in {self._path} has the dtype {kind}, which is not supported for weights"
                 )
 
     def _shape(self, key: str) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class TorchDist:
         return math.prod(self._shape(key)[:axes])
 
     def _has(self, place: Place | None) -> bool:
-        """Returns whether the folder stores `place`, including its index in a stack."""
+        """Returns whether the folder contains `place`, including its index in a stack."""
         if place is None:
             return False
         shape = self._shape(place.key)

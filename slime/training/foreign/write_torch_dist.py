@@ -1,8 +1,8 @@
-"""Writes weights to a `torch_dist` folder with Megatron-core's `dist_checkpointing`: one rank, no GPU, no model.
+"""Writes weights to a `torch_dist` folder with Megatron-core's `dist_checkpointing`, on one rank, without GPU or model.
 
-Each layer is written separately (Megatron calls this non-homogeneous layers), which is recorded in the folder's
-metadata (`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights in one call, so they
-must all be in memory or memory-mapped.
+Layers are written separately ("non-homogeneous layers" in Megatron), as recorded in the folder's metadata
+(`dist_checkpointing.load_content_metadata`). `dist_checkpointing.save` takes all weights in one call, so they must all
+be in memory or memory-mapped.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from slime.weights.hf_shards import ReadHF, load_shard
 from slime.weights.rendezvous import keep_gloo_on
 
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-"""Metadata for the loader: layers are separate, and the experts of a layer are stacked."""
+"""Metadata for loaders: layers are separate, and the experts of a layer are stacked."""
 LIMIT = timedelta(minutes=10)
 
 
 def write_torch_dist(
     folder: Path, table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None] = lambda: None
 ) -> None:
-    """Writes all parameters of a model to the empty `folder`, as a release: `release/` and the tracker.
+    """Writes all parameters of a model to the empty `folder` as a Megatron release: `release/` and the tracker file.
 
-    `read_hf` returns the full tensor of an HF name in the dtype to write. It is called once per name, in table order.
+    `read_hf` returns the full tensor for an HF name in the dtype to write. It is called once per name, in table order.
     `advance` is called after each parameter.
     """
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (before `activate` patches what is loaded)
+    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (`activate` patches only loaded modules)
     from megatron.core import dist_checkpointing
 
     activate("cpu")
@@ -52,7 +52,7 @@ def write_torch_dist(
 
 
 def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -> dict[str, Any]:
-    """Maps each parameter to its tensor and place, and adds the extra state that loaders expect for linear layers."""
+    """Returns the sharded tensor of each parameter, plus the extra state that loaders expect for linear layers."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
@@ -78,9 +78,9 @@ def _sharded(table: FamilyTable, read_hf: ReadHF, advance: Callable[[], None]) -
 
 
 def _modules_with_state(key: str) -> list[str]:
-    """Returns the Transformer Engine modules with extra state (for FP8, empty here) that belong to the weight `key`.
+    """Returns the Transformer Engine modules of the weight `key` that have extra state (for FP8; empty here).
 
-    Loaders refuse a folder without extra state.
+    Loaders reject a folder without extra state.
     """
     module, _, kind = key.rpartition(".")
     found = [module] if kind == "weight" and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) else []
@@ -89,7 +89,7 @@ def _modules_with_state(key: str) -> list[str]:
 
 
 def _arguments(table: FamilyTable) -> argparse.Namespace:
-    """Returns the arguments of a run, which Megatron's training script expects in a folder."""
+    """Returns the run arguments that Megatron's training script expects in a checkpoint."""
     return argparse.Namespace(
         num_layers=table.sizes.num_layers,
         hidden_size=table.sizes.hidden_size,
@@ -104,9 +104,9 @@ def _arguments(table: FamilyTable) -> argparse.Namespace:
 
 @contextmanager
 def writers_ended() -> Iterator[None]:
-    """After the block, stops the process that Megatron (core 0.16) starts for the results of its writers.
+    """After the block, stops the process in which Megatron (core 0.16) collects the results of its writers.
 
-    Megatron keeps that process until this one exits, so if this process were killed, that process would remain.
+    Megatron would keep it until this process exits, and leave it orphaned if this process were killed.
     """
     writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     try:

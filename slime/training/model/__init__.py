@@ -1,1 +1,1 @@
-"""Megatron's decoder with a family's layers and log-probs instead of logits, split over ranks in every way."""
+"""The trained model: Megatron's decoder with the layers of a model family. It returns log-probs instead of logits."""

@@ -1,4 +1,4 @@
-"""Builds one rank's model of a family: architecture, vocabulary shard, rotary frequencies, marks for the optimizer."""
+"""Builds one rank's model: layers, vocabulary shard, rotary frequencies, and parameter attributes for the optimizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from slime.training.model.policy_model import PolicyModel
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
-    """Returns a module spec per layer: pre-norm, with the attention and the MLP or experts of the family."""
+    """Returns the module specs of all layers: pre-norm, with the family's attention and MLP or experts."""
 
     def layer(number: int) -> ModuleSpec:
         spec = _layer(family, config, hf_config, number)
@@ -49,15 +49,15 @@ def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig)
 
 
 def mtp_layer_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> ModuleSpec:
-    """Returns the module spec of the MTP layer. Its router is not replayed: engines record no routing of drafts.
+    """Returns the module spec of the MTP layer. Its routing is not replayed: engines do not record it for drafts.
 
-    Raises `ConfigError` if the checkpoint has no MTP layer that can be trained.
+    Raises `ConfigError` if the checkpoint has no trainable MTP layer.
     """
     mtp = family.mtp_config(hf_config)
     if mtp is None:
         raise ConfigError(
-            f"--enable-mtp-training needs a multi-token prediction layer that can be trained, but this "
-            f"{hf_config.get('model_type')} has none; remove the flag"
+            "--enable-mtp-training requires a trainable multi-token prediction layer, but this "
+            f"{hf_config.get('model_type')} checkpoint has none; remove the flag"
         )
     return _layer(family, config, mtp, 0)
 
@@ -75,17 +75,17 @@ def _layer(family: Family, config: TransformerConfig, hf_config: HfConfig, numbe
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rounds the vocabulary size up to a multiple of `tp_size`. Padding never enters a softmax."""
+    """Rounds the vocabulary size up to a multiple of `tp_size`. Padding rows never enter a softmax."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def build_model(
     args: Args, hf_config: HfConfig, device: torch.device, kind: type[PolicyModel] = PolicyModel
 ) -> list[PolicyModel]:
-    """Builds this rank's chunks of a model of `kind`, with undefined weights until `hf_weights.load_weights`.
+    """Builds this rank's model chunks. Their weights are uninitialized until `hf_weights.load_weights`.
 
-    One chunk, or one per virtual pipeline stage, first to last. Needs an initialised `parallel_state`. Raises
-    `ConfigError` for models or settings that cannot be trained.
+    Returns one chunk, or one per virtual pipeline stage in order. Requires an initialized `parallel_state`. Raises
+    `ConfigError` if the model or a setting is not supported.
     """
     family = family_of(hf_config, args)
     config = transformer_config(args.megatron, family.architecture(hf_config))
@@ -106,12 +106,12 @@ def _check_split(config: TransformerConfig) -> None:
     tp_size, pp_size = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("key-value heads", config.num_query_groups)):
         if count % tp_size:
-            raise ConfigError(f"--tensor-model-parallel-size {tp_size} must divide the {count} {what}; change it")
+            raise ConfigError(f"--tensor-model-parallel-size {tp_size} must divide the number of {what} ({count})")
     round_size = config.microbatch_group_size_per_vp_stage
     if config.virtual_pipeline_model_parallel_size and round_size < pp_size:
         raise ConfigError(
             f"--microbatch-group-size-per-vp-stage {round_size} is below --pipeline-model-parallel-size {pp_size}; "
-            "a round of interleaving needs at least one micro-batch per stage: raise the group size or remove the flag"
+            "interleaving needs at least one micro-batch per stage in a group; raise the group size or remove the flag"
         )
     try:
         for pp_rank in range(pp_size):
@@ -180,10 +180,10 @@ def _build_chunk(
 
 
 def _mark_sharded_parameters(model: PolicyModel) -> None:
-    """Marks the parameters that tensor parallelism splits, for the optimizer.
+    """Sets the attributes that tell the optimizer which parameters are split by tensor parallelism.
 
-    Megatron sets these marks when it initialises weights, which slime skips. Without the marks, the gradient norm would
-    count only the first rank's shard, so clipping would be wrong.
+    Megatron sets them when it initializes weights, which slime skips. Without them, the gradient norm would count only
+    the first rank's shard, and clipping would be wrong.
     """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):

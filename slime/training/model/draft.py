@@ -1,11 +1,11 @@
-"""The embedding for multi-token prediction, on the pipeline stage that has the output layer.
+"""Makes the embedding available to multi-token prediction on the last pipeline stage.
 
-With several stages, the first stage has the embedding. Training changes the embedding, so `lent_embedding` copies it to
-the last stage in each step. If the embedding is tied, the last stage has it already.
+With several stages, only the first one has the embedding. Training changes it, so `lent_embedding` copies it to the
+last stage in every step. If the embedding is tied, the last stage already has it.
 
 Invariants
-1. The copy exists only during the step; it is not saved or synced.
-2. No gradient flows into the embedding from here.
+1. The copy exists only during a step. It is never saved or synced.
+2. Multi-token prediction sends no gradient to the embedding.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _weight(chunk: PolicyModel) -> Tensor:
 
 @contextmanager
 def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
-    """Copies the first stage's embedding to a last stage without one, for the block. Collective over the pipeline.
+    """Lends the first stage's embedding to the last stage for the block, if needed. Collective over the pipeline.
 
-    `chunks` are the chunks of this rank, in Megatron's data-parallel wrapper.
+    `chunks` are this rank's model chunks, wrapped in Megatron's DDP.
     """
     models: list[PolicyModel] = [chunk.module for chunk in chunks]
     if not models[-1].borrows_embedding:

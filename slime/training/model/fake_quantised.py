@@ -1,9 +1,9 @@
-"""Makes linear layers compute with the weights that engines will have, quantised and dequantised in each pass.
+"""Quantises and dequantises linear weights in every forward pass, so that training sees the weights of the engines.
 
 Invariants
-1. Parameters, their names, gradients and optimizer states do not change. Only a layer's forward pass uses the quantised
-   weight, and its gradient goes to the parameter unchanged.
-2. The quantised weight does not depend on the layout of the trainer (`slime.weights.quantised.fake`).
+1. Parameters, their names, gradients and optimizer states do not change. Only the forward pass uses the quantised
+   weight, and its gradient goes straight through to the parameter.
+2. The quantised weight does not depend on the trainer's parallel layout (`slime.weights.quantised.fake`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
     """With `--trainer-weights fake-quantised`, makes this rank's layers compute with the engines' quantised weights.
 
-    Raises `ConfigError` if a block would span two ranks.
+    Raises `ConfigError` if a quantisation block would span two ranks.
     """
     quantised = format_of_folder(args.hf_checkpoint) if args.trainer_weights != "plain" else None
     if quantised is None:
@@ -41,21 +41,21 @@ def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable)
 
 
 class _Swap:
-    """Replaces a layer's weight with its fake-quantised form during the forward pass."""
+    """Hooks that replace a layer's weight with its fake-quantised form during the forward pass."""
 
     def __init__(self, row: Row, num_shards: int, quantised: QuantisedFormat) -> None:
         self._of = row, num_shards, quantised
         self._kept: list[Any] = []
 
     def attach(self, module: Module) -> None:
-        if hasattr(module, "gradient_accumulation_fusion"):  # the fusion needs the main_grad of a parameter
+        if hasattr(module, "gradient_accumulation_fusion"):  # the quantised weight is not a parameter with a main_grad
             vars(module)["gradient_accumulation_fusion"] = False
         module.register_forward_pre_hook(self._before)
         module.register_forward_hook(self._behind, always_call=True)
 
     def _before(self, module: Module, _inputs: Any) -> None:
         weight = module._parameters["weight"]
-        assert isinstance(weight, Parameter), "a layer's forward pass ran within itself"
+        assert isinstance(weight, Parameter), "the layer's forward pass is not reentrant"
         self._kept.append(weight)
         module._parameters["weight"] = fake_quantised(weight, *self._of)  # type: ignore[assignment]
 

@@ -1,8 +1,8 @@
-"""Converts resolved settings to Megatron's configuration objects: model, data parallelism, optimizer.
+"""Builds Megatron's config objects for the model, DDP and the optimizer from the resolved settings.
 
-`args.megatron` maps Megatron's field names to values, with defaults and derivations resolved.
-`slime.settings.megatron.FIXED` lists the values that this trainer cannot change. Flags are checked against this list,
-and this module sets its values.
+`args.megatron` maps Megatron's field names to values, after defaults and derivations.
+`slime.settings.megatron.FIXED` lists the values that the trainer hard-codes: flags are checked against it when they are
+parsed, and this module applies it.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _HELD = (
     *("optimizer_cpu_offload", "use_precision_aware_optimizer"),
     *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
 )
-"""Settings that `adamw` reads instead of Megatron's optimizers."""
+"""Settings that are read by slime's `adamw`, not by Megatron's optimizers."""
 
 
 def fixed(config: type) -> dict[str, Any]:
-    """Returns the fields of a Megatron config class whose values the trainer fixes, with these values."""
+    """Returns the fields of a Megatron config class that the trainer hard-codes, with their values."""
     names = {field.name for field in dataclasses.fields(config)}
     return {name: value for name, (value, _) in FIXED.items() if name in names}
 
 
 def trained_config(args: Args) -> dict[str, Any]:
-    """Returns the checkpoint's `config.json`, with the MTP layer if it is trained."""
+    """Returns the checkpoint's `config.json`, including the MTP layer if it is trained."""
     hf_config = read_hf_config(args.hf_checkpoint)
     return dict(with_mtp(hf_config)) if args.enable_mtp_training else hf_config
 
 
 def training_dtype(megatron: Mapping[str, Any]) -> torch.dtype:
-    """Returns float16 with `fp16`, bfloat16 with `bf16`, else float32."""
+    """Returns float16 with `fp16`, bfloat16 with `bf16`, and float32 otherwise."""
     if megatron.get("fp16"):
         return torch.float16
     return torch.bfloat16 if megatron.get("bf16") else torch.float32
 
 
 def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, Any]) -> TransformerConfig:
-    """Returns the model's configuration: `architecture` from the family, everything else from the settings."""
+    """Builds the model config. `architecture` comes from the model family, everything else from the settings."""
     sizes = ParallelSizes.of(megatron)
     dtype = training_dtype(megatron)
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -61,42 +61,42 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
     values.update(fixed(TransformerConfig))
     values.update(
         activation_func=torch.nn.functional.silu,
-        # slime has its own experts and orders their rows (`models.common.mlp`).
+        # slime has its own expert layers and permutes their rows itself (`models.common.mlp`).
         moe_grouped_gemm=False,
         moe_permute_fusion=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
-        # Unless this is set, Megatron divides gradients by the data-parallel size. Our losses already include the
-        # denominators of the whole step, so the sum over ranks is the gradient. The flag with this name is slime's.
+        # Without this, Megatron would divide gradients by the data-parallel size. slime's losses already include the
+        # denominators of the whole step, so the gradient is a plain sum. slime's flag of this name does not set it.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
         mtp_num_layers=None,  # slime implements multi-token prediction
-        experimental_attention_variant=None,  # slime has its own layers; Megatron's refuse context parallelism
+        experimental_attention_variant=None,  # slime has its own layers; Megatron's do not support context parallelism
     )
     if sizes.vp > 1:
-        # With two stages, each is both predecessor and successor of the other; batched exchanges mix up the directions.
+        # With two stages, each is both the previous and the next stage of the other, which batched P2P would confuse.
         values.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     config = TransformerConfig(**values)
-    # Packed rows have any length, so pipeline stages send the shape first. Set only now, because Megatron's all-gather
-    # dispatcher refuses the setting; ours supports rows of different lengths.
+    # Packed rows vary in length, so pipeline stages must send the shape first. This is set after validation, which
+    # rejects it for Megatron's all-gather dispatcher; slime's dispatcher supports variable lengths.
     config.variable_seq_lengths = sizes.pp > 1
     return config
 
 
 def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Configures gradients: summed in float32 over the data-parallel ranks, sharded for the distributed optimizer."""
+    """Builds the DDP config: gradients are summed in float32 and sharded for the distributed optimizer."""
     values = config_kwargs(DistributedDataParallelConfig, megatron)
     values.update(fixed(DistributedDataParallelConfig))
     return DistributedDataParallelConfig(**values)
 
 
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
-    """Configures AdamW, sharded over the data-parallel ranks, with master weights and moments in float32.
+    """Builds the config of AdamW, sharded over data-parallel ranks, with float32 master weights and moments.
 
-    With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer` Megatron's optimizer gets the parameters, and
-    `slime.training.step.adamw` holds master weights and moments, because Megatron's optimizer for this needs
+    With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer`, Megatron's optimizer sees only the parameters.
+    `slime.training.step.adamw` manages their master weights and moments, because Megatron's own implementation requires
     Transformer Engine.
     """
     dtype = training_dtype(megatron)
@@ -117,10 +117,10 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
 
 
 def config_kwargs(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a Megatron config class from `args.megatron`, with dtypes and enums restored.
+    """Returns keyword arguments for a Megatron config class from `args.megatron`, with dtypes and enums decoded.
 
-    Settings equal to a default are omitted. So Megatron derives its values from defaults, and a field with different
-    defaults in two classes keeps the default of each class.
+    Settings that equal their default are omitted, so that Megatron can derive values from defaults, and so that a field
+    with different defaults in two classes keeps each class's default.
     """
     hints = typing.get_type_hints(cls)
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}

@@ -1,7 +1,7 @@
-"""Converts the names of parameters in one rank's chunk to global names.
+"""Converts local parameter names, as in one rank's model chunk, to global names.
 
-A chunk numbers its layers and experts from zero; weight tables, checkpoints and gradients number those of the whole
-model. Each expert in a stacked parameter has a global name; `Held` says where the expert is.
+A chunk numbers its layers and experts from zero, whereas weight tables, checkpoints and gradients number them across
+the whole model. Each expert in a stacked parameter has its own global name; `Held` locates the expert in the stack.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 _STACK = re.compile(r"(?<=\.mlp\.experts\.)(?=linear_fc[12]\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
-"""Suffixes of buffers that belong to the model but are not trained."""
+"""Name suffixes of buffers that are part of the model but are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where this rank holds a parameter with a global name."""
+    """The local storage of a parameter with a global name."""
 
     parameter: Tensor
     """The parameter, or the stack of experts that contains it."""
     number: int | None
-    """Index of the expert in its stack."""
+    """Index of the expert in its stack; None if the parameter is not stacked."""
 
     def of(self, like: Tensor) -> Tensor:
-        """Returns a view of `like`, a tensor with the layout of `parameter` (a gradient): all of it, or the expert."""
+        """Returns the view of `like` that belongs to this name. `like` has the shape of `parameter` (a gradient)."""
         return like if self.number is None else like.detach()[self.number]
 
     @property
@@ -44,7 +44,7 @@ class Held:
 
 
 def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
-    """Returns the global names of a chunk's parameter: one name, or one per expert of a stack, in order."""
+    """Returns the global names of a chunk's parameter: a single name, or one per expert in a stack, in order."""
     if not _STACK.search(local_name):
         return (global_name(chunk, local_name),)
     count = int(chunk.config.num_moe_experts or 0) // mpu.get_expert_model_parallel_world_size()
@@ -53,7 +53,7 @@ def global_names(chunk: PolicyModel, local_name: str) -> tuple[str, ...]:
 
 
 def global_name(chunk: PolicyModel, local_name: str) -> str:
-    """Returns the global name of a parameter. The last stage's copy of a tied embedding has the same name."""
+    """Returns the global name of a parameter. The last stage's copy of a tied embedding shares the embedding's name."""
     if local_name == OUTPUT and chunk.share_embeddings_and_output_weights:
         return EMBEDDING
     name = _LAYER.sub(lambda m: str(int(m[0]) + chunk.layer_offset), local_name)
@@ -70,13 +70,13 @@ def is_expert(name: str) -> bool:
 
 
 def held_by(chunks: Sequence[PolicyModel]) -> dict[str, Held]:
-    """Maps each global name on this rank to where its parameter is, including the `BUFFERS`."""
+    """Maps each global name on this rank to its local storage, including `BUFFERS`."""
     out: dict[str, Held] = {}
     for chunk in chunks:
         buffers = (pair for pair in chunk.named_buffers() if pair[0].endswith(BUFFERS))
         for local_name, parameter in itertools.chain(chunk.named_parameters(), buffers):
             for name, held in _parts(chunk, local_name, parameter):
-                assert name not in out, f"two parameters of one rank have the name {name}"
+                assert name not in out, f"two parameters on this rank have the global name {name}"
                 out[name] = held
     return out
 

@@ -1,6 +1,6 @@
-"""`PolicyModel`: Megatron's GPT model, with log-probs of response tokens as output. `ValueModel`: the critic.
+"""`PolicyModel`, Megatron's GPT model with log-probs of response tokens as output, and `ValueModel`, the critic.
 
-The output layer is applied in chunks (`log_probs`), and only to positions that predict a response token.
+The output layer runs in chunks (see `log_probs`) and only at positions that predict a response token.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class PolicyModel(GPTModel):
 
     shard: VocabShard
     num_tokens: int
-    """Size of the vocabulary without padding."""
+    """Vocabulary size without padding."""
     layer_offset: int
-    """Global number of this chunk's first layer."""
+    """Global index of this chunk's first layer."""
     rotary: Rotary | None = None
-    """Shared by all layers; None if each layer computes its own."""
+    """Rotary embedding shared by all layers; None if each layer computes its own."""
     mtp: MultiTokenHead
-    """Only on the last chunk, and only if multi-token prediction is trained."""
+    """Exists only on the last chunk, and only if multi-token prediction is trained."""
     borrows_embedding: bool
     """Whether multi-token prediction is trained and the last stage has no embedding."""
     lent_embedding: Tensor | None
     """[V_local, H] on the last stage during a step; see `draft`."""
     tower: VisionTower | None = None
-    """Encodes the images of a row. Not a submodule: it is not trained, sent or saved."""
+    """Encodes the images of a row. It is not a submodule, because it is not trained, synced or saved."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Marks parameters as Megatron's method does, but exchanges no weights, because they are loaded later.
+        """Sets parameter attributes as Megatron's method does, but does not synchronize weights: they are loaded later.
 
-        The last stage has a copy of a tied embedding. Its gradient is summed with the first stage's gradient, and the
-        gradient norm counts the sum once.
+        The last stage has a copy of a tied embedding. Megatron sums the gradients of both, and the gradient norm counts
+        the sum once.
         """
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -70,26 +70,26 @@ class PolicyModel(GPTModel):
             weight.shared = not self.pre_process
 
     def _postprocess(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
-        """Skips the output layer, which Megatron would apply to every position; `forward` applies it in chunks."""
+        """Skips the output layer, which Megatron would run on every position; `forward` runs it in chunks."""
         return hidden_states
 
     def output_weight(self) -> Tensor:
-        """Returns this rank's rows [V_local, H] of the output layer (of the embedding if tied)."""
+        """Returns this rank's rows [V_local, H] of the output layer, or of the embedding if they are tied."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def states(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """Returns the output [T_local, 1, H] of the chunk's last layer for this rank's shard of `tokens` [T]."""
+        """Returns the output [T_local, 1, H] of this chunk's last layer for this rank's shard of `tokens` [T]."""
         if self.rotary is not None and packed.rotary is None:
             positions = packed.positions if packed.images is None else packed.images.positions
-            assert positions is not None, "a packed row has the positions of its tokens"
+            assert positions is not None, "the packed row has no token positions"
             packed.rotary = self.rotary.of(positions)
         if packed.shard is not None:
             tokens, position_ids = (x.index_select(0, packed.shard.positions) for x in (tokens, position_ids))
         ids, positions, embedded = tokens.unsqueeze(0), position_ids.unsqueeze(0), None
         if packed.images is not None:
-            assert self.tower is not None, "a row with images needs a vision tower"
+            assert self.tower is not None, "a row with images requires a vision tower"
             embedded = packed.images.into(self.embedding(input_ids=ids, position_ids=positions), self.tower)
         out: Tensor = super().forward(
             input_ids=ids, position_ids=positions, attention_mask=None, decoder_input=embedded, packed_seq_params=packed
@@ -97,9 +97,9 @@ class PolicyModel(GPTModel):
         return out
 
     def gathered(self, states: Tensor) -> Tensor:
-        """Gathers `states` [T_local, 1, H] of the last chunk into the row [T, H], also under sequence parallelism.
+        """Gathers the last chunk's `states` [T_local, 1, H] into the full row [T, H].
 
-        The backward pass sums the gradients of the tensor-parallel ranks.
+        Supports sequence parallelism. The backward pass sums the gradients over tensor-parallel ranks.
         """
         if self.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=True)
@@ -108,10 +108,10 @@ class PolicyModel(GPTModel):
         return states.squeeze(1)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, packed: PackedSequences) -> Tensor:
-        """Returns the last hidden states [T, H] of the whole row, also under sequence parallelism.
+        """Returns the final hidden states [T, H] of the full row, even under sequence parallelism.
 
-        tokens, position_ids [T]. Under context parallelism it returns only this rank's shard, [T / cp, H], which
-        `packed.shard` defines. A chunk that is not the last returns the input of the next chunk, [T_local, 1, H].
+        tokens, position_ids [T]. Under context parallelism, the result is only this rank's shard (`packed.shard`),
+        [T / cp, H]. Chunks before the last return the input of the next chunk, [T_local, 1, H].
         """
         out = self.states(tokens, position_ids, packed)
         return self.gathered(out) if self.post_process else out
@@ -130,15 +130,15 @@ class PolicyModel(GPTModel):
     ) -> Tensor | TokenScores | RowLogits:
         """Returns float32 scores [U] of `target_tokens` [U], predicted at `positions` [U] of a row; see `score_tokens`.
 
-        `answers` [R] selects scores. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the whole row
-        instead. Each context-parallel rank evaluates its positions, and all of these ranks get all results. A chunk
-        that is not the last returns the hidden states for the next chunk.
+        `answers` [R] selects among the scores. `draft` adds `draft_log_probs`. `with_logits` returns the logits of the
+        full row instead. Each context-parallel rank scores its own positions, and all of them get all results. Chunks
+        before the last return the hidden states for the next chunk.
         """
         states = self.states(tokens, position_ids, packed)
         if not self.post_process:
             return states
         if with_logits:
-            assert packed.shard is None and answers is None, "logits need whole rows without shared prefixes"
+            assert packed.shard is None and answers is None, "logits require unsplit rows without shared prefixes"
             return row_logits(
                 self.gathered(states),
                 self.output_weight(),
@@ -164,9 +164,9 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> Tensor:
-        """Returns log-probs [U] of `target_tokens` [U] by multi-token prediction, one token before `positions` [U].
+        """Returns the MTP head's log-probs [U] of `target_tokens` [U], predicted one token before `positions` [U].
 
-        states [T_local, 1, H]: the model's output, detached. The result is undefined at a sequence's first position.
+        states [T_local, 1, H]: the model's output, detached. Results at the first position of a sequence are undefined.
         """
         next_tokens = following(tokens, packed.cu_seqlens_q)
         if packed.shard is not None:
@@ -186,7 +186,7 @@ class PolicyModel(GPTModel):
         target_tokens: Tensor,
         options: ScoreOptions,
     ) -> TokenScores:
-        """Returns scores [U] of the whole row. `hidden` [T, H] is only this rank's shard under context parallelism."""
+        """Returns the full row's scores [U]. Under context parallelism, `hidden` [T, H] is only this rank's shard."""
         shard, size = packed.shard, positions.size(0)
         which: Tensor | None = None
         if shard is not None:
@@ -211,10 +211,10 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(PolicyModel):
-    """The critic: a decoder that returns one value per response token."""
+    """The critic: a decoder that predicts one value per response token."""
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Replaces the output layer with a value head of zeros, replicated on tensor-parallel ranks."""
+        """Replaces the output layer with a zero-initialized value head, replicated on all tensor-parallel ranks."""
         if self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(
@@ -233,9 +233,9 @@ class ValueModel(PolicyModel):
         positions: Tensor,
         answers: Tensor | None = None,
     ) -> Tensor:
-        """Returns float32 values [U] before the response tokens predicted at `positions` [U] of a row of T tokens.
+        """Returns float32 values [U] at `positions` [U], each right before a response token, of a row of T tokens.
 
-        `answers` [R] selects values. Context-parallel ranks, and chunks that are not the last, behave as in
+        `answers` [R] selects among the values. Context parallelism and chunks before the last work as in
         `PolicyModel.forward`.
         """
         hidden = self.hidden(tokens, position_ids, packed)
@@ -244,7 +244,7 @@ class ValueModel(PolicyModel):
         shard, size = packed.shard, positions.size(0)
         if shard is not None:
             which, positions = shard.owned(positions)
-        if hidden.requires_grad:  # every tensor-parallel rank computes all values, and gradients are summed over ranks
+        if hidden.requires_grad:  # all tensor-parallel ranks compute the same values, and their gradients are summed
             hidden.register_hook(lambda grad: grad / self.config.tensor_model_parallel_size)
         values = token_values(_picked(hidden, packed, positions), self.value_head.weight, self.value_head.bias)
         values = values if shard is None else shard.whole(values, which, size)
@@ -252,8 +252,8 @@ class ValueModel(PolicyModel):
 
 
 def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tensor:
-    """Selects the hidden states [U, H] at `positions` [U] from this rank's `hidden` [T, H]."""
+    """Selects the hidden states [U, H] at `positions` [U] of this rank's `hidden` [T, H]."""
     if packed.asked is None:
         return hidden.index_select(0, positions)
-    assert packed.asked.rows.numel() == positions.numel(), "the positions are not those of the packed row"
+    assert packed.asked.rows.numel() == positions.numel(), "the positions do not match the packed row"
     return repeat_rows(hidden, packed.asked)

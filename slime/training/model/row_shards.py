@@ -1,17 +1,17 @@
 """Packed rows on the device, and their split over context-parallel ranks.
 
-Only `PolicyModel` and the attention depend on context parallelism: every rank gets the whole row and the results of all
-response tokens, so that all ranks compute the same losses and metrics. Softmax attention gathers keys and values. A
-recurrence needs whole sequences, but its heads are independent. Before the recurrence, each rank exchanges its tokens
-of all heads for all tokens of its heads; afterwards, the ranks reverse the exchange (as DeepSpeed Ulysses does for
-attention, arXiv:2309.14509).
+Context parallelism is visible only to `PolicyModel` and the attention layers: every rank receives the full row and the
+results of all response tokens, so all ranks compute the same losses and metrics. Softmax attention gathers keys and
+values. Recurrent layers need full sequences, but their heads are independent. They use an all-to-all, as DeepSpeed
+Ulysses does for attention (arXiv:2309.14509): each rank trades all heads of its tokens for all tokens of its heads
+before the recurrence, and back afterwards.
 
 Invariants
-1. Every rank computes the same loss, so each rank has the gradient of all results: it uses only the gradient of its own
-   tokens, and nothing is summed twice.
-2. All ranks run the same collectives in the same order, even a rank without response tokens.
-3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on other ranks. As
-   for other parameters, the sum over ranks is the gradient.
+1. Every rank computes the same loss and so has the gradients of all results. It uses only those of its own tokens, so
+   nothing is summed twice.
+2. All ranks run the same collectives in the same order, even ranks without response tokens.
+3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on the others. As
+   for other parameters, the gradient is the sum over ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.ops.repeats import Repeats, repeat_rows
 
 ASKED = "asked_positions"
-"""Key in the tensors of a micro-batch: the row positions whose hidden states predict response tokens."""
+"""Key in a micro-batch's tensors. Its value has the row positions whose hidden states predict response tokens."""
 _INDICES = ("positions", "local_index", "order", "place")
 """Fields of `slime.data.context_split.ContextSplit` that are copied to the device."""
 
@@ -47,27 +47,27 @@ class ContextShard:
 
     group: dist.ProcessGroup
     positions: Tensor
-    """[T / cp] int64 row positions of this rank's tokens."""
+    """[T / cp] int64: row positions of this rank's tokens."""
     local_index: Tensor
-    """[T] int64 index among this rank's tokens; -1 for tokens of other ranks."""
+    """[T] int64: index among this rank's tokens, or -1 for tokens of other ranks."""
     keys: Repeats
     """[K] rows of the gathered keys, chunk by chunk."""
     order: Tensor
-    """[T] int64 row positions of all ranks' tokens, rank by rank."""
+    """[T] int64: row positions of all ranks' tokens, in rank order."""
     place: Tensor
-    """[T] int64, the inverse of `order`."""
+    """[T] int64: the inverse of `order`."""
     cu_lengths: Tensor
-    """[N + 1] int32: the start of each whole sequence, then the total."""
+    """[N + 1] int32: the start of each full sequence, then the total length."""
     lengths: tuple[int, ...]
     responses: tuple[Tensor, Tensor, Tensor] | None = None
-    """Row positions [R] of each pass, and the result of `owned` for these positions, computed on the host to avoid
-    waiting for the device."""
+    """The response positions [R] of the row and the result of `owned` for them. This is computed on the host, because
+    `owned` would wait for the device."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values [K, g, d] that each local chunk attends to, concatenated.
+        """Returns the keys and values [K, g, d] that the local chunks attend to, concatenated chunk by chunk.
 
-        key [T / cp, g, d_k]; value [T / cp, g, d_v]. The backward pass sums the gradients from the queries of all ranks
-        on the rank that holds the key.
+        key [T / cp, g, d_k]; value [T / cp, g, d_v]. In the backward pass, the rank that holds a key sums its gradients
+        from the queries of all ranks.
         """
         both = torch.cat([key, value], dim=-1)
         gathered = gather_from_sequence_parallel_region(both.contiguous(), group=self.group)
@@ -76,24 +76,24 @@ class ContextShard:
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """Exchanges all heads of this rank's tokens, `part` [T / cp, h, d], for this rank's heads of the whole row.
+        """Trades all heads of this rank's tokens, `part` [T / cp, h, d], for all tokens of this rank's heads.
 
-        Returns [T, h / cp, d] in row order. The group size must divide h.
+        Returns [T, h / cp, d] in row order. h must be divisible by the group size.
         """
         share: Tensor = _Exchange.apply(part, self, True)
         return share
 
     def by_tokens(self, share: Tensor) -> Tensor:
-        """Exchanges `share` [T, h / cp, d] of this rank's heads for all heads of its tokens, [T / cp, h, d]."""
+        """Inverse of `by_heads`: trades `share` [T, h / cp, d] for all heads of this rank's tokens, [T / cp, h, d]."""
         part: Tensor = _Exchange.apply(share, self, False)
         return part
 
     def own_heads(self, parameter: Tensor) -> Tensor:
-        """Returns this rank's share [n / cp, ...] of `parameter` [n, ...], whose first dimension has all heads."""
+        """Returns this rank's heads [n / cp, ...] of `parameter` [n, ...], whose first dimension covers all heads."""
         return parameter.chunk(self.group.size())[self.group.rank()]
 
     def owned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which row positions [R] are on this rank [R_own], and their indices among its tokens [R_own]."""
+        """Returns which of the row `positions` [R] this rank holds [R_own], and their local token indices [R_own]."""
         if self.responses is not None and positions is self.responses[0]:
             return self.responses[1:]
         local = self.local_index.index_select(0, positions)
@@ -101,9 +101,9 @@ class ContextShard:
         return which, local.index_select(0, which)
 
     def whole(self, part: Tensor, which: Tensor, size: int) -> Tensor:
-        """Merges this rank's results [R_own, ...] at `which` [R_own] with those of all ranks into [R, ...], R = `size`.
+        """Combines the results of all ranks into [R, ...], R = `size`; `part` goes to indices `which` [R_own].
 
-        The gradient passes unchanged, because every rank computes the same loss.
+        The gradient passes through unchanged, because every rank computes the same loss.
         """
         row = part.new_zeros(size, *part.shape[1:]).index_copy(0, which, part)
         result: Tensor = reduce_from_tensor_model_parallel_region(row, group=self.group)
@@ -111,7 +111,7 @@ class ContextShard:
 
 
 class _Exchange(torch.autograd.Function):
-    """Converts between a split by tokens and a split by heads. The backward pass converts back."""
+    """Converts between a split by tokens and a split by heads. The backward pass does the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
@@ -137,15 +137,15 @@ def _exchanged(x: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """A packed row on the host: arrays for the device, and data that stays on the host."""
+    """A packed row on the host: arrays to copy to the device, and data that stays on the host."""
 
     cu_seqlens: npt.NDArray[np.int32]
-    """[N + 1], from 0 to T, of the whole row (also under context parallelism)."""
+    """[N + 1], from 0 to T, for the full row, even under context parallelism."""
     max_seqlen: int
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     arrays: dict[str, npt.NDArray[Any]]
-    """Arrays to move to the device, by name."""
+    """Arrays to copy to the device, by name."""
     group: dist.ProcessGroup | None
     """Context-parallel group; None without context parallelism."""
 
@@ -158,7 +158,7 @@ class RowPlan:
         asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> RowPlan:
-        """Returns this rank's plan. `asked`: positions [U] of the outputs. `prefixes`: see `PackedBatch.prefixes`."""
+        """Builds this rank's plan. `asked`: positions [U] of the outputs. `prefixes`: see `PackedBatch.prefixes`."""
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
         before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
@@ -188,7 +188,7 @@ class RowPlan:
         return cls(cu_seqlens, max_seqlen, query, key, arrays, group)
 
     def packed(self, tensors: Mapping[str, Tensor]) -> PackedSequences:
-        """Returns the row on the device. `tensors` must include `arrays` on the device."""
+        """Returns the row on the device. `tensors` must contain the device copies of `arrays`."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
             indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}

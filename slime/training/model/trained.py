@@ -1,18 +1,18 @@
-"""Chooses what to train: adapters (LoRA), or the parameters that the settings select. All others are frozen.
+"""Selects what to train: LoRA adapters, or the parameters that the settings choose. Everything else is frozen.
 
-A parameter is frozen before Megatron wraps the model, so it has neither gradient nor optimizer state. The experts of a
-layer are one parameter, and are trained or frozen together.
+Parameters are frozen before Megatron wraps the model, so they have neither gradients nor optimizer states. All experts
+of a layer are one parameter and are therefore trained or frozen together.
 
-Adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), W frozen. `a` [rank, in] and `b` [out, rank] are
-parameters `lora_a`, `lora_b` of the linear layer. Tensor-parallel ranks split the factor that has the split dimension
-of the weight: `b` of a column-parallel layer, `a` of a row-parallel layer. The other factor is replicated. Adapters of
-experts are stacked like the experts.
+LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * b (a x), with W frozen. `a` [rank, in] and `b` [out, rank]
+are the parameters `lora_a` and `lora_b` of the linear layer. Tensor parallelism splits the factor that contains the
+split dimension of the weight: `b` in column-parallel layers, `a` in row-parallel layers. The other factor is
+replicated. Adapters of experts are stacked like the experts.
 
 Invariants of adapters
-1. The product is zero at the start (b = 0), and the initial `a` depends only on seed and name, not on the layout.
-2. Ranks exchange the low-rank activation where the layer communicates. So the gradients of split adapters are complete.
-   Replicated adapters see all tokens, or some tokens if Megatron sums the gradient (`sequence_parallel`).
-3. An export merges one weight at a time (`ShardedModel.merged`), without a second copy of the model.
+1. The product is zero at first (b = 0). The initial `a` depends only on the seed and the name, not on the layout.
+2. Ranks communicate the low-rank activation wherever the layer communicates, so gradients of split adapters are
+   complete. Replicated adapters see all tokens, or only some if Megatron sums their gradient (`sequence_parallel`).
+3. Exports merge one weight at a time (`ShardedModel.merged`), without a second copy of the model.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from slime.weights.hf_shards import load_shard
 
 
 def trained_names(table: FamilyTable, only: Sequence[str] | None, freeze: Sequence[str] | None) -> frozenset[str]:
-    """Returns the global names of the trained parameters of all ranks. At most one of `only` and `freeze` can be set.
+    """Returns the global names of all trained parameters, on any rank. At most one of `only` and `freeze` can be set.
 
-    Raises `ConfigError` for a pattern that matches no parameter or only some experts of a layer, and if all parameters
-    would be frozen.
+    Raises `ConfigError` if a pattern matches no parameter or only some experts of a layer, or if everything would be
+    frozen.
     """
     trainable = {e.megatron for e in table.entries if e.row.trained}
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
@@ -75,8 +75,8 @@ def _require_whole_stacks(table: FamilyTable, trained: Container[str], given: st
         odd = next((e for e in run if (e.megatron in trained) != (run[0].megatron in trained)), None)
         if odd is not None:
             raise ConfigError(
-                f"{given} separates {odd.megatron} from other experts of its layer, but all experts of a layer are one "
-                "parameter; use a pattern that matches all or none"
+                f"{given} separates {odd.megatron} from the other experts of its layer, which are all one parameter; "
+                "use a pattern that matches all or none of them"
             )
 
 
@@ -91,27 +91,27 @@ def freeze_others(chunks: Sequence[PolicyModel], model: ShardedModel) -> None:
 
 
 def _with_gradient(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Makes a block's input require a gradient. Otherwise recomputation gives the block's parameters no gradient."""
+    """Makes the first block's input require a gradient; otherwise recomputation would not reach its parameters."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
 
 
 LINEAR = re.compile(r"\.(linear_\w+|in_proj|out_proj)\.weight$")
-"""Matches the Megatron names of linear weights, but not of routers, gates, embeddings or output layers."""
+"""Matches Megatron's names for linear weights, but not for routers, gates, embeddings and output layers."""
 
 
 class Adapters:
     table: FamilyTable
-    """The rows of the model and of the adapters. The HF names of adapters are their Megatron names."""
+    """Rows for the model and its adapters. The HF name of an adapter is its Megatron name."""
 
     def __init__(self, chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> None:
-        """Adds adapters to layers of `chunks`. Raises `ConfigError` for a pattern that matches nothing."""
+        """Attaches adapters to the layers in `chunks`. Raises `ConfigError` if a target pattern matches nothing."""
         rank = args.lora_rank
         assert rank is not None, "adapters need --lora-rank"
         self.scale = float(args.lora_alpha or 2.0 * rank) / rank
         adapted = _adapted(table, args.lora_target_modules)
         self.table = with_adapters(table, adapted, rank)
         self.names = frozenset(self.table.megatron_names) - frozenset(table.megatron_names)
-        """Global names of the adapters of all ranks."""
+        """Global names of all adapters, on any rank."""
         for chunk in chunks:
             for local_name, module in list(chunk.named_modules()):
                 names = global_names(chunk, f"{local_name}.weight")
@@ -119,7 +119,7 @@ class Adapters:
                     self._attach(names, module, int(args.seed))
 
     def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
-        """`names`: the name of the layer's weight, or the names of the experts' weights in a stack."""
+        """Adds an adapter to `layer`. `names` has the name of its weight, or one name per expert for a stack."""
         weight = layer.weight
         assert isinstance(weight, Parameter), f"{names[0]} is not a parameter"
         is_stack = isinstance(layer, StackedLinear)
@@ -139,7 +139,7 @@ class Adapters:
         return load_shard(self.table, own, {own: whole}.__getitem__, tp_rank=rank, tp_size=size)
 
     def _add(self, layer: Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook of a layer; inputs[0]: [..., in]."""
+        """Adds the adapter's output in a forward hook. inputs[0]: [..., in]."""
         if isinstance(layer, StackedLinear):
             low = layer.product(inputs[0], getattr(layer, A), inputs[1]) * self.scale
             return output + layer.product(low, getattr(layer, B), inputs[1])
@@ -164,11 +164,11 @@ class Adapters:
 
 
 def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
-    """Marks a parameter: over which ranks Megatron sums its gradient, and whether the norm counts it once."""
+    """Tells Megatron over which ranks to sum the gradient, and whether the gradient norm counts it once."""
     parameter.allreduce = getattr(weight, "allreduce", True)
     split = {ColumnParallelLinear: (B, 0), RowParallelLinear: (A, 1)}
     held, dim = next((v for kind, v in split.items() if isinstance(layer, kind)), (None, 0))
-    shared_out = isinstance(layer, StackedLinear)  # tensor-parallel ranks also divide the optimizer of experts
+    shared_out = isinstance(layer, StackedLinear)  # experts' optimizer states are also split over tensor-parallel ranks
     if shared_out or part == held:
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
     else:
@@ -176,7 +176,7 @@ def _mark(layer: Module, weight: Tensor, parameter: Any, part: str) -> None:
 
 
 def _uniform(shape: tuple[int, ...], key: str) -> Tensor:
-    """Draws float32 values within 1 / sqrt(in), the initial values of `torch.nn.Linear` and of PEFT's adapters."""
+    """Draws float32 values from +-1 / sqrt(in), the initial range of `torch.nn.Linear` and of PEFT's adapters."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little", signed=True)
     bound = 1.0 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
@@ -198,7 +198,7 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
 
 
 def choose_trained(chunks: Sequence[PolicyModel], table: FamilyTable, args: Args) -> ShardedModel:
-    """Adds adapters if set, builds the record of the sharded model, and freezes untrained parameters. Collective."""
+    """Attaches adapters if requested, builds the `ShardedModel` and freezes all other parameters. Collective."""
     if args.lora_rank:
         adapters = Adapters(chunks, table, args)
         model = ShardedModel.of(chunks, adapters.table, adapters.names, adapters.scale)

@@ -1,1 +1,1 @@
-"""Moves weights and optimizer state to and from files, host memory and Hugging Face names."""
+"""Loads, saves, offloads and exports a rank's weights and optimizer states."""

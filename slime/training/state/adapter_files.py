@@ -1,7 +1,7 @@
-"""Adapters in files: their rows in weight tables, and the folder that PEFT reads.
+"""LoRA adapters in files: their rows in weight tables, and the PEFT folder format.
 
-A fused layer has one adapter here but several modules in PEFT. Each module gets the shared `a` and its rows of `b`, so
-its `scale * b a` equals what a merged export adds to the module's weight.
+A fused layer has one adapter here but several modules in PEFT. Each PEFT module gets the shared `a` and its own rows of
+`b`, so its `scale * b a` equals what a merged export adds to the module's weight.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slime.models.common.table import EXPERT, Entry, FamilyTable, Row
 A, B = "lora_a", "lora_b"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
-"""PEFT's prefix of module names."""
+"""PEFT's prefix for module names."""
 
 
 def with_adapters(table: FamilyTable, adapted: Collection[str], rank: int) -> FamilyTable:
-    """Returns the table with adapter rows of rank `rank`, each after the row that it adapts."""
+    """Returns the table with adapter rows of rank `rank`, each right after the row it adapts."""
 
     def more(row: Row, layer: int) -> tuple[Row, ...]:
         # The experts of a layer are adapted together.
@@ -47,14 +47,14 @@ def without_adapters(table: FamilyTable) -> FamilyTable:
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Returns a weight, or a shard of it, merged with its adapter, in float32."""
+    """Merges a weight, or a shard of a weight, with its adapter. Returns float32."""
     return (b.float() @ a.float()).mul_(scale).add_(weight)
 
 
 def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
-    """Returns the rows of `a` and `b` of a linear layer.
+    """Returns the table rows for `a` and `b` of a linear layer.
 
-    Each is an HF tensor, and is split like the weight along the dimension that they share.
+    Each is one HF tensor. The dimension that it shares with the weight is split like the weight's.
     """
     sizes = [sum(s[dim] for s in row.shapes) if row.dim == dim else row.shapes[0][dim] for dim in (0, 1)]
 
@@ -68,22 +68,22 @@ def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
 
 
 def peft_knows(table: FamilyTable) -> bool:
-    """Returns whether PEFT supports all adapters of a table: routed experts are not modules in transformers."""
+    """Returns whether PEFT supports all adapters in a table. Those of routed experts are not supported."""
     return not any(EXPERT in row.megatron for rows in adapters_alone(table).layers for row in rows)
 
 
 def write_peft(
     directory: Path, table: FamilyTable, tensors: Iterable[tuple[str, Tensor]], *, scale: float, base: str | None
 ) -> None:
-    """Writes `directory` in the format of PEFT's `PeftModel.from_pretrained`.
+    """Writes `directory` in the format that PEFT's `PeftModel.from_pretrained` reads.
 
-    `table`: the model's table with adapter rows. `tensors`: (name, full tensor) of the adapters. `base`: the name of
+    `table`: the model's table with adapter rows. `tensors`: (name, full tensor) of each adapter. `base`: the name of
     the base model. Raises `CheckpointError` for adapters of routed experts.
     """
     if not peft_knows(table):
         raise CheckpointError(
-            f"PEFT does not support adapters of the routed experts of {table.family}, because they are not modules in "
-            "transformers; export the merged model"
+            f"PEFT does not support adapters for the routed experts of {table.family}, which are not modules in "
+            "transformers; export the merged model instead"
         )
     found = {name: tensor.detach().cpu() for name, tensor in tensors}
     written = dict(_modules(table, found))
@@ -114,7 +114,7 @@ def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str
             continue
         a, b = found[linear + A], found[linear + B]
         sizes = [shape[0] for shape in entry.row.shapes]
-        assert sum(sizes) == len(b), f"{entry.megatron}: b has {len(b)} rows, not {sizes}"
+        assert sum(sizes) == len(b), f"{entry.megatron}: b has {len(b)} rows, expected {sizes}"
         for name, rows in zip(entry.hf, torch.split(b, sizes), strict=True):
             module = PREFIX + name.removesuffix(".weight")
             yield f"{module}.lora_A.weight", a.clone(memory_format=torch.contiguous_format)
@@ -122,7 +122,7 @@ def _modules(table: FamilyTable, found: dict[str, Tensor]) -> Iterator[tuple[str
 
 
 def _module_names(table: FamilyTable, modules: set[str]) -> list[str]:
-    """Returns the last parts of the module names if they match no other modules, else the full names."""
+    """Returns the last components of the module names if these match no other modules, otherwise the full names."""
     ends = {name.rpartition(".")[2] for name in modules}
     named = {name.removesuffix(".weight") for name in table.hf_names if name.endswith(".weight")}
     return sorted(ends if {n for n in named if n.rpartition(".")[2] in ends} == modules else modules)

@@ -1,15 +1,15 @@
-"""The commit protocol of checkpoints: all files of a step, or none. Works on files only, without torch or ranks.
+"""The commit protocol for checkpoints: a step is saved completely or not at all. Needs neither torch nor ranks.
 
-    parts = begin(root, rollout_id)          an empty folder that `latest` ignores
-    ... every rank and the Data Buffer write their files into `parts`; the caller waits for all of them ...
-    path = commit(parts, rollout_id, seals)  manifest with hashes, flush to disk, rename, then the name in `latest`
-    prune(root, keep_last=3)                 retention; never removes `latest`
+    parts = begin(root, rollout_id)          creates an empty folder that `latest` ignores
+    ... every rank and the Data Buffer write their files to `parts`; the caller waits for all of them ...
+    path = commit(parts, rollout_id, seals)  writes the manifest with hashes, flushes, renames, then updates `latest`
+    prune(root, keep_last=3)                 removes old checkpoints, but never `latest`
 
 Invariants
-1. `latest` names only folders that were complete when they got their name. After a crash at any time, it names the
-   previous folder or the new one.
-2. `verify` finds every missing, added, shortened or altered file.
-3. A folder is renamed before its files are removed, so a folder with a final name is complete.
+1. `latest` only ever points to complete checkpoints. After a crash at any point, it points to the previous one or to
+   the new one.
+2. `verify` detects every missing, added, truncated or modified file.
+3. A folder is renamed before its files are removed, so a folder with a final name is always complete.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Seal = dict[str, Any]
 class Checkpoint:
     path: Path
     rollout_id: int
-    """The last step in the checkpoint."""
+    """The last step that the checkpoint includes."""
 
 
 class HashedFile:
-    """A file that is hashed while it is written, and flushed to disk at the end of the `with` block."""
+    """A file that is hashed as it is written, and flushed to disk at the end of the `with` block."""
 
     seal: Seal
 
@@ -61,7 +61,7 @@ class HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends `content`. Other threads can run meanwhile."""
+        """Appends `content` without blocking other threads."""
         self._sha256.update(content)
         self._file.write(content)
 
@@ -78,21 +78,21 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """Creates an empty folder for the files of step `rollout_id`. Removes or restores leftovers of crashes in `root`.
+    """Creates an empty folder for the files of step `rollout_id`, after cleaning up what crashes left behind in `root`.
 
-    Raises `CheckpointError` if a folder with the name of the step is not a checkpoint, or if a different run has taken
+    Raises `CheckpointError` if a folder with the step's name is not a checkpoint, or if another run has taken over
     `root` (`slime.core.lease`).
     """
     lease.check(root)
     for remains in root.glob(".*_step_*"):
         name = remains.name.removeprefix(_REPLACED)
         if name != remains.name and not (root / name / MANIFEST).is_file():
-            remains.rename(root / name)  # killed between the two renames of a repeated step
+            remains.rename(root / name)  # a run was killed between the two renames of a repeated step
         elif remains.name.startswith((_WRITING, _REPLACED, _REMOVED)):
             shutil.rmtree(remains)
     final = root / f"step_{rollout_id:06d}"
     if final.exists() and not (final / MANIFEST).is_file():
-        raise CheckpointError(f"{final} has the name of a checkpoint but has no {MANIFEST}; move it away")
+        raise CheckpointError(f"{final} is named like a checkpoint but has no {MANIFEST}; move it away")
     parts = root / f"{_WRITING}{final.name}"
     parts.mkdir(parents=True)
     return parts
@@ -101,14 +101,14 @@ def begin(root: Path, rollout_id: int) -> Path:
 def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
     """Turns `parts` into a checkpoint: hashes, manifest, rename, `latest`. Call it once, after all files are written.
 
-    `seals`: size and hash, by path below `parts`, of files that were hashed and flushed as they were written. Other
-    files are read once. Raises `CheckpointError` if files are missing or differ from their seals, or if a different run
-    has taken the folder.
+    `seals` maps paths relative to `parts` to the seals of files that were hashed and flushed as they were written. All
+    other files are hashed and flushed here. Raises `CheckpointError` if files are missing or differ from their seals,
+    or if another run has taken over the folder.
     """
     lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
     if not files:
-        raise CheckpointError(f"there is no file in {parts}; write the files before committing")
+        raise CheckpointError(f"{parts} contains no files; write the files before committing")
     entries = dict(seals or {})
     for name, file in files.items():
         if name not in entries:
@@ -116,7 +116,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
             sync_to_disk(file)
     odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
     if odd:
-        raise CheckpointError(f"{odd} in {parts} are missing or do not have the written size; is the disk full?")
+        raise CheckpointError(f"{odd} in {parts} are missing or have the wrong size; is the disk full?")
     manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
     write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)}, indent=1)
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
@@ -137,9 +137,9 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
 
 
 def set_aside(root: Path, *, after: int) -> list[str]:
-    """Protects checkpoints of steps later than `after` from `prune`; returns the names of all protected checkpoints.
+    """Protects checkpoints of steps after `after` from `prune`. Returns the names of all protected checkpoints.
 
-    A run that resumes from an earlier step calls this first, because the later steps belong to a different branch.
+    A run that resumes from an earlier step calls this first, because the later steps belong to another branch.
     """
     names = _names_set_aside(root) | {found.path.name for found in _complete(root) if found.rollout_id > after}
     if names:
@@ -155,10 +155,10 @@ def _names_set_aside(root: Path) -> set[str]:
 def prune(
     root: Path, *, keep_last: int | None, retain_interval: int | None = None, keep: Collection[Path] = ()
 ) -> list[Path]:
-    """Removes all but the `keep_last` newest checkpoints of this branch; returns the removed paths. None removes none.
+    """Removes all but the `keep_last` newest checkpoints of this branch (None: keeps all). Returns the removed paths.
 
-    Always keeps the checkpoints that `latest` or `keep` names, every `retain_interval`-th step, and other branches
-    (`set_aside`).
+    Always keeps `latest`, the checkpoints in `keep`, every `retain_interval`-th step, and the checkpoints of other
+    branches (`set_aside`).
     """
     if keep_last is None:
         return []
@@ -178,26 +178,26 @@ def prune(
 
 
 def latest(root: Path) -> Checkpoint | None:
-    """Returns the newest committed checkpoint under `root` (or `root` itself if it is one); None without a checkpoint.
+    """Returns the newest committed checkpoint under `root`, or `root` itself if it is one, or None if there is none.
 
-    Raises `CheckpointError` if `latest.json` names a folder that does not exist or has no manifest.
+    Raises `CheckpointError` if `latest.json` points to a folder that does not exist or has no manifest.
     """
     if (root / MANIFEST).is_file():
         return Checkpoint(root, int(read_checkpoint_json(root / MANIFEST)["rollout_id"]))
     named = root / LATEST
-    if not named.is_file():  # the first commit was killed before it wrote the name
+    if not named.is_file():  # the first commit was killed before it wrote the file
         return next(iter(_complete(root)), None)
     record = read_checkpoint_json(named)
-    for name in (record["path"], _REPLACED + record["path"]):  # killed between the two renames of a repeated step
+    for name in (record["path"], _REPLACED + record["path"]):  # if killed between the two renames of a repeated step
         if (root / name / MANIFEST).is_file():
             return Checkpoint(root / name, int(record["rollout_id"]))
-    raise CheckpointError(f"{named} names {record['path']}, which does not exist or has no {MANIFEST}{_offer(root)}")
+    raise CheckpointError(f"{named} points to {record['path']}, which is missing or has no {MANIFEST}{_offer(root)}")
 
 
 def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
-    """Returns the checkpoint of a step, or `latest` for None.
+    """Returns the checkpoint of a step, or `latest` if `rollout_id` is None.
 
-    Raises `CheckpointError` with the existing steps if this step is missing.
+    If the step is missing, raises `CheckpointError` with the list of available steps.
     """
     if rollout_id is None:
         return latest(root)
@@ -205,14 +205,14 @@ def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:
     found = next((c for c in there if c.rollout_id == rollout_id), None)
     if found is None:
         raise CheckpointError(
-            f"{root} has no checkpoint of --ckpt-step {rollout_id}; the steps there are "
+            f"{root} has no checkpoint for --ckpt-step {rollout_id}; available steps: "
             f"{sorted(c.rollout_id for c in there)}"
         )
     return found
 
 
 def _complete(root: Path) -> list[Checkpoint]:
-    """Returns all checkpoints with a final name and a readable manifest, last committed first."""
+    """Returns all checkpoints with a final name and a readable manifest, most recently committed first."""
     there = []
     for path in root.iterdir() if root.is_dir() else ():
         with suppress(CheckpointError):
@@ -222,7 +222,7 @@ def _complete(root: Path) -> list[Checkpoint]:
 
 
 def _offer(root: Path, damaged: Path | None = None) -> str:
-    """Returns the end of an error message: the newest undamaged checkpoint, and how to load it."""
+    """Returns a suffix for error messages: the newest undamaged checkpoint, and how to load it."""
     for other in _complete(root):
         if other.path != damaged and not _damage(other.path):
             return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
@@ -230,9 +230,9 @@ def _offer(root: Path, damaged: Path | None = None) -> str:
 
 
 def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares every file with the manifest. With `share` (i, n), hashes only every n-th file, beginning with file i.
+    """Compares every file with the manifest. With `share` (i, n), hashes only every n-th file, starting with file i.
 
-    Raises `CheckpointError` with the files that differ and the newest undamaged checkpoint.
+    Raises `CheckpointError` with a list of damaged files and the newest undamaged checkpoint.
     """
     wrong = _damage(path, share)
     if wrong:
@@ -276,11 +276,11 @@ def _json_sha256(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
-# Saving in the background: a daemon thread writes and commits a checkpoint while training continues. The driver polls
-# after each step, or waits with a limit; the thread wakes the driver when it finishes.
+# Background saves: a daemon thread writes and commits a checkpoint while training continues. The driver polls after
+# each step, or waits with a timeout; the thread wakes the driver when it finishes.
 #
 # 1. At most one save runs at a time: call `finish` before `start`.
-# 2. The next `poll` or `finish` raises an error of the thread, once.
+# 2. If the thread fails, the next `poll` or `finish` raises its error, once.
 
 Facts = Mapping[str, float]
 """Metrics that a save reports."""
@@ -292,7 +292,7 @@ class BackgroundSave:
         self._what = ""
 
     def start(self, write: Callable[[], Facts], *, what: str) -> None:
-        """Runs `write` in a daemon thread; `what` names it in errors."""
+        """Runs `write` in a daemon thread. `what` describes it in error messages."""
         assert self._future is None, f"{self._what} is still running; call finish first"
         future: Future[Facts] = Future()
 
@@ -306,11 +306,11 @@ class BackgroundSave:
         threading.Thread(target=run, name=what, daemon=True).start()
 
     def poll(self) -> Facts:
-        """Returns the metrics of a finished save, else {}. Raises the error of a failed save."""
+        """Returns the metrics of a save if it has finished, otherwise {}. Raises the error of a failed save."""
         return self.finish(limit_s=0) if self._future is not None and self._future.done() else {}
 
     def finish(self, *, limit_s: float) -> Facts:
-        """Waits for a running save and returns its metrics, else {}. Raises its error, or `DeadlineExceeded`."""
+        """Waits for the running save, if any, and returns its metrics. Raises its error, or `DeadlineExceeded`."""
         if self._future is None:
             return {}
         done, _ = wait([self._future], timeout=limit_s)

@@ -1,10 +1,10 @@
-"""Reads and writes Hugging Face checkpoints directly: safetensors one tensor at a time, JSON, and copied assets.
+"""Reads and writes Hugging Face checkpoints directly: safetensors, one tensor at a time, plus config and other assets.
 
 Invariants
-1. A whole checkpoint is never in memory. A tensor that is read is a view of a file; its pages stay in memory until
-   `release`. A writer holds one file of at most `MAX_SHARD_BYTES`.
-2. A folder is removed only if it contains `EXPORT_MARKER`, the file that every export writes first.
-3. The error for a damaged file names the file, and is raised before any of its tensors is read.
+1. A full checkpoint is never in memory. Tensors are views of memory-mapped files, whose pages stay in memory until
+   `release`. A writer holds the content of one file, at most `MAX_SHARD_BYTES`.
+2. A folder is removed only if it contains `EXPORT_MARKER`, the first file that every export writes.
+3. A damaged file raises an error with its name before any of its tensors is read.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from slime.training.state.shards import TensorFile
 from slime.weights.quantised.formats import format_of
 
 MAX_SHARD_BYTES = 5 * 1000**3
-"""Maximum size of the safetensors files that `write_hf` writes."""
+"""Maximum size of a safetensors file from `write_hf`."""
 
 ASSETS = ("*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*")
-"""Files of a checkpoint besides its weights: config, tokenizer, chat template, generation defaults."""
+"""Files of a checkpoint other than its weights: config, tokenizer, chat template, generation defaults."""
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-"""Overrides every other template of a tokenizer in the same folder."""
+"""Takes precedence over all other templates of a tokenizer in the same folder."""
 
-AGAIN = "fetch or export it again"
+AGAIN = "download or export it again"
 EXPORT_MARKER = ".slime_export.json"
-"""Marks a folder as an export, which the next export may replace."""
+"""Marks a folder as an export that the next export may replace."""
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of quantised codes, which cannot be interpreted without scales."""
+"""Dtypes of quantised codes, which are meaningless without scales."""
 
 
 class HfReader:
-    """Reads single tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
+    """Reads individual tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    Quantised weights are dequantised and listed under their own names, not those of their codes and scales. Raises
-    `CheckpointError` with the name of a damaged file, and `ConfigError` for a quantisation that slime does not read.
+    Quantised weights are dequantised and listed under their own names, not under those of their codes and scales.
+    Raises `CheckpointError` with the name of a damaged file, and `ConfigError` for an unsupported quantisation format.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -64,7 +64,7 @@ class HfReader:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of all weights of the checkpoint, in the order of its files."""
+        """Names of all weights in the checkpoint, in file order."""
         if self._format is None:
             return tuple(self._location)
         of_part = {part: name for name in self._format.names for part in self._format.parts_of(name)}
@@ -75,9 +75,9 @@ class HfReader:
         return self._format is not None and name in self._format.names
 
     def __call__(self, name: str) -> Tensor:
-        """Returns the full tensor on the host, in the dtype of the file or float32 if quantised. Do not write to it.
+        """Returns the full tensor on the host, in the file's dtype, or in float32 if it is quantised. Do not modify it.
 
-        Raises `CheckpointError` if it is missing, or if its scales are missing or have a wrong shape.
+        Raises `CheckpointError` if it is missing, or if its scales are missing or have the wrong shape.
         """
         if self._format is not None and name in self._format.names:
             parts = self._format.parts_of(name)
@@ -95,14 +95,14 @@ class HfReader:
         return tensor
 
     def plain(self, name: str) -> Tensor:
-        """Returns the tensor like a call, but in the dtype of config.json (default: bfloat16) if it is quantised."""
+        """Like a call, but returns quantised weights in the dtype of config.json (default: bfloat16)."""
         tensor = self(name)
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Frees the memory of the tensors read since the last release. They stay valid and are read from file again.
+        """Frees the memory of the tensors read since the last release. They stay valid: access reads the file again.
 
-        Can be called repeatedly while these tensors are used: until the next read, each call frees the same tensors.
+        Can be called repeatedly while these tensors are in use: until the next read, each call frees the same tensors.
         """
         self._released = True
         for file in self._touched:
@@ -115,11 +115,11 @@ class HfReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._touched.clear()
-        self._files.clear()  # a mapping is closed with the last tensor that is a view of it
+        self._files.clear()  # a mapping is closed when its last view is gone
 
     def _read(self, name: str) -> Tensor:
         if name not in self._location:
-            raise CheckpointError(f"{self._directory} has no tensor {name!r} among its {len(self._location)}; {AGAIN}")
+            raise CheckpointError(f"{self._directory} has {len(self._location)} tensors but not {name!r}; {AGAIN}")
         file = self._location[name]
         opened = self._open(file)
         if self._released:
@@ -147,10 +147,10 @@ class HfReader:
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """The ranks that take turns to write the files of one export."""
+    """The ranks that take turns writing the files of an export."""
 
     rank: int = 0
-    """Rank 0 also writes index, config and assets."""
+    """Rank 0 also writes the index, the config and the assets."""
     size: int = 1
     meet: Callable[[], None] = lambda: None
 
@@ -164,12 +164,12 @@ def write_hf(
     quantization: Mapping[str, Any] | None = None,
     writers: Writers = Writers(),
 ) -> None:
-    """Writes safetensors of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
+    """Writes safetensors files of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
-    `tensors`: (HF name, tensor) in any order, written unchanged. They are consumed once, with at most one file of them
-    in memory. `carried` selects tensors of `assets_from` to copy after them. `config.json` gets the dtype of most
-    bytes, and `quantization` in place of its own entry. With several `writers`, each rank calls this with the same
-    tensors and an existing shared folder. Weights are on disk when it returns.
+    `tensors`: (HF name, tensor) in any order, written unchanged. They are consumed once, with at most one file's worth
+    in memory. `carried` selects tensors of `assets_from` to append. In `config.json`, the dtype becomes the one that
+    takes up the most bytes, and `quantization` replaces the original entry. With several `writers`, each rank calls
+    this with the same tensors and an existing shared folder. On return, the weights are on disk.
     """
     if writers.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def write_hf(
             pending_bytes = 0
         files[-1].append(name)
         if (len(files) - 1) % writers.size == writers.rank:
-            # A copy, because a tensor may be a view of a parameter or of a file.
+            # Copy the tensor, because it can be a view of a parameter or of a file.
             pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         pending_bytes += tensor.nbytes
         written_bytes[tensor.dtype] += tensor.nbytes
@@ -211,7 +211,7 @@ def write_hf(
 def with_duplicates(
     tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str], wanted: Container[str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yields `tensors`, each followed by those of its `FamilyTable.duplicates` that are `wanted`."""
+    """Yields `tensors`, each followed by its `FamilyTable.duplicates` that are in `wanted`."""
     for name, tensor in tensors:
         yield name, tensor
         yield from ((other, tensor) for other, source in duplicates.items() if source == name and other in wanted)
@@ -220,7 +220,7 @@ def with_duplicates(
 def with_duplicates_of(
     source: Path, tensors: Iterable[tuple[str, Tensor]], duplicates: Mapping[str, str]
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yields `tensors` with the duplicates that the checkpoint `source` has; see `with_duplicates`."""
+    """Yields `tensors` plus the duplicates that the checkpoint `source` contains; see `with_duplicates`."""
     if not duplicates:
         return tensors
     with HfReader(source) as read:
@@ -239,23 +239,23 @@ def _chained(
 
 
 def require_replaceable(directory: Path) -> None:
-    """Raises `CheckpointError` unless `directory` is missing, empty, or an earlier export."""
+    """Raises `CheckpointError` unless `directory` is missing, is empty, or contains an earlier export."""
     if not directory.exists() and not directory.is_symlink():
         return
     if directory.is_dir() and not directory.is_symlink():
         if (directory / EXPORT_MARKER).is_file() or not any(directory.iterdir()):
             return
-        found = "is not empty and not an export made by slime"
+        found = "is not empty and was not exported by slime"
     else:
         found = "is not a folder"
     raise CheckpointError(
         f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; set --save-hf "
-        "to a different folder, or move this one away"
+        "to another folder, or move this one away"
     )
 
 
 def begin_export(directory: Path) -> Path:
-    """Creates an empty, marked folder next to `directory` for its next content. Removes leftovers of a crash.
+    """Creates an empty, marked folder next to `directory` for its new content, replacing what a crash left there.
 
     Raises `CheckpointError` if `directory` or the folder next to it contains anything but an export.
     """
@@ -275,12 +275,12 @@ def require_room(directory: Path) -> None:
 
 
 def being_written(directory: Path) -> Path:
-    """Returns the temporary folder next to `directory` for its next content."""
+    """Returns the temporary folder next to `directory` for its new content."""
     return directory.with_name(directory.name + ".writing")
 
 
 def commit_export(partial: Path, directory: Path) -> None:
-    """Renames `partial` to `directory` and removes an earlier export. Raises `CheckpointError` like `begin_export`.
+    """Renames `partial` to `directory` and removes the earlier export. Raises `CheckpointError` like `begin_export`.
 
     The earlier export is renamed before its files are removed, so `directory` is always complete and on disk.
     """
@@ -302,7 +302,7 @@ def _replaced(directory: Path) -> Path:
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Copies configuration and tokenizer files, never weights or their index."""
+    """Copies config and tokenizer files, but neither weights nor their index."""
     for pattern in ASSETS:
         for file in sorted(source.glob(pattern)):
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(".index.json"):
@@ -350,13 +350,13 @@ def export(
     writers: Writers,
     rest: Callable[[Path], None],
 ) -> None:
-    """Writes `tensors` and the assets of the checkpoint `source`, in place of an earlier export. Collective.
+    """Writes `tensors` and the assets of the checkpoint `source`, replacing any earlier export. Collective.
 
-    All writers share the folder. Each calls `rest` with the unfinished folder after the weights are written. Raises
-    `CheckpointError`, and changes nothing, if `directory` contains anything but an export.
+    All writers share the folder. After the weights, each of them calls `rest` with the unfinished folder. If
+    `directory` contains anything but an export, raises `CheckpointError` and changes nothing.
     """
     require_room(directory)  # on every rank, so that all of them fail together
-    writers.meet()  # before a rank makes the folder
+    writers.meet()  # before rank 0 creates the folder
     if writers.rank == 0:
         begin_export(directory)
     writers.meet()  # the folder exists

@@ -1,8 +1,8 @@
-"""Converts full HF tensors to weights of a sharded model, and back for weight sync and `--save-hf`.
+"""Converts full HF tensors to the weights of a sharded model, and back for weight syncs and `--save-hf`.
 
-One pipeline stage holds a parameter, one expert-parallel rank of the stage holds an expert, and everything else is
-split over tensor-parallel ranks. For an export the holder broadcasts the parameter over the expert group, then over the
-pipeline, so that every rank has this tensor-parallel shard. Then the shards are gathered.
+Each parameter is on one pipeline stage. An expert is on one expert-parallel rank of that stage; everything else is
+split over tensor-parallel ranks. For an export, the holder broadcasts its shard over the expert group and then over the
+pipeline, so that every rank has the shard of its tensor-parallel rank. Then the shards are gathered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slime.training.state.shards import iter_full
 from slime.weights.hf_shards import load_shard
 
 COPY_BYTES = 32 * 2**20
-"""Maximum number of bytes of a file in memory while they are copied to a parameter."""
+"""Maximum number of file bytes in memory while they are copied to a parameter."""
 
 
 @torch.no_grad()
 def load_weights(model: ShardedModel, directory: Path) -> None:
     """Copies this rank's shard of every tensor of an HF checkpoint, one at a time, cast to the parameter's dtype.
 
-    Raises `ConfigError` if model and checkpoint have different tensors, `CheckpointError` for a wrong shape.
+    Raises `ConfigError` if model and checkpoint have different tensors, and `CheckpointError` if a shape is wrong.
     """
     with HfReader(directory) as read:
         model.table.check(hf_names=read.names)
@@ -38,9 +38,9 @@ def load_weights(model: ShardedModel, directory: Path) -> None:
 
 @torch.no_grad()
 def fill(model: ShardedModel, read: HfReader) -> None:
-    """Loads the shards of `model`, which can be the model of any rank.
+    """Loads the shards of `model`, which can be any rank's model.
 
-    Copies at most `COPY_BYTES` at a time, so a shard that is a view of a file needs no more memory.
+    Copies at most `COPY_BYTES` at a time, so shards that are views of a file need no additional memory.
     """
     for own in model.own:
         shard = load_shard(model.table, own.name, read, tp_rank=own.tp_rank, tp_size=own.tp_size)
@@ -57,10 +57,10 @@ def fill(model: ShardedModel, read: HfReader) -> None:
 def iter_hf_tensors(
     model: ShardedModel, *, dtype: torch.dtype | None = None, merged: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, full tensor) in table order, on every rank. Collective: all ranks must exhaust it.
+    """Yields (HF name, full tensor) in table order on every rank. Collective: all ranks must exhaust the iterator.
 
-    With `merged`, adapters are merged into the weights and not listed. Rows that stay float32 are not converted. On one
-    rank and without conversion the tensors may share memory with the parameters, so do not write to them.
+    With `merged`, adapters are merged into the weights instead of being listed. Rows that must stay float32 are not
+    cast. Tensors can share memory with the parameters, so callers must not modify them.
     """
     alone = mpu.get_expert_model_parallel_world_size() == mpu.get_pipeline_model_parallel_world_size() == 1
 
@@ -77,7 +77,7 @@ def iter_hf_tensors(
         return [shard] if tensor.tp_size == 1 else _gather(shard)
 
     def stack(first: Entry) -> Tensor | None:
-        """Returns the stack of a row's experts if this rank holds it and it needs no conversion."""
+        """Returns the stack of a row's experts if this rank holds all of them and they need no conversion."""
         tensor = model.tensors[first.megatron]
         if not alone or wanted(tensor) != tensor.dtype or (merged and model.adapter_of(tensor)):
             return None
@@ -87,7 +87,7 @@ def iter_hf_tensors(
 
 
 def _send(tensor: ShardedTensor, local: Tensor | None, like: Tensor) -> Tensor:
-    """Returns the holder's shard on every rank of its expert group and pipeline."""
+    """Sends the holder's shard to every rank of its expert group and pipeline. Returns the shard."""
     experts, pipeline = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
     if tensor.entry.expert is not None and experts.size() > 1 and pipeline.rank() == tensor.pp_rank:
         local = _broadcast(local, tensor.shape, tensor.ep_rank, experts, like)
@@ -101,7 +101,7 @@ def _broadcast(
     local: Tensor | None, shape: tuple[int, ...], source: int, group: dist.ProcessGroup, like: Tensor
 ) -> Tensor:
     if group.rank() == source:
-        assert local is not None, "the holder has the parameter"
+        assert local is not None, "the source rank does not hold the parameter"
         buffer = local.contiguous()
     else:
         buffer = like.new_empty(shape)

@@ -1,11 +1,11 @@
-"""Keeps the reference, teacher and old policy in host memory, and swaps them into the model for a forward pass.
+"""Keeps the reference, teacher and old policies in host memory, and swaps them into the model for forward passes.
 
 The caller decides which policies exist and when they change.
 
 Invariants
-1. Nothing else may use the model during the swap. Afterwards the trained policy's weights are restored bitwise.
-2. A copy of the trained policy has all parameters, or only the adapters if there are any, to save memory. (Parameters
-   frozen by name are included: they never change within a run, but loading a checkpoint can change them.)
+1. Nothing else may use the model during a swap. Afterwards, the trained policy's weights are restored bitwise.
+2. If the model has adapters, copies of the trained policy contain only these, to save memory. Otherwise they contain
+   all parameters, even those frozen by name, because loading a checkpoint can change them.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from slime.training.state.sleeping import HostArena, pin_for, room_of
 
 
 class HostPolicies:
-    """This rank's shards of each policy, by name."""
+    """This rank's shards of each offloaded policy, by policy name."""
 
     def __init__(self, model: ShardedModel) -> None:
-        """`model`: the trained policy. Its memory must not move after this call."""
+        """`model` is the trained policy. Its parameters must not move in memory after this call."""
         self._model, self._parameters = model, model.shards
         self._taken = model.adapters if model.adapters.tensors else model
         self._policies: dict[str, dict[str, Tensor]] = {}
         self._arenas: list[HostArena] = []
-        """The memory is pinned only as long as these objects exist."""
+        """Memory stays pinned only as long as these objects exist."""
         self._kept: dict[str, Tensor] = {}
-        """The trained policy's weights while a different policy is in the model."""
+        """The trained policy's weights while another policy is in the model."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._policies
 
     def take(self, name: str) -> None:
-        """Copies the current trained policy to `name`."""
+        """Copies the trained policy's current weights to policy `name`."""
         if name not in self._policies:
             self._policies[name] = self._rooms([own.name for own in self._taken.own])
         _copy(self._policies[name], self._parameters, self._policies[name])
 
     def read(self, name: str, directory: Path, flag: str) -> None:
-        """Reads an HF checkpoint into policy `name`, cast to the trained policy's dtypes, with zero adapters.
+        """Loads an HF checkpoint into policy `name`, cast to the trained policy's dtypes, with zero adapters.
 
-        Raises `ConfigError` for a different architecture.
+        Raises `ConfigError` if its architecture differs.
         """
         table, other = self._model.table, table_for(read_hf_config(str(directory)))
         if (other.family, other.sizes, other.tied) != (table.family, table.sizes, table.tied):
             raise ConfigError(
-                f"{flag} {directory} differs from the policy in family or architecture; use a model of the same size"
+                f"{flag} {directory} must have the policy's architecture; use a model of the same family and size"
             )
         # Only the trained policy needs multi-token prediction.
         policy = self._rooms(name for name in self._parameters if not name.startswith(PREFIX))
@@ -64,17 +64,17 @@ class HostPolicies:
         self._policies[name] = policy
 
     def shift(self, newer: str, older: str) -> None:
-        """Moves policy `newer` to `older`, and copies the current trained policy to `newer`."""
+        """Moves policy `newer` to `older`, then copies the trained policy's current weights to `newer`."""
         self._policies[newer], self._policies[older] = self._policies[older], self._policies[newer]
         self.take(newer)
 
     def lasting(self, names: Iterable[str]) -> dict[str, Mapping[str, Tensor]]:
-        """Returns the existing policies among `names`, to write to a checkpoint or to fill in place from one."""
+        """Returns the existing policies among `names`, to be saved to a checkpoint or restored in place from one."""
         return {name: self._policies[name] for name in names if name in self._policies}
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Puts a policy into the trained policy's parameters for the block, then restores the parameters bitwise."""
+        """Swaps a policy into the trained policy's parameters for the block, then restores the parameters bitwise."""
         policy = self._policies[name]
         self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():
@@ -86,7 +86,7 @@ class HostPolicies:
                 _copy(policy, self._kept, self._parameters)
 
     def _rooms(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Allocates zeros in host memory for these parameters, in one pinned range if the parameters are on a GPU."""
+        """Allocates zeroed host memory for these parameters. Those on a GPU share one pinned range."""
         like = {name: self._parameters[name] for name in names}
         on_gpu = {n: p for n, p in like.items() if p.is_cuda}
         rooms = {n: torch.zeros_like(p, device="cpu", requires_grad=False) for n, p in like.items() if not p.is_cuda}

@@ -1,17 +1,17 @@
-"""Gathers the trainer's weights for the engines: in each turn (`send_plan.Turn`), ranks pass shards to the sender.
+"""Gathers the trainer's weights for the engines. In each turn (`send_plan.Turn`), ranks pass shards to the sender.
 
-Ranks of the pipeline stage that holds a parameter send it. The sender gathers the shards of its tensor-parallel ranks,
-and receives experts from the expert-parallel rank that holds them. Many small parameters are sent in one message. A
-rank waits for its tensor-parallel and expert-parallel groups in their collectives.
+A parameter is sent by ranks of the pipeline stage that holds it. The sender gathers the shards from its tensor-parallel
+ranks and receives experts from the expert-parallel ranks that hold them. Small parameters are batched into messages. A
+rank waits for its tensor-parallel and expert-parallel groups only inside their collectives.
 
 Invariants
-1. Every rank iterates over all turns in the same order, and takes part if the sender is in one of its groups.
-2. In addition to its shards and buckets, a rank holds one message of at most `limit / MESSAGES` bytes. With its inputs
-   and results, a message takes at most four times its size. A larger parameter is a separate message, and takes at most
-   two and a half times its size. If layers have such parameters, buckets shrink by that amount, down to `LEAST_BUCKET`
-   of the limit. A parameter that still does not fit is reported (`fill_bytes`), and gathered while there is no other
-   bucket.
-3. An error in a tensor is raised at the end of the turn, after all ranks have passed their shards.
+1. Every rank iterates over all turns in the same order, and participates if the sender is in one of its groups.
+2. In addition to its shards and buckets, a rank holds one message of at most `limit / MESSAGES` bytes. Including inputs
+   and results, a message takes at most four times its size. A larger parameter is a message by itself and takes at most
+   two and a half times its size. If layers have such parameters, buckets shrink by that amount, but not below
+   `LEAST_BUCKET` of the limit. A parameter that still does not fit is reported (`fill_bytes`) and is gathered while no
+   other bucket is in memory.
+3. An error in a tensor is raised at the end of the turn, after all ranks have passed on their shards.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MESSAGES = 16
 MESSAGE_TIMES = 4
 """Peak memory of a message with several parameters, as a multiple of its size."""
 PARAMETER_TIMES = 2.5
-"""Peak memory of a larger parameter as a multiple of its size: gathered, outgoing, and this rank's shard if cast."""
+"""Peak memory of a larger parameter, as a multiple of its size: gathered, outgoing, and this rank's shard if cast."""
 LEAST_BUCKET = 0.5
-"""Minimum size of a bucket as a fraction of the limit. A parameter that would leave less is gathered separately."""
+"""Minimum bucket size as a fraction of the limit. A parameter that would leave less is gathered separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """Parameters of one dtype that training ranks exchange together. Experts also share a row and a holder."""
+    """Parameters of one dtype that ranks exchange together. Experts must also have the same table row and holder."""
 
     tensors: tuple[ShardedTensor, ...]
     dtype: torch.dtype
@@ -55,14 +55,14 @@ class _Message:
 
 
 class TrainerWeights:
-    """Implements `weights.send_plan.Outgoing` for one training rank. The constructor is a collective."""
+    """Implements `weights.send_plan.Outgoing` for one training rank. The constructor is collective."""
 
     def __init__(self, model: ShardedModel, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: the engines' dtype; None keeps the training dtype. Rows that stay in float32 are not converted."""
+        """`dtype` is the engines' dtype; None keeps the training dtype. Rows that must stay float32 are not cast."""
         self._model, self._dtype = model, dtype
         self.table: FamilyTable = model.base.table
         self.device = model.device
-        # Not tested on GPUs, where broadcasts would run at the same time as gathers of other ranks' turns.
+        # Untested on GPUs, where broadcasts would overlap with the gathers of other ranks' turns.
         takes_turns = self.table.sizes.num_experts > 0 and self.device.type == "cpu"
         self._senders = _senders(takes_turns=takes_turns)
         self._tensor_ranks = frozenset(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
@@ -71,12 +71,12 @@ class TrainerWeights:
         self._turns: tuple[int, tuple[Turn, ...]] = (0, ())
         """The limit in bytes, and the turns for this limit."""
         self._room = 0
-        """Bytes that each of two buckets leaves for gathering."""
+        """Number of bytes that each of the two buckets leaves free for gathering."""
         self._wrong: Exception | None = None
-        """First error of the turn."""
+        """First error in the current turn."""
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
-        """Returns all turns. Buckets leave room for gathering, so a sender holds at most twice `limit_bytes`."""
+        """Returns all turns. Buckets leave room for gathering, so a sender needs at most twice `limit_bytes`."""
         if self._turns[0] != limit_bytes:
             groups, message = list(self._tensor_groups()), max(1, limit_bytes // MESSAGES)
             in_layers = [_bytes_of(p, message) for p in groups if p.entries[0].layer is not None]
@@ -88,9 +88,9 @@ class TrainerWeights:
         return self._turns[1]
 
     def fill_bytes(self, turn: Turn) -> int:
-        """Returns the memory for gathering that exceeds the room left by a bucket.
+        """Returns by how many bytes gathering exceeds the room that a bucket leaves for it.
 
-        It is above 0 if a parameter is larger than about half a bucket.
+        Positive if a parameter is larger than about half a bucket.
         """
         return max(0, *(_bytes_of(group, self._message_bytes) - self._room for group in turn.groups))
 
@@ -111,7 +111,7 @@ class TrainerWeights:
 
     @torch.no_grad()
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
-        """Yields (HF name, full tensor). Tensors may share memory with the parameters."""
+        """Yields (HF name, full tensor) for a turn. Tensors can share memory with the parameters."""
         if turn.sender not in self._tensor_ranks and turn.sender not in self._expert_ranks:
             return
         for stacked, groups in groupby(turn.groups, lambda group: group.entries[0].row.stacked):
@@ -128,7 +128,7 @@ class TrainerWeights:
             raise WeightSyncError(f"gathering weights failed with {type(wrong).__name__}: {wrong}") from wrong
 
     def _kept(self, make: Callable[..., Iterable[tuple[str, Tensor]]], *given: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields from `make` until an error, which `tensors` raises at the end of the turn."""
+        """Yields from `make` until it fails. `tensors` raises the error at the end of the turn."""
         try:
             yield from make(*given)
         except Exception as error:
@@ -184,7 +184,7 @@ class TrainerWeights:
         return self._model.merged(tensor).detach().to(dtype)
 
     def _shards_at(self, message: _Message, sender: int) -> list[list[Tensor]]:
-        """Returns the shards of each parameter in rank order on the sender, and nothing on other ranks."""
+        """Returns each parameter's shards in rank order on the sender, and [] on other ranks."""
         if sender not in self._tensor_ranks:
             return []
         split = [tensor for tensor in message.tensors if tensor.tp_size > 1]
@@ -200,13 +200,13 @@ class TrainerWeights:
         group = mpu.get_tensor_model_parallel_group()
         mine = _end_to_end(shards)
         of_ranks = None
-        if self._rank == sender:  # contiguous, so that the shards of a single parameter are one view
+        if self._rank == sender:  # contiguous, so that the shards of a single parameter form one view
             of_ranks = list(mine.new_empty(group.size() * mine.numel()).split(mine.numel()))
         dist.gather(mine, of_ranks, dst=sender, group=group)
         return [_apart(flat, shards) for flat in of_ranks or ()]
 
     def _stack_at(self, message: _Message, sender: int) -> Tensor | None:
-        """Returns the parameters of a message, [experts, *shape], on the sender, and None on other ranks."""
+        """Returns a message's parameters [experts, *shape] on the sender, and None on other ranks."""
         if sender not in self._expert_ranks:
             return None
         holder = self._expert_ranks[message.tensors[0].ep_rank]
@@ -223,7 +223,7 @@ class TrainerWeights:
         return None
 
     def _own_stack(self, message: _Message) -> Tensor:
-        """Returns this rank's stack: a view if no adapter is merged and the dtype does not change, else a copy."""
+        """Returns this rank's stack: a view if no adapter is merged and the dtype does not change, otherwise a copy."""
         first, last = message.tensors[0], message.tensors[-1]
         adapted = any(self._model.adapter_of(tensor) is not None for tensor in message.tensors)
         if first.here.number is not None and not adapted and first.dtype == message.dtype:
@@ -231,15 +231,15 @@ class TrainerWeights:
         return torch.stack([self._own(tensor, message.dtype) for tensor in message.tensors])
 
     def _pass(self, operation: Any, stack: Tensor, other: int) -> None:
-        """Sends `stack` to a different expert-parallel rank or receives it. A batch of one operation needs no NCCL
-        communicator for the pair."""
+        """Sends `stack` to, or receives it from, another expert-parallel rank. Batching even a single operation avoids
+        an extra NCCL communicator for the pair."""
         group = mpu.get_expert_model_parallel_group()
         for work in dist.batch_isend_irecv([dist.P2POp(operation, stack.contiguous(), other, group)]):
             work.wait()
 
 
 def _senders(*, takes_turns: bool) -> list[list[int]]:
-    """Returns the sending ranks of each pipeline stage: the first, or all that share experts with it. Collective."""
+    """Returns the senders of each pipeline stage: its first rank, or that rank's whole expert group. Collective."""
     experts = dist.get_process_group_ranks(mpu.get_expert_model_parallel_group())
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mpu.get_pipeline_model_parallel_rank(), experts))
@@ -259,7 +259,7 @@ def _bytes_of(group: TensorGroup, message_bytes: int) -> int:
 def _placed(
     whole: dict[str, Tensor], stack: Tensor, group: TensorGroup, entries: Sequence[Entry]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Copies some experts into `whole`, which has all experts of the group."""
+    """Copies some experts into `whole`, which will contain all experts of the group."""
     first = entries[0].expert
     assert first is not None, f"{entries[0].megatron} has no expert number"
     for name, part in export_stack(entries, stack):

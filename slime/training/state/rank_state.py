@@ -1,18 +1,18 @@
-"""The files that one rank writes to a checkpoint: shards of weights, master weights and moments; schedule and RNG.
+"""The files that one rank writes to a checkpoint: shards of weights, master weights and moments, scheduler, RNG state.
 
-A rank writes without communication: its optimizer's ranges of master weights and moments, and its share of the model's
-weights. All ranks that hold the same shard divide the shard among themselves. Files are safetensors and JSON.
+Ranks write without communicating. Each rank writes the master weights and moments that its optimizer owns, and its
+portion of the model weights: ranks that hold the same shard divide it among themselves. Files are safetensors and JSON.
 
 Invariants
 1. Loading with the same parallel layout and settings is bitwise exact. With a different layout, weights and optimizer
-   are bitwise exact, but generators get new seeds.
-2. A checkpoint of a different model, or with a missing tensor, raises a `CheckpointError` and is never partly loaded:
+   are still bitwise exact, but RNGs are reseeded.
+2. A checkpoint of a different model, or with a missing tensor, raises `CheckpointError` and is never partially loaded:
    all tensors are looked up before anything changes.
-3. Computed state comes from the checkpoint; settings (learning rate, weight decay, betas) come from this run. The state
-   of Python's `random` is not saved: training draws nothing from it, but libraries can draw at any time.
-4. At most one parameter is in memory in addition to the model.
-5. Stacked experts are written and read one by one under separate names, so a checkpoint does not depend on how experts
-   are stacked or distributed.
+3. Computed state comes from the checkpoint, settings (learning rate, weight decay, betas) from this run. The state of
+   Python's `random` is not saved: training does not use it, but libraries can use it at any time.
+4. Saving and loading need memory for at most one parameter in addition to the model.
+5. Stacked experts are written and read individually under separate names, so a checkpoint does not depend on how
+   experts are stacked or distributed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from slime.training.step.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
 
-# In Megatron's distributed optimizer, each rank has a range of a flattened parameter. A stack of experts is one
-# parameter there, so a range can begin and end within an expert.
+# In Megatron's distributed optimizer, each rank owns a range of a flattened parameter. A stack of experts is a single
+# parameter there, so a range can start or end in the middle of an expert.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Owned:
     within: slice
     """The shard's range in the flattened main parameter."""
     start: int
-    """Where `within` begins in the flattened shard."""
+    """Where `within` starts in the flattened shard."""
 
     def part(self, like: Tensor) -> Tensor:
         """Returns a flat view of the shard in `like`, a tensor with the layout of the main parameter."""
@@ -79,9 +79,9 @@ class Owned:
 
 
 def owned_part(trainable: Trainable, held: Held) -> Owned | None:
-    """Returns this rank's optimizer state for a shard; None if the shard is frozen or belongs to a different rank."""
+    """Returns this rank's optimizer state for a shard, or None if the shard is frozen or owned by another rank."""
     for inner in trainable.inner:
-        if inner.optimizer is None:  # no trained parameter on this rank
+        if inner.optimizer is None:  # this rank has no trained parameters
             continue
         place = inner.model_param_group_index_map.get(held.parameter)
         if place is not None:
@@ -90,20 +90,20 @@ def owned_part(trainable: Trainable, held: Held) -> Owned | None:
             start = int(inner._get_model_param_range_map(held.parameter)["param"].start)
             size = held.of(held.parameter).numel()
             first, end = max(start, held.start), min(start + main.numel(), held.start + size)
-            if first >= end:  # this rank's range has other experts
+            if first >= end:  # this rank's range covers other experts
                 return None
             return Owned(inner.optimizer, main, slice(first - start, end - start), first - held.start)
     return None
 
 
-# The random generators of training: those of torch on each device, of NumPy, and of Megatron's tracker.
+# RNG state of training: torch's generators on each device, NumPy's generator, and Megatron's tracker.
 
 RNG = "rng/"
-"""Prefix of the generators' tensors in a file."""
+"""Prefix of RNG tensors in a file."""
 
 
 def generator_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the state of the generators: tensors by name, and the rest as JSON."""
+    """Returns the RNG state: tensors by name, and everything else as JSON."""
     kind, keys, pos, has_gauss, cached = np.random.get_state()
     tensors = {RNG + "torch": torch.get_rng_state(), RNG + "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
     if torch.cuda.is_available():
@@ -125,27 +125,27 @@ def set_generator_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A model in a checkpoint: the policy or the critic."""
+    """A model that checkpoints include: the policy or the critic."""
 
     trainable: Trainable
     info: ParallelInfo
     hf_checkpoint: Path
-    """The folder with the model's config.json and tokenizer."""
+    """Folder with the model's config.json and tokenizer."""
     other_policies: Mapping[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
-    """Policies that a new run could not rebuild, by name, such as an updated reference. Loading fills them in place."""
+    """Policies that a new run could not rebuild, such as an updated reference, by name. Loading fills them in place."""
 
     @property
     def model(self) -> ShardedModel:
         return self.trainable.model
 
     def of_others(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (role, shard) of a parameter for each of `other_policies`."""
+        """Yields (role, shard) of the parameter `name` for each of `other_policies` that has it."""
         return ((OTHER_POLICY + p, held[name]) for p, held in self.other_policies.items() if name in held)
 
     def state(self, held: Held) -> Iterator[tuple[str, Tensor, int]]:
-        """Yields (role, tensor, where the tensor begins in the flattened shard) of the optimizer state for a shard.
+        """Yields (role, tensor, start of the tensor in the flattened shard) for a shard's optimizer state.
 
-        Omits master weights that are a view of the parameter, or bitwise equal to it.
+        Omits master weights that are views of the parameter or bitwise equal to it.
         """
         owned = owned_part(self.trainable, held)
         if owned is not None:
@@ -158,17 +158,17 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank writes of one model."""
+    """Everything that one rank saves for one model."""
 
     rank: int
     tensors: Mapping[str, Tensor]
-    """Name in the file -> tensor. Before `on_host`, these are the trainer's tensors, on its device."""
+    """Name in the file -> tensor. Until `on_host`, these are the trainer's own tensors, on its device."""
     meta: Mapping[str, Any]
     assets_from: Path | None
-    """The folder from which rank 0 copies config and tokenizer; None on other ranks."""
+    """Folder from which rank 0 copies config and tokenizer; None on other ranks."""
 
     def on_host(self) -> RankState:
-        """Returns a copy in host memory, which training cannot change."""
+        """Returns a copy in host memory, which is safe from further training."""
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
             for name, t in self.tensors.items()
@@ -178,9 +178,9 @@ class RankState:
         return dataclasses.replace(self, tensors=tensors)
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes and flushes `rank_NNNNN.safetensors` and `.json`; returns their seals by name.
+        """Writes and flushes `rank_NNNNN.safetensors` and `.json`. Returns their seals by file name.
 
-        Raises `DiskFull`, which names `directory`.
+        Raises `DiskFull` with the name of `directory`.
         """
         stem = f"rank_{self.rank:05d}"
         with full_disk_named(directory):
@@ -194,13 +194,13 @@ class RankState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes of all models."""
+    """Everything that one rank saves, for all models."""
 
     states: Mapping[str, RankState]
     """Folder relative to the checkpoint -> state."""
 
     def write(self, directory: Path) -> dict[str, Seal]:
-        """Writes every file; returns their seals by path below `directory`."""
+        """Writes all files. Returns their seals by path relative to `directory`."""
         return {
             f"{folder}/{name}".lstrip("/"): seal
             for folder, state in self.states.items()
@@ -209,7 +209,7 @@ class Snapshot:
 
 
 def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) -> RankState:
-    """Returns what this rank writes of a model, without copying or communicating."""
+    """Collects everything that this rank saves for a model, without copying or communicating."""
     tensors: dict[str, Tensor] = {}
     shards: list[CheckpointShard] = []
 
@@ -249,9 +249,9 @@ def rank_state(kept: Kept, *, weight_version: int, with_optimizer: bool = True) 
 
 @torch.no_grad()
 def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = True, with_rng: bool = True) -> int:
-    """Restores the state that all ranks wrote, including `kept.other_policies`, and returns the weight version.
+    """Restores the state that all ranks saved, including `kept.other_policies`, and returns the weight version.
 
-    `seed`: the run's seed. Raises `CheckpointError` if the checkpoint does not match this run, before anything changes.
+    `seed` is the run's seed. If the checkpoint does not match this run, raises `CheckpointError` before any change.
     """
     reader = ShardReader(directory)
     meta = reader.metas[min(kept.info.rank, len(reader.metas) - 1)]
@@ -287,7 +287,7 @@ def load_rank(directory: Path, kept: Kept, *, seed: int, with_optimizer: bool = 
             if kept.info.rank == 0:
                 logger.info(
                     "the checkpoint %s has a different parallel layout (%s): weights and optimizer are restored, but "
-                    "generators get new seeds from --seed and weight version %d",
+                    "RNGs are reseeded from --seed and weight version %d",
                     directory,
                     meta["layout"],
                     version,
@@ -352,58 +352,58 @@ def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimi
         )
     if with_optimizer and not meta["with_optimizer"]:
         raise CheckpointError(
-            f"{reader.folder} has no optimizer, schedule and RNG states, because it was written with --no-save-optim; "
-            "pass --no-load-optim to continue with its weights and new states (or --finetune, from step 0)"
+            f"{reader.folder} has no optimizer, scheduler or RNG state, because it was saved with --no-save-optim; "
+            "pass --no-load-optim to load only the weights (or --finetune to also restart from step 0)"
         )
     others = {role.removeprefix(OTHER_POLICY) for role in reader.roles if role.startswith(OTHER_POLICY)}
     if with_optimizer and others != set(kept.other_policies):
         raise CheckpointError(
             f"{reader.folder} has the additional policies {sorted(others)}, but this run needs "
-            f"{sorted(kept.other_policies)}; set --ref-update-interval and --keep-old-actor as in the run that wrote "
+            f"{sorted(kept.other_policies)}; set --ref-update-interval and --keep-old-actor as in the run that saved "
             "the checkpoint, or pass --finetune to create new policies"
         )
     held, own = ({n for n in names if ".lora_" in n} for names in (reader.names(MODEL), kept.model.tensors))
     if held != own or meta["adapter_scale"] != kept.model.adapter_scale:
         raise CheckpointError(
-            f"{reader.folder} has {len(held)} adapters of scale {meta['adapter_scale']}, but this run has {len(own)} "
-            f"of scale {kept.model.adapter_scale}; use the LoRA settings of the run that wrote the checkpoint, or "
-            "merge the adapters with slime convert and start from the result with --hf-checkpoint"
+            f"{reader.folder} has {len(held)} adapters with scale {meta['adapter_scale']}, but this run has {len(own)} "
+            f"with scale {kept.model.adapter_scale}; use the LoRA settings of the run that saved the checkpoint, or "
+            "merge the adapters with slime convert and pass the result as --hf-checkpoint"
         )
 
 
 def _check_split(there: CheckpointShard, own: ShardedTensor, dtype: torch.dtype | None, directory: Path) -> None:
-    """Raises `CheckpointError` if a saved shard has a different shape or dtype from the model's.
+    """Raises `CheckpointError` if a saved shard does not have the shape and dtype of the model's shard.
 
-    `dtype` is None for optimizer state, whose dtype can differ.
+    `dtype` is None for optimizer state, which can have another dtype.
     """
     is_other = there.tp_size == own.tp_size and there.shape != own.shape
     if is_other or (dtype is not None and there.dtype != str(dtype)):
         raise CheckpointError(
             f"{there.role} of {there.name} is {there.dtype} {list(there.shape)} in {directory}, but the model has "
-            f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the run that wrote the checkpoint"
+            f"{dtype or there.dtype} {list(own.shape)}; resume with the settings of the run that saved the checkpoint"
         )
 
 
 def _counts(trainable: Trainable) -> set[float]:
-    """Returns the step counts of the optimizers: torch counts per parameter, fused optimizers per group."""
+    """Returns the optimizers' step counts. torch keeps one per parameter, fused optimizers one per group."""
     optimizers = _optimizers(trainable)
     found = [group["step"] for o in optimizers for group in o.param_groups if "step" in group]
     for optimizer in optimizers:
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
-        found += torch.stack(steps).tolist() if steps else []  # one copy: with fused kernels they are on the device
+        found += torch.stack(steps).tolist() if steps else []  # one copy, because fused kernels keep them on the device
     return {float(step) for step in found}
 
 
 def _computed(trainable: Trainable) -> dict[str, Any]:
     counts = _counts(trainable)
-    assert len(counts) <= 1, f"parameters of one optimizer have different step counts: {counts}"
+    assert len(counts) <= 1, f"parameters have different step counts: {counts}"
     scaler = trainable.inner[0].grad_scaler
     state = {k: torch.as_tensor(v).tolist() for k, v in scaler.state_dict().items()} if scaler else None
     return {"step": next(iter(counts), None), "grad_scaler": state}
 
 
 def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> None:
-    """`metas`: the saved result of `_computed` for each rank; a rank without trained parameters has no step count."""
+    """Restores what `_computed` returned on each rank. Ranks without trained parameters have no step count."""
     meta = next((meta for meta in metas if meta["step"] is not None), metas[0])
     step = meta["step"]
     for optimizer in _optimizers(trainable) if step is not None else ():
@@ -416,7 +416,7 @@ def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> N
                 group["step"] = int(step)
     scaler = trainable.inner[0].grad_scaler
     if scaler and meta["grad_scaler"]:
-        # Megatron's own load_state_dict moves the scale to a GPU by name.
+        # Megatron's load_state_dict is not used, because it always moves the scale to a GPU.
         scaler._scale.fill_(meta["grad_scaler"]["scale"][0])
         scaler._growth_tracker = meta["grad_scaler"]["growth_tracker"]
         scaler._hysteresis_tracker = meta["grad_scaler"]["hysteresis_tracker"]

@@ -1,12 +1,12 @@
 """A record of a model that is sharded over ranks: the names, split, holders and local shard of each parameter.
 
-It is built once, from the family's table and the parameters on each rank. Loading, export, checkpoints, memory and
-offloaded policies iterate over the record, so none of them has to find the rank that holds a parameter.
+It is built once, from the family's table and the parameters on each rank. Loading, exports, checkpoints, memory plans
+and offloaded policies iterate over it, so none of them has to work out which rank holds a parameter.
 
 Invariants
-1. The record has exactly the parameters of the table, on every rank. Only the fields about "this rank" differ.
-2. The record refers to parameters, not to their memory: a shard is a view taken on demand, because Megatron's wrapper
-   moves the memory of parameters.
+1. On every rank, the record has exactly the parameters of the table. Only the fields about "this rank" differ.
+2. The record references parameters, not their memory. Shards are views created on demand, because Megatron's DDP moves
+   parameters to other memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from slime.training.state.adapter_files import A, B, adapters_alone, merge, with
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A parameter of the whole model. Each expert has its own record, even if its rank stacks experts."""
+    """A parameter of the full model. Each expert has its own record, even if its rank stacks experts."""
 
     entry: Entry
-    """The names and the row, which says how the parameter is split and whether it stays in float32."""
+    """Names and table row. The row says how the parameter is split and whether it must stay float32."""
     shape: tuple[int, ...]
     """Shape of one shard."""
     dtype: torch.dtype
@@ -41,16 +41,16 @@ class ShardedTensor:
     tp_size: int = 1
     """This rank has tensor-parallel shard `tp_rank` of `tp_size`; 0 of 1 if the parameter is not split."""
     pp_rank: int = 0
-    """The first stage with this parameter; a tied embedding also has a copy on the last stage."""
+    """The first pipeline stage that has this parameter. A tied embedding also has a copy on the last stage."""
     ep_rank: int = 0
-    """The expert-parallel rank that holds an expert; 0 for everything else."""
+    """The expert-parallel rank that holds an expert; 0 for all other parameters."""
     trained: bool = True
-    """False for a frozen parameter or a buffer."""
+    """False for frozen parameters and buffers."""
     held: Held | None = None
-    """Where this rank holds its shard; None without a shard on this rank."""
+    """Local storage of this rank's shard; None if it has no shard."""
     share: tuple[int, int] | None = None
-    """(number, count): `count` ranks divide the writing of the shard, and this rank writes part `number`; None if this
-    rank writes nothing."""
+    """(number, count): `count` ranks divide this shard when they save it, and this rank saves portion `number`. None if
+    this rank saves nothing."""
 
     @property
     def name(self) -> str:
@@ -58,24 +58,24 @@ class ShardedTensor:
 
     @property
     def here(self) -> Held:
-        """`held`, which must not be None."""
+        """`held`, asserted not to be None."""
         assert self.held is not None, f"this rank does not hold {self.name}"
         return self.held
 
     @property
     def shard(self) -> Tensor:
-        """This rank's shard: the parameter, or a view of the stack of experts."""
+        """This rank's shard: the parameter itself, or a view of the stack of experts."""
         return self.here.of(self.here.parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """All parameters of a model, with the shards of this rank."""
+    """All parameters of a model, including this rank's shards."""
 
     table: FamilyTable
-    """Rows of the parameters, including those of adapters."""
+    """Rows of all parameters, including adapters."""
     tensors: Mapping[str, ShardedTensor]
-    """Name -> parameter, first the parameters on this rank, in the order of its modules."""
+    """Name -> parameter. This rank's parameters come first, in module order."""
     device: torch.device
     adapter_scale: float | None = None
     """Scale for merging adapters; None without adapters."""
@@ -90,7 +90,7 @@ class ShardedModel:
     ) -> ShardedModel:
         """Builds the record of a model from the `chunks` of all ranks. Collective.
 
-        `trained`: names of trained parameters. Raises `ConfigError` if table and ranks have different parameters.
+        `trained` has the trained parameters' names. Raises `ConfigError` if the ranks' parameters do not match `table`.
         """
         held = held_by(chunks)
         holders = _find_holders(held)
@@ -115,17 +115,17 @@ class ShardedModel:
 
     @cached_property
     def own(self) -> tuple[ShardedTensor, ...]:
-        """The parameters that this rank holds, in the order of its modules."""
+        """The parameters that this rank holds, in module order."""
         return tuple(tensor for tensor in self.tensors.values() if tensor.held is not None)
 
     @cached_property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of this rank's modules: one for a stack of experts."""
+        """The parameters of this rank's modules. A stack of experts is one parameter."""
         return tuple({id(own.here.parameter): own.here.parameter for own in self.own}.values())
 
     @property
     def shards(self) -> dict[str, Tensor]:
-        """Name -> view of this rank's shard at its current address in memory."""
+        """Name -> view of this rank's shard at its current memory address."""
         return {own.name: own.shard for own in self.own}
 
     @cached_property
@@ -142,7 +142,7 @@ class ShardedModel:
         return dataclasses.replace(self, table=table, tensors={n: t for n, t in self.tensors.items() if n in names})
 
     def at(self, tensors: Mapping[str, Tensor]) -> ShardedModel:
-        """Returns the same model with `tensors` as this rank's shards, for example the shards of another policy."""
+        """Returns the same model with `tensors` as this rank's shards, for example those of another policy."""
 
         def moved(tensor: ShardedTensor) -> ShardedTensor:
             here = Held(tensors[tensor.name], None) if tensor.name in tensors else None
@@ -151,13 +151,13 @@ class ShardedModel:
         return dataclasses.replace(self, tensors={name: moved(tensor) for name, tensor in self.tensors.items()})
 
     def adapter_of(self, weight: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor] | None:
-        """Returns the adapter (`a`, `b`) of a weight; None without one."""
+        """Returns the adapter (`a`, `b`) of a weight, or None if it has none."""
         linear = weight.name.removesuffix("weight")
         return (self.tensors[linear + A], self.tensors[linear + B]) if linear + A in self.tensors else None
 
     @torch.no_grad()
     def merged(self, own: ShardedTensor) -> Tensor:
-        """Returns a weight's shard for export: merged with its adapter, rounded once."""
+        """Returns a weight's shard for export, merged with its adapter and rounded once."""
         adapter = self.adapter_of(own)
         if adapter is None:
             return own.shard
@@ -167,7 +167,7 @@ class ShardedModel:
 
 
 def split_of(entry: Entry) -> tuple[int, int]:
-    """Returns (this rank's shard, number of shards) of a parameter. Tensor parallelism does not split experts."""
+    """Returns (index of this rank's shard, number of shards). Experts are not split by tensor parallelism."""
     if entry.expert is not None or entry.row.dim is None:
         return 0, 1
     return mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -200,7 +200,7 @@ def _find_holders(held: Mapping[str, Held]) -> dict[str, _Holder]:
 
 
 def _first(found: Mapping[str, _Holder], group: dist.ProcessGroup, rank_name: str) -> dict[str, _Holder]:
-    """Merges `found` of all ranks of a group. The lowest rank has priority; its number is stored in `rank_name`."""
+    """Merges `found` over all ranks of a group. The lowest rank wins and is recorded in the field `rank_name`."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, found, group=group)
     holders: dict[str, _Holder] = {}

@@ -1,14 +1,13 @@
-"""Checkpoint shards: the files of a model in a checkpoint, for any layout. Needs torch but no ranks.
+"""Checkpoint shards: a model's files in a checkpoint, readable under any parallel layout. Needs torch but no ranks.
 
-A checkpoint shard is a flat range of one tensor-parallel shard of one parameter in one role. Each rank writes its
-checkpoint shards into `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`. The folder `hf/` next to these
-files holds the configuration and the tokenizer of the model, so that a checkpoint is self-contained.
+A checkpoint shard is a flat range of one tensor-parallel shard of one parameter, in one role. Each rank writes its
+checkpoint shards to `rank_NNNNN.safetensors` and describes them in `rank_NNNNN.json`. The folder `hf/` next to these
+files has the model's config and tokenizer, so that a checkpoint is self-contained.
 
 Invariants
-1. If no checkpoint shard covers a range, a `CheckpointError` is raised; the range is never filled with zeros.
-2. A reader has one parameter at a time in memory.
-3. Writing neither copies a host tensor nor holds the interpreter's lock for long: bytes are written and hashed in
-   chunks.
+1. A range that no checkpoint shard covers raises `CheckpointError`. It is never filled with zeros.
+2. A reader holds one parameter at a time in memory.
+3. Writing does not copy host tensors, and never holds the GIL for long, because bytes are written and hashed in chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from slime.training.state.checkpoint import HashedFile, Seal, latest, verify
 from slime.weights.hf_shards import export, export_stack, load_shard
 
 MAX_HEADER_BYTES = 100 * 1000**2
-"""Limit of a safetensors header, as in the safetensors library."""
+"""Maximum size of a safetensors header, as in the safetensors library."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,7 +59,8 @@ DTYPES = {
 class TensorFile:
     """A memory-mapped safetensors file. Raises `CheckpointError` with the file's name if it is damaged.
 
-    The library's reader keeps all pages in memory that were read while the file is open. This reader can release pages.
+    The safetensors library keeps every page that it has read in memory until the file is closed. This reader can
+    release pages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +80,13 @@ class TensorFile:
             end = 8 + size
             for dtype, shape, start in sorted(self._tensors.values(), key=lambda t: (t[2], math.prod(t[1]))):
                 if start != end:
-                    raise ValueError(f"a tensor begins at byte {start} instead of {end}")
+                    raise ValueError(f"a tensor starts at byte {start} instead of {end}")
                 end += math.prod(shape) * dtype.itemsize
             if end != len(self._map):
                 raise ValueError(f"it has {len(self._map)} bytes instead of {end}")
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             raise CheckpointError(
-                f"{path} is missing or not a complete safetensors file ({error}); download or export it again"
+                f"{path} is missing or is not a complete safetensors file ({error}); download or export it again"
             ) from error
 
     @property
@@ -94,7 +94,7 @@ class TensorFile:
         return tuple(self._tensors)
 
     def read(self, name: str) -> Tensor:
-        """Returns a view of the mapping. Writes to it are lost at the next release."""
+        """Returns a view of the memory-mapped file. Writes to the view are lost at the next release."""
         if name not in self._tensors:
             raise CheckpointError(f"{self._path} is damaged: {name} is missing; load a different checkpoint")
         dtype, shape, start = self._tensors[name]
@@ -103,16 +103,16 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Frees the memory of tensors that were read. They stay valid and are read from the file again."""
+        """Frees the memory of the tensors read so far. They stay valid: access reads the file again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 FORMAT = 3
 MODEL, MASTER = "model", "master"
 OTHER_POLICY = "copy."
-"""Roles of weights, and the prefix of the roles of additional policies. Other roles are names of optimizer state."""
+"""Roles of weights, and the role prefix of additional policies. All other roles are names of optimizer states."""
 SHARDS_KEY = "pieces"
-"""Key of a rank's checkpoint shards in its JSON file, in format 3."""
+"""Key of the checkpoint shards in a rank's JSON file, in format 3."""
 HF = "hf"
 """Folder with the model's config.json and tokenizer."""
 
@@ -134,7 +134,7 @@ _NOT_ARCHITECTURE = frozenset(
         "attention_dropout",
     }
 )
-"""Keys of config.json that may differ for the same model."""
+"""Keys of config.json that can differ for the same model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class CheckpointShard:
 
     role: str
     name: str
-    """Name of the parameter in the whole model (`training.model.parameter_names`)."""
+    """Global name of the parameter (`training.model.parameter_names`)."""
     tp_rank: int
     """0 of 1 if the parameter is replicated on tensor-parallel ranks."""
     tp_size: int
@@ -160,7 +160,7 @@ class CheckpointShard:
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of a config.json that determine a model's weights and computation."""
+    """Returns the entries of config.json that determine a model's weights and computation."""
     return {k: v for k, v in hf_config.items() if k not in _NOT_ARCHITECTURE and not k.startswith("_")}
 
 
@@ -169,8 +169,8 @@ def digest_of(hf_config: Mapping[str, Any]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
-    """Writes a safetensors file, one tensor after the other, and flushes it to disk; returns its size and hash."""
-    # Wider types first, as in the library, so that each tensor begins at a multiple of its element size.
+    """Writes a safetensors file, one tensor at a time, and flushes it to disk. Returns its size and hash."""
+    # Wider dtypes come first, as in the library, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -197,21 +197,21 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> Seal:
 
 
 class ShardReader:
-    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Files stay open."""
+    """Reads the shards of one model: `ShardReader(folder).shard("model", name, 0)`. Keeps its files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the JSON file of every rank. Raises `CheckpointError` with the name of a missing or damaged file."""
+        """Reads every rank's JSON file. Raises `CheckpointError` with the name of a missing or damaged file."""
         self.folder = folder
         files = sorted(folder.glob("rank_*.json"))
         if not files:
-            raise CheckpointError(f"{folder} has no rank_*.json, so it has no model; choose a different checkpoint")
+            raise CheckpointError(f"{folder} contains no model: rank_*.json is missing; choose a different checkpoint")
         self.metas = [_read_meta(file) for file in files]
         world_size = int(self.metas[0]["layout"]["world_size"])
         missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
         if missing or len(files) != world_size:
             raise CheckpointError(
-                f"{folder} has files of {len(files)} of {world_size} ranks; missing are {sorted(missing)[:4]}; load a "
-                "different checkpoint"
+                f"{folder} has files of {len(files)} ranks instead of {world_size} (missing: {sorted(missing)[:4]}); "
+                "load a different checkpoint"
             )
         self._shards: dict[tuple[str, str], list[tuple[Path, CheckpointShard]]] = {}
         for file, meta in zip(files, self.metas, strict=True):
@@ -232,7 +232,7 @@ class ShardReader:
         return self._names.get(role, ())
 
     def any_shard(self, role: str, name: str) -> CheckpointShard:
-        """Returns one shard of a parameter, to see how it is split. Raises `CheckpointError` if there is none."""
+        """Returns any shard of a parameter, to show how it is split. Raises `CheckpointError` if there is none."""
         if (role, name) not in self._shards:
             raise CheckpointError(
                 f"{self.folder} has no {role} of {name}; it was written with a different model or different settings"
@@ -265,11 +265,11 @@ class ShardReader:
         return [self.shard(role, name, rank) for rank in range(self.any_shard(role, name).tp_size)]
 
     def tensor(self, rank: int, key: str) -> Tensor:
-        """Returns a copy of a tensor that belongs to one rank, such as a generator's state."""
+        """Returns a copy of a tensor that belongs to one rank, such as an RNG state."""
         return self._read(self.folder / f"rank_{rank:05d}.safetensors", key).clone()
 
     def _read(self, file: Path, key: str) -> Tensor:
-        """Returns a view of a tensor. The next read frees its memory."""
+        """Returns a view of a tensor in a file. The next read frees its memory."""
         if self._touched is not None:
             self._touched.release()
         if file not in self._open:
@@ -279,7 +279,7 @@ class ShardReader:
 
 
 def split_again(reader: ShardReader, table: FamilyTable, role: str, name: str, *, tp_rank: int, tp_size: int) -> Tensor:
-    """Returns the shard of rank `tp_rank` of `tp_size`, from a checkpoint with a different split."""
+    """Returns shard `tp_rank` of `tp_size` of a parameter that the checkpoint splits differently."""
     whole = dict(export(table, name, reader.shards(role, name)))
     return load_shard(table, name, whole.__getitem__, tp_rank=tp_rank, tp_size=tp_size)
 
@@ -289,9 +289,9 @@ def iter_full(
     shards: Callable[[Entry], Sequence[Tensor]],
     stack: Callable[[Entry], Tensor | None] = lambda _first: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, full tensor) in table order, from each entry's shards. Experts that share a tensor are stacked.
+    """Merges each entry's shards and yields (HF name, full tensor) in table order. Stacks experts that share a tensor.
 
-    `stack` is called with the first expert of a row, and can return one tensor with all experts of the row.
+    `stack` is called with the first expert of a row and can return a single tensor with all of the row's experts.
     """
     for run in table.runs:
         whole = stack(run[0])
@@ -310,10 +310,10 @@ def iter_full(
 
 
 class OpenCheckpoint:
-    """A committed checkpoint, read without ranks, for `slime convert`."""
+    """A committed checkpoint that is read without ranks, for `slime convert`."""
 
     hf_config: dict[str, Any]
-    """The policy's config, as from `read_hf_config`."""
+    """The policy's config, as returned by `read_hf_config`."""
     table: FamilyTable
     assets: Path
 
@@ -325,14 +325,14 @@ class OpenCheckpoint:
         self.table = self.table_of(self.hf_config)
 
     def table_of(self, hf_config: HfConfig) -> FamilyTable:
-        """Returns the table of a config, with the MTP layer if it was trained."""
+        """Returns the table for a config, including the MTP layer if it was trained."""
         trained = any(name.startswith(PREFIX) for name in self.reader.names(MODEL))
         return table_for(with_mtp(hf_config) if trained else hf_config)
 
     def iter_hf(self, role: str = MODEL) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) in table order, one at a time, with adapters merged.
 
-        `role` "master" selects the optimizer's float32 weights, where the checkpoint has them.
+        Role "master" selects the optimizer's float32 weights where the checkpoint has them.
         """
         held = self.reader.names(role)
 
@@ -340,7 +340,7 @@ class OpenCheckpoint:
             return self.reader.shards(role if name in held else MODEL, name)
 
         def shards(entry: Entry) -> list[Tensor]:
-            """Returns the shards merged with the adapter as in an export, but in float32 for master weights."""
+            """Returns shards with adapters merged as in an export, except that master weights stay float32."""
             weights, linear = found(entry.megatron), entry.megatron.removesuffix("weight")
             if linear + "lora_a" not in self.reader.names(MODEL):
                 return weights
@@ -358,7 +358,7 @@ class OpenCheckpoint:
         """
         names = [name for name in self.reader.names(MODEL) if name.endswith(A)]
         if not names:
-            raise CheckpointError(f"{self.reader.folder} has no adapters: its run had no --lora-rank")
+            raise CheckpointError(f"{self.reader.folder} has no adapters: its run did not set --lora-rank")
         rank = int(self.reader.any_shard(MODEL, names[0]).shape[0])
         table = with_adapters(self.table, {name.removesuffix(A) + "weight" for name in names}, rank)
         alone = adapters_alone(table)
@@ -368,9 +368,9 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
-    """Opens one checkpoint, or the latest one of a `--save` folder, after verifying the hash of every file.
+    """Opens a checkpoint, or the latest one in a `--save` folder, after verifying the hash of every file.
 
-    Raises `CheckpointError` if `path` has no checkpoint, or a damaged one.
+    Raises `CheckpointError` if `path` contains no checkpoint, or a damaged one.
     """
     found = latest(path)
     if found is None:
@@ -383,7 +383,7 @@ def _read_meta(file: Path) -> dict[str, Any]:
     meta = read_checkpoint_json(file)
     if meta.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} has checkpoint format {meta.get('format')}; this release reads format {FORMAT}: export it with "
-            "the release that wrote it"
+            f"{file} has checkpoint format {meta.get('format')}, but this release reads only format {FORMAT}; export "
+            "the checkpoint with the release that saved it"
         )
     return meta

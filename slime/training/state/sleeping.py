@@ -1,22 +1,22 @@
-"""Chooses what a training rank keeps on its GPU: everything, only the policy's weights, or nothing.
+"""Controls what a training rank keeps on its GPU: everything, only the policy's weights, or nothing.
 
-    wake            everything              to train, to load, to save
-    keep_weights    the policy's weights    while engines hold only weights: a weight sync, an export
+    wake            everything              for training, loading and saving
+    keep_weights    the policy's weights    for weight syncs and exports, while engines hold only weights
     sleep           nothing                 while engines generate
 
-A colocated trainer frees GPU memory for the engines by moving its storages to one range of host memory. The range is
+To free GPU memory for the engines, a colocated trainer moves its storages to one range of host memory. The range is
 pinned in the background while the engines start, because pinning storage by storage would add seconds to the first
-sleep. Storages are moved, not tensors, so every view (a parameter in Megatron's contiguous buffer, a master weight in a
-parameter) stays valid: its storage is emptied and filled again.
+sleep. Moving storages rather than tensors keeps every view valid (a parameter in Megatron's contiguous buffer, a master
+weight that aliases a parameter): its storage is emptied and later refilled.
 
-The backend calls this module from one thread. `take` and `close` of the arena wait, with a limit, for the pinning
+The backend calls this module from one thread. The arena's `take` and `close` wait, with a timeout, for the pinning
 thread, which wakes them.
 
 Invariants
-1. `wake` restores every tensor bitwise, except gradients, which are zeros.
+1. `wake` restores every tensor bitwise, except gradients, which become zero.
 2. Memory that weights and optimizer share (float32 training) stays on the GPU as long as the weights do.
-3. Ranges taken from the arena do not overlap, and each begins at a multiple of `ALIGNMENT`.
-4. If the arena is too small, it allocates one more block and logs a warning; results do not change.
+3. Ranges taken from the arena do not overlap, and each starts at a multiple of `ALIGNMENT`.
+4. If the arena is too small, it allocates another block and logs a warning; results do not change.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""In bytes; sufficient for any dtype and for full bursts of a copy engine."""
+"""In bytes. Sufficient for any dtype and for full bursts of a copy engine."""
 PIN_LIMIT_S, SLOWEST_PIN = 600.0, 100e6
-"""Time limit for pinning: `PIN_LIMIT_S` plus one second per `SLOWEST_PIN` bytes. Pinning takes about a second per 4 GB,
-and longer on a busy host that has to swap out other memory."""
+"""The timeout for pinning is `PIN_LIMIT_S` plus one second per `SLOWEST_PIN` bytes. Pinning takes about one second per
+4 GB, and longer on a busy host that must swap out other memory."""
 
 Undo = Callable[[], None]
 Pin = Callable[[Tensor], tuple[Tensor, Undo]]
@@ -59,7 +59,7 @@ Pin = Callable[[Tensor], tuple[Tensor, Undo]]
 
 
 def pin_for(device: torch.device) -> Pin:
-    """Returns a function that page-locks memory for a GPU, and does nothing for a CPU."""
+    """Returns a function that page-locks memory for a GPU, or one that does nothing for a CPU."""
     return (lambda memory: _page_lock(memory, device)) if device.type == "cuda" else (lambda memory: (memory, _nothing))
 
 
@@ -77,7 +77,7 @@ def _page_lock(memory: Tensor, device: torch.device) -> tuple[Tensor, Undo]:
         return memory, lambda: cudart.cudaHostUnregister(address)
     logger.warning(
         "cudaHostRegister failed with error %d for %d bytes: this host cannot lock existing pages, so torch allocates "
-        "new pages, up to twice as many",
+        "new ones, which can take up to twice the memory",
         result,
         num_bytes,
     )
@@ -89,16 +89,16 @@ def room_of(num_bytes: int) -> int:
 
 
 class HostArena:
-    """Allocates pinned host memory in blocks and returns ranges of it. Only one thread may call `take` and `rewind`."""
+    """Pinned host memory, allocated in blocks and used in ranges. Only one thread may call `take` and `rewind`."""
 
     def __init__(self, num_bytes: int, pin: Pin, *, limit_s: float | None = None) -> None:
-        """Starts to allocate a block of `num_bytes` in the background, without waiting for it."""
+        """Starts allocating a block of `num_bytes` in the background and does not wait for it."""
         self._pin, self._limit_s = pin, PIN_LIMIT_S + num_bytes / SLOWEST_PIN if limit_s is None else limit_s
         self._rooms: list[Future[Tensor]] = []
         self._room, self._used = 0, 0
         self._undo: list[Undo] = []
         self._num_bytes = 0
-        self._end = weakref.finalize(self, _give_back, self._rooms, self._undo)  # before the pages are unmapped
+        self._end = weakref.finalize(self, _give_back, self._rooms, self._undo)  # runs before the pages are unmapped
         self._end.atexit = False
         self._add_room(num_bytes)
 
@@ -109,7 +109,7 @@ class HostArena:
     def take(self, num_bytes: int) -> Tensor:
         """Returns the next free range, [num_bytes] uint8. Waits for the pinning thread.
 
-        Raises `DeadlineExceeded`, or the error of that thread.
+        Raises `DeadlineExceeded` if that takes too long, or the thread's error if it fails.
         """
         while self._room < len(self._rooms):
             self._wait(self._rooms[self._room])
@@ -119,19 +119,19 @@ class HostArena:
                 self._used += room_of(num_bytes)
                 return taken
             self._room, self._used = self._room + 1, 0
-        logger.warning("the host arena of %d bytes is too small; pinning %d more", self.num_bytes, num_bytes)
+        logger.warning("the host arena of %d bytes is too small; pinning %d more bytes", self.num_bytes, num_bytes)
         self._add_room(num_bytes)
         return self.take(num_bytes)
 
     def mark(self) -> tuple[int, int]:
-        """Returns where the taken ranges end, for `rewind`."""
+        """Returns the current position, for `rewind`."""
         return self._room, self._used
 
     def rewind(self, mark: tuple[int, int]) -> None:
         self._room, self._used = mark
 
     def close(self) -> None:
-        """Frees the memory. Its ranges must not be used afterwards."""
+        """Frees the memory. Ranges must not be used afterwards."""
         for room in self._rooms:
             self._wait(room)
         self._end()
@@ -170,40 +170,40 @@ def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Allocates memory [num_bytes] uint8 with all pages present. Forked children do not inherit it.
+    """Allocates memory [num_bytes] uint8 with all pages resident. Forked children do not inherit it.
 
-    Touching the pages before pinning them is faster for other threads, which can run while pages are touched, but not
-    while they are pinned.
+    Other threads can run while pages are touched but not while they are pinned, so touching them first shortens the
+    time for which other threads are blocked.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # not every kernel supports this advice
+    with suppress(OSError):  # not supported by every kernel
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).fill_(0)
 
 
 _Away = tuple[torch.UntypedStorage, int, Tensor | None]
-"""An emptied storage, its size in bytes, and its content on the host; None if the content was dropped."""
+"""An emptied storage, its size in bytes, and its content on the host (None if the content was dropped)."""
 
 
 class HostStash:
-    """Keeps the contents of a device's storages in one host arena while the trainer sleeps. Last in, first out."""
+    """Keeps the contents of GPU storages in a host arena while the trainer sleeps. Works like a stack."""
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self._arena, self._device = arena, device
         self._kept: list[tuple[tuple[int, int], list[_Away]]] = []
-        """For each call of `put_away`: the arena's mark before the call, and the storages."""
+        """For each `put_away` call: the arena's mark before the call, and the storages."""
 
     @property
     def empty(self) -> bool:
         return not self._kept
 
     def put_away(self, keep: Iterable[Tensor], drop: Iterable[Tensor] = ()) -> int:
-        """Moves the storages of `keep` to the host, and frees those of `drop` (gradients, zeros after waking).
+        """Moves the storages of `keep` to the host, and frees those of `drop` (gradients, which are zero after waking).
 
-        Can be called again before `take_back`. Returns the number of freed bytes. Ignores tensors on other devices.
+        Can be called again before `take_back`. Returns the number of bytes freed. Ignores tensors on other devices.
         """
         mark = self._arena.mark()
         away: list[_Away] = [(s, s.nbytes(), self._copied(s)) for s in storages_of(keep, self._device)]
@@ -217,12 +217,12 @@ class HostStash:
         return sum(num_bytes for _, num_bytes, _ in away)
 
     def take_back(self) -> None:
-        """Restores every storage bitwise; dropped storages become zeros."""
+        """Restores every storage bitwise. Dropped storages become zero."""
         while self._kept:
             self.take_back_last()
 
     def take_back_last(self) -> None:
-        """Restores the storages of the last call of `put_away`."""
+        """Restores the storages of the last `put_away` call."""
         mark, away = self._kept.pop()
         for storage, num_bytes, host in away:
             storage.resize_(num_bytes)
@@ -253,7 +253,7 @@ def storages_of(tensors: Iterable[Tensor], device: torch.device) -> Iterator[tor
 
 
 def num_bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Returns the size of the tensors' storages on `device`, each counted once."""
+    """Returns the total size of the tensors' storages on `device`. Shared storages count once."""
     return sum(storage.nbytes() for storage in storages_of(tensors, device))
 
 
@@ -263,13 +263,13 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return view
 
 
-# Predicts the peak of GPU memory in each phase of a colocated step, from sizes that are known after the models are
-# built. All sizes are in bytes, for one training rank and its GPU.
+# Predicts peak GPU memory in each phase of a colocated step, from sizes that are known once the models are built. All
+# sizes are in bytes, for one training rank and its GPU.
 #
 #   train        the trainer alone: weights, gradients, optimizer, and the activations of the largest micro-batch, which
 #                a rehearsal measures (`slime.training.rehearsal`)
-#   sync         the trainer's weights and two buckets, and the weights of the engine
-#   generate     the engine alone: its pool, which contains weights and cache
+#   sync         the trainer's weights and two buckets, plus the engine's weights
+#   generate     the engine alone: its pool of weights and cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +277,10 @@ class RankBytes:
     """GPU memory of one training rank between calls, in bytes."""
 
     weights: int
-    """Weights of the policy, including adapters and frozen weights."""
+    """The policy's weights, including adapters and frozen weights."""
     gradients: int
     others: int
-    """Optimizer states (including moments before Adam's first step creates them), and a critic without gradients."""
+    """Optimizer states (including moments, which Adam creates only in its first step), and a critic's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +289,14 @@ class EngineBytes:
 
     weights: int
     pool: int | None
-    """Weights and cache together, `mem_fraction_static` of the GPU; None if SGLang chooses the fraction."""
+    """Weights and cache together: `mem_fraction_static` of the GPU. None if SGLang chooses the fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
     trainer: int
     engine: int | None
-    """None if the engine chooses its pool later."""
+    """None if the engine chooses its pool size later."""
 
     def __str__(self) -> str:
         engine = "as SGLang chooses" if self.engine is None else f"{self.engine / 1e9:.1f} GB"
@@ -310,7 +310,7 @@ class MemoryPlan:
     peaks: Mapping[str, Peak]
 
     def with_training(self, num_bytes: int) -> MemoryPlan:
-        """Returns the plan with the measured peak of training, including activations."""
+        """Returns the plan with the measured training peak, which includes activations."""
         return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
 
     def too_large(self) -> list[str]:
@@ -324,9 +324,9 @@ class MemoryPlan:
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
-    """Returns the peak of each phase, for training without activations, which are measured later.
+    """Returns the peak of each phase. For training, activations are not included; they are measured later.
 
-    A weight sync needs two buckets, each at most as large as the engine's weights, including memory for gathering.
+    A weight sync needs two buckets. Including memory for gathering, neither is larger than the engine's weights.
     """
     return {
         "train": Peak(rank.weights + rank.gradients + rank.others, 0),
@@ -344,10 +344,10 @@ def engine_bytes(
     fraction: float | None,
     quantised: QuantisedFormat | None = None,
 ) -> EngineBytes:
-    """Returns an engine rank's share of a model with `itemsize` bytes per element (4 where it stays in float32).
+    """Returns an engine rank's memory for a model with `itemsize` bytes per element (4 in rows that stay float32).
 
-    `quantised` determines the size of quantised weights. The result is slightly too low: it ignores padding and the
-    tensors that an engine does not split.
+    `quantised` determines the size of quantised weights. The result is a slight underestimate: it ignores padding and
+    tensors that engines do not split.
     """
     total = 0
     for entry in table.entries:
@@ -368,7 +368,7 @@ class Held(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one rank, grouped by the phases that need them on the GPU."""
+    """One rank's tensors, grouped by the phases that need them on the GPU."""
 
     weights: Sequence[Tensor]
     """The policy's weights, which are sent to engines."""
@@ -376,7 +376,7 @@ class Parts:
     """Optimizer states, some of which are views of weights, and a critic's weights."""
     gradients: Sequence[Tensor]
     num_later_bytes: int = 0
-    """Size of states that the first optimizer step creates."""
+    """Size of the states that the first optimizer step creates."""
     num_later: int = 0
 
     @classmethod
@@ -411,7 +411,7 @@ class Parts:
         return [t for t in self.others if t.untyped_storage().data_ptr() not in held]
 
     def num_bytes(self, device: torch.device) -> RankBytes:
-        """Returns the device memory of the tensors, including states that are created later."""
+        """Returns the device memory of these tensors, including states that are created later."""
         return RankBytes(
             weights=num_bytes_of(self.weights, device),
             gradients=num_bytes_of(self.gradients, device),
@@ -419,22 +419,22 @@ class Parts:
         )
 
     def arena_bytes(self, device: torch.device) -> int:
-        """Returns the host memory needed for all tensors except gradients."""
+        """Returns how much host memory is needed to offload everything but gradients."""
         now = sum(room_of(s.nbytes()) for s in storages_of([*self.weights, *self.apart()], device))
         return now + room_of(self.num_later_bytes) + ALIGNMENT * self.num_later
 
 
 class Sleeper:
-    """Moves the tensors of one rank between GPU and host. If not `active` (on a CPU), nothing moves."""
+    """Moves one rank's tensors between GPU and host. Moves nothing if not `active` (on a CPU)."""
 
     def __init__(self, parts: Callable[[], Parts], device: torch.device, *, active: bool, prepares: bool) -> None:
-        """`parts` is called each time, because an optimizer creates its states in its first step.
+        """`parts` is called again every time, because an optimizer creates its states in its first step.
 
-        With `prepares`, a background thread starts to allocate the host arena now, instead of when it is first needed.
+        With `prepares`, a background thread allocates the host arena right away instead of on first use.
         """
         self._parts, self._device, self._active = parts, device, active
         self.plan: MemoryPlan | None = None
-        """Predicted peaks, reported together with the measured ones."""
+        """Predicted peaks, reported next to the measured ones."""
         self._held = Held.ALL
         self._arena: HostArena | None = None
         self._stash: HostStash | None = None
@@ -446,9 +446,9 @@ class Sleeper:
         return self._held
 
     def keep_weights(self) -> dict[str, float]:
-        """Keeps only the policy's weights on the GPU: frees everything else, or restores the weights after `sleep`.
+        """Keeps only the policy's weights on the GPU: offloads everything else, or restores the weights after `sleep`.
 
-        Returns the peak of the phase before this call; {} if nothing changes.
+        Returns the peak memory of the phase before this call, or {} if nothing changes.
         """
         if not self._active or self._held is Held.WEIGHTS:
             return {}
@@ -463,7 +463,7 @@ class Sleeper:
         return seen
 
     def sleep(self) -> dict[str, float]:
-        """Moves everything off the GPU. Returns the peaks of the phases before this call; {} if it sleeps already."""
+        """Offloads everything. Returns the peak memory of the phases before this call, or {} if already asleep."""
         if not self._active or self._held is Held.NOTHING:
             return {}
         seen = self._seen("sync") if self._held is Held.WEIGHTS else self.keep_weights()
@@ -473,7 +473,7 @@ class Sleeper:
         return seen
 
     def wake(self) -> dict[str, float]:
-        """Restores everything on the GPU. Returns the peak since `sleep`; {} if it is awake."""
+        """Restores everything to the GPU. Returns the peak memory since `sleep`, or {} if already awake."""
         if self._held is Held.ALL:
             return {}
         slept = self._seen("generate") if self._held is Held.NOTHING else {}
@@ -483,7 +483,7 @@ class Sleeper:
         return slept
 
     def expect_in_training(self, num_bytes: int) -> None:
-        """Adds the measured peak of training, including activations, to the plan."""
+        """Adds the measured training peak, which includes activations, to the plan."""
         if self.plan is not None:
             self.plan = self.plan.with_training(num_bytes)
 
@@ -511,7 +511,7 @@ class Sleeper:
 
 
 def build_sleeper(args: Args, table: FamilyTable, parts: Callable[[], Parts], device: torch.device) -> Sleeper:
-    """Builds a rank's sleeper. If engines share the GPU, pins host memory and predicts the peak of each phase."""
+    """Builds a rank's sleeper. If engines share the GPU, it pins host memory and predicts each phase's peak."""
     active = device.type == "cuda"
     sleeper = Sleeper(parts, device, active=active, prepares=args.offload_train)
     if active and args.offload_train:

@@ -1,20 +1,20 @@
 """AdamW with master weights and moments in half precision, in host memory, or both.
 
-Megatron's distributed optimizer passes it this rank's shards of the model's parameters, each with its gradient in
-`decoupled_grad`. `--optimizer-cpu-offload` keeps some of the state in host memory, where the CPU computes the update
-while the next gradient is copied in and the previous weights are copied out. `--use-precision-aware-optimizer` sets the
-precision of master weights and moments.
+Megatron's distributed optimizer passes it this rank's parameter shards, each with its gradient in `decoupled_grad`.
+`--optimizer-cpu-offload` keeps some of the state in host memory: the CPU computes updates there while the next gradient
+is copied in and the previous weights are copied out. `--use-precision-aware-optimizer` sets the precision of master
+weights and moments.
 
-Consumes: complete gradients on the device. Produces: new weights on the device. The host waits for each gradient before
-using it. `step` returns once the last copy of weights has started, and the device's stream waits for that copy.
+Consumes complete gradients on the device and produces new weights on the device. The host waits for each gradient
+before it uses it. `step` returns once the last weight copy has been launched; the device's stream waits for that copy.
 
 Invariants
-1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019) for any dtype of the stored state.
+1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019), whatever the dtype of the stored state.
 2. Half-precision state is rounded stochastically, so it is correct on average. Rounding to nearest would lose every
    update smaller than half a unit in the last place.
 3. The random numbers depend only on the step and the parameter's index in the optimizer, so a resumed run equals an
    uninterrupted one.
-4. The master weight of a float32 parameter on the device is the parameter itself.
+4. A float32 parameter on the device is its own master weight.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 MASTER, EXP_AVG, EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq"
-"""Keys of a parameter's state, and the roles of its tensors in a checkpoint."""
+"""Keys in a parameter's state, and the roles of its tensors in a checkpoint."""
 BLOCK = 1 << 24
-"""Number of elements per block. With half precision, only one block at a time has float32 copies."""
+"""Number of elements per block. In half precision, only one block at a time is copied to float32."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes by their names in the settings."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Dtype -> number of float32 mantissa bits that it drops."""
+"""Dtype -> how many of float32's mantissa bits it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Holding:
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
     host_fraction: float = 0.0
-    """Fraction of this rank's parameter elements with state in host memory, starting with the first parameter."""
+    """Fraction of this rank's parameter elements whose state is in host memory, starting with the first parameter."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> Holding | None:
-        """Reads the settings. Returns None if torch's AdamW is used."""
+        """Reads the settings. Returns None if they select torch's AdamW."""
         offload, precise = megatron.get("optimizer_cpu_offload"), megatron.get("use_precision_aware_optimizer")
         if not (offload or precise):
             return None
@@ -62,7 +62,7 @@ class Holding:
         return cls(master, exp_avg, exp_avg_sq, fraction)
 
     def dtype_of(self, key: str, parameter: Tensor) -> torch.dtype:
-        """Returns the dtype of `state[key]` of a parameter. The master of a float32 parameter is float32."""
+        """Returns the dtype of a parameter's `state[key]`. Float32 parameters always have float32 master weights."""
         if key == MASTER:
             return torch.float32 if parameter.dtype == torch.float32 else self.master
         return self.exp_avg if key == EXP_AVG else self.exp_avg_sq
@@ -79,10 +79,10 @@ class _Block:
 
 
 class HeldAdamW:
-    """An optimizer with the interface that Megatron's distributed optimizer and our checkpoints expect."""
+    """An optimizer with the interface that Megatron's distributed optimizer and slime's checkpoints expect."""
 
     def __init__(self, param_groups: list[dict[str, Any]], holding: Holding) -> None:
-        """`param_groups`: as for torch's AdamW, each parameter one-dimensional."""
+        """`param_groups` has the format of torch's AdamW. All parameters must be one-dimensional."""
         self.param_groups = param_groups
         self.holding = holding
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
@@ -101,13 +101,13 @@ class HeldAdamW:
         return (p for group in self.param_groups for p in group["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Removes the references to gradients, whose memory belongs to Megatron."""
+        """Drops the references to gradients, whose memory belongs to Megatron."""
         for parameter in self._parameters():
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def renew_masters(self) -> None:
-        """Copies the parameters into the master weights, after other code has set the parameters."""
+        """Copies the parameters to the master weights. Call this after other code has changed the parameters."""
         for parameter, held in self.state.items():
             if MASTER in held:
                 held[MASTER].copy_(parameter)
@@ -138,7 +138,7 @@ class HeldAdamW:
         return held
 
     def first_step_bytes(self) -> int:
-        """Returns how much device memory the first step will allocate: the moments that will not be on the host."""
+        """Returns how much device memory the first step will allocate for moments that are not on the host."""
         return sum(
             parameter.numel() * self.holding.dtype_of(key, parameter).itemsize
             for place, parameter in enumerate(self._parameters())
@@ -172,7 +172,7 @@ class HeldAdamW:
 
 
 def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
-    """Updates the state of a block with its gradient and writes the new weights to `target`, all on one device."""
+    """Updates a block's state with its gradient and writes the new weights to `target`, all on one device."""
     group, step = block.group, int(block.group["step"])
     stored = {MASTER: target, **block.state} if MASTER not in block.state else dict(block.state)
     wide = {key: tensor.float() for key, tensor in stored.items()}  # the same tensor if it is float32
@@ -202,9 +202,9 @@ def _update(block: _Block, grad: Tensor, target: Tensor) -> None:
 
 
 def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Tensor:
-    """Rounds float32 stochastically to a neighbour in bfloat16 or float16; the nearer neighbour is more likely.
+    """Rounds float32 stochastically to one of the two adjacent bfloat16 or float16 values; the nearer is more likely.
 
-    Below 6e-5, float16 has fewer digits, and values are rounded to nearest.
+    Values below 6e-5, where float16 has fewer digits, are rounded to the nearest float16.
     """
     bits = _DROPPED_BITS[dtype]
     noise = torch.randint(0, 1 << bits, x.shape, dtype=torch.int32, device=x.device, generator=draws)
@@ -212,7 +212,7 @@ def round_at_random(x: Tensor, dtype: torch.dtype, draws: torch.Generator) -> Te
 
 
 class _Lane:
-    """Host buffers for copying one block at a time from the device and back."""
+    """Host buffers for one block at a time, which is copied from the device and back."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -227,7 +227,7 @@ class _Lane:
             self._arrived.record()
 
     def work(self, block: _Block) -> Tensor:
-        """Waits for the gradient and for a free buffer, and returns the new weights."""
+        """Waits for the gradient and for a free output buffer, then computes and returns the new weights."""
         for event in (self._arrived, self._left):
             if event is not None:
                 event.synchronize()
@@ -242,7 +242,7 @@ class _Lane:
 
 
 def _update_on_host(blocks: Sequence[_Block]) -> None:
-    """Runs `_update` in host memory, while the next gradient is copied in and the previous weights are copied out."""
+    """Runs `_update` in host memory while the next gradient is copied in and the previous weights are copied out."""
     if not blocks:
         return
     device, size = blocks[0].parameter.device, max(block.parameter.numel() for block in blocks)

@@ -1,6 +1,6 @@
-"""The critic, for estimators that need one: a value model and its optimizer, split over ranks like the policy.
+"""The critic, for estimators that need one: a value model and its optimizer, sharded over ranks like the policy.
 
-The critic starts with the weights of `--critic-load` and a zero value head, so its first values are zero.
+It starts from the weights of `--critic-load` and a zero value head, so its first values are zero.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _METRICS = {
     "train/lr-pg_0": "train/critic-lr-pg_0",
     "train/skipped_updates": "train/critic-skipped_updates",
 }
-"""Metric of an optimizer step -> its name for the critic."""
+"""Metric of an optimizer step -> the critic's metric."""
 
 
 class Critic:
-    """Computes values of response tokens, then updates the value model. All methods are collective."""
+    """The critic's model, which predicts values of response tokens and learns from returns. Methods are collective."""
 
     trainable: Trainable
 
@@ -48,7 +48,7 @@ class Critic:
         directory = Path(args.critic_load)
         hf_config = read_hf_config(args.critic_load)
         chunks = build_model(args, hf_config, device, kind=ValueModel)
-        # The head replaces the output layer, so the checkpoint's output layer is not read, as if it were tied.
+        # The value head replaces the output layer, so the checkpoint's output layer is skipped, as if it were tied.
         table = table_for(hf_config)
         after = tuple(row for row in table.after if not row.megatron.startswith("output_layer."))
         table = dataclasses.replace(table, after=after, tied=True)
@@ -67,11 +67,11 @@ class Critic:
         return cls(args, algorithm.estimator, device)
 
     def values(self, context: StepContext, prepared: PreparedBatch) -> Arrays:
-        """Returns the values [R] of every sample under the current weights, on every rank."""
+        """Returns every sample's values [R] under the current weights, on every rank."""
         return forward_batch(context, self._objective, self.trainable.ddps, prepared)[0]
 
     def train(self, context: StepContext, prepared: PreparedBatch, *, version: int) -> dict[str, float]:
-        """Runs every optimizer step of a batch with returns. Raises `NumericsError` as for the policy."""
+        """Runs all optimizer steps for a batch that has returns. Raises `NumericsError` as for the policy."""
         metrics = train_on(context, self._objective, self.trainable, prepared, version=version)
         metrics.pop("train/num_updates")
         return {_METRICS.get(name, name): value for name, value in metrics.items()}

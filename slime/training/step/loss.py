@@ -1,8 +1,8 @@
-"""The objectives of training, one per kind of loss: what to compute for a micro-batch, and what to minimise.
+"""Training objectives, one per kind of loss: what to compute for a micro-batch, and what to minimize.
 
-Loss and metrics are sums of weight * value over tokens. The weights include the denominators of the whole step, so loss
-and metrics of a step are sums over micro-batches and ranks. `slime.algorithms` has the formulas per token; this module
-combines them.
+Losses and metrics are sums of weight * value over tokens. The weights already include the denominators of the whole
+step, so a step's loss and metrics are plain sums over micro-batches and ranks. `slime.algorithms` has the per-token
+formulas; this module combines them.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from slime.training.model.log_probs import RowLogits, TokenScores
 from slime.training.step.micro_batch import MicroBatch
 
 Sums = dict[str, Tensor]
-"""Metric name -> the contribution of a micro-batch, a float64 scalar on the device."""
+"""Metric name -> a micro-batch's contribution, a float64 scalar on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossParts:
     loss: Tensor
-    """Scalar; the sum over micro-batches and ranks is the loss of the step."""
+    """Scalar. Its sum over micro-batches and ranks is the loss of the step."""
     token_loss: Tensor
-    """[R] detached, before weights."""
+    """[R] detached, before weighting."""
     sums: Sums
 
 
 class Evaluation(Protocol):
-    """How to evaluate one model on the tokens of a micro-batch."""
+    """How to evaluate a model on the tokens of a micro-batch."""
 
     def evaluate(self, chunk: Any, batch: MicroBatch, *, trains: bool) -> Any:
-        """Returns the output of one model chunk. `trains`: a loss will be computed from it."""
+        """Returns the output of one model chunk. `trains` is True if a loss will be computed from it."""
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """Returns the last chunk's results, each [R] float32. If one is comparable with engines, it is the last one."""
+        """Returns the last chunk's results, each [R] float32. A result that is comparable with engines comes last."""
 
     @property
     def num_results(self) -> int: ...
 
 
 class Objective(Evaluation, Protocol):
-    """What to compute for a model in a training step, and what to minimise."""
+    """What to compute for a model in a training step, and what to minimize."""
 
     @property
     def compares_with_engines(self) -> bool:
@@ -63,7 +63,7 @@ class Objective(Evaluation, Protocol):
 
 
 def nothing_of(objective: Objective, output: Any) -> Tensor:
-    """Returns a zero loss with a backward pass through all results of the model."""
+    """Returns a zero loss whose backward pass covers all results of the model."""
     answers = [*objective.results(output), *(getattr(output, name, None) for name in ("draft_log_probs", "logits"))]
     return torch.stack([answer.sum() for answer in answers if answer is not None]).sum() * 0.0
 
@@ -82,16 +82,16 @@ def objective_of(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probs under the sampling distribution, and entropy if a loss needs it.
+    """Log-probs under the sampling distribution, plus entropy if a loss needs it.
 
-    The sampling distribution has temperature, top-k and top-p; fine-tuning uses none of them. Engines report log-probs
-    with the temperature but without top-k and top-p. So with a top-p set, there is a second result without top-k and
-    top-p.
+    The sampling distribution includes temperature, top-k and top-p, except in fine-tuning. Engines report log-probs
+    with temperature but without top-k and top-p. If tokens were sampled with top-k or top-p, a second result therefore
+    leaves them out.
     """
 
     args: Args
     whole: bool = False
-    """Whether to ignore top-k and top-p, as for a reference or a teacher."""
+    """Whether to ignore top-k and top-p, as for a reference or teacher."""
 
     @property
     def with_entropy(self) -> bool:
@@ -138,7 +138,7 @@ class SupervisedObjective(LogProbs):
 class CustomObjective(LogProbs):
     """The loss of `--custom-loss-function-path`.
 
-    The function gets the batch as a dict, log-probs or logits (`--custom-loss-logits`), and a reducer.
+    The function receives the batch as a dict, the log-probs (or logits, with `--custom-loss-logits`), and a reducer.
     """
 
     compares_with_engines = False
@@ -160,7 +160,7 @@ class CustomObjective(LogProbs):
 
     def loss(self, batch: MicroBatch, output: TokenScores | RowLogits) -> LossParts:
         args, log_probs, flag = self.args, output.log_probs, "--custom-loss-function-path"
-        assert args.custom_loss_function_path is not None, "--loss-type custom_loss needs a function"
+        assert args.custom_loss_function_path is not None, "--loss-type custom_loss requires a function"
         if isinstance(output, RowLogits) and not batch.positions:
             nothing = output.logits.sum() * 0.0  # even a row without samples needs a backward pass
             return LossParts(nothing, log_probs, {})
@@ -178,17 +178,17 @@ class CustomObjective(LogProbs):
         loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, answer, sum_of_sample_mean)
         loss = _scalar(loss, batch, source, flag)
         if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
-            raise HookError(f"{flag}: the metrics must be a dict of scalar tensors, not {metrics!r:.200}")
+            raise HookError(f"{flag}: the metrics must be a dict of scalar tensors, got {metrics!r:.200}")
         device = log_probs.device
         sums = {name: value.detach().to(device, torch.float64).reshape(()) for name, value in metrics.items()}
         sums["loss"] = loss.detach().double()
-        # A non-finite loss of the user's function cannot be traced to a token, so all tokens get the loss.
+        # If the user's loss is not finite, it cannot be attributed to a token, so every token gets the loss.
         return LossParts(loss, loss.detach().expand_as(log_probs), sums)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective(LogProbs):
-    """The policy loss after its corrections, entropy and the KL to the reference."""
+    """The policy loss after corrections, plus entropy and KL to the reference."""
 
     algorithm: Algorithm = field(kw_only=True)
 
@@ -203,7 +203,7 @@ class PolicyObjective(LogProbs):
         recomputed = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         old = batch.rollout_log_probs if args.use_rollout_logprobs else recomputed
         made = policy_losses(args, algorithm, batch, log_probs, old)
-        # Engines report log-probs without top-k and top-p, so compare with the same.
+        # Engines report log-probs without top-k and top-p, so compare them with log-probs of the same kind.
         whole = recomputed
         if samples_top_p_set(args):
             whole = output.full_log_probs if batch.old_full_log_probs is None else batch.old_full_log_probs
@@ -218,7 +218,7 @@ class PolicyObjective(LogProbs):
             if args.entropy_coef:
                 extra = extra - args.entropy_coef * unmasked(output.entropy, batch.mask)
         if args.use_kl_loss:
-            assert batch.ref_log_probs is not None, "a KL loss needs reference log-probs"
+            assert batch.ref_log_probs is not None, "the KL loss requires reference log-probs"
             kl = algorithm.kl.estimate(
                 log_probs,
                 batch.ref_log_probs,
@@ -254,8 +254,8 @@ class ValueObjective:
         return (output,)
 
     def loss(self, batch: MicroBatch, output: Tensor) -> LossParts:
-        """Returns the value loss. output [R]: the values."""
-        assert batch.old_values is not None and batch.returns is not None, "the critic needs old values and returns"
+        """Returns the value loss of the values `output` [R]."""
+        assert batch.old_values is not None and batch.returns is not None, "the critic requires old values and returns"
         loss, clipped = self.estimator.value_loss(output, batch.old_values, batch.returns, batch.mask)
         sums = {
             "critic-value_loss": weighted_sum(loss, batch),
@@ -287,10 +287,10 @@ def _corrected(
     old: Tensor,
     whole: Tensor,
 ) -> tuple[Tensor, Sums]:
-    """Returns the policy loss [R] after every correction, and metrics. Tokens that no engine sampled have weight 1.
+    """Returns the policy loss [R] after all corrections, and metrics. Tokens that no engine sampled have weight 1.
 
-    log_probs [R]: current, detached. old [R]: the old policy's. whole [R]: the trainer's before the update, without
-    top-k and top-p, as engines report them.
+    log_probs [R]: current, detached. old [R]: from the old policy. whole [R]: from the trainer before the update,
+    without top-k and top-p, like those from engines.
     """
     tokens = OffPolicyTokens(
         log_probs=log_probs,
@@ -338,7 +338,7 @@ def _reduced(args: Args, algorithm: Algorithm, batch: MicroBatch, policy_loss: T
 def _scalar(value: Any, batch: MicroBatch, source: Tensor, flag: str) -> Tensor:
     """Checks a user's loss. Even a dummy micro-batch needs a backward pass, because other ranks wait in collectives."""
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise HookError(f"{flag}: the loss must be a tensor with one number, not {type(value).__name__}")
+        raise HookError(f"{flag}: the loss must be a tensor with one element, got {type(value).__name__}")
     if source.requires_grad and not value.requires_grad and bool((batch.mask > 0).any()):
         raise HookError(
             f"{flag}: the loss has no gradient for trained tokens; compute the loss from the function's arguments"
@@ -353,17 +353,17 @@ def weighted(values: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def weighted_sum(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Returns the weighted sum over tokens as a metric, detached, in float64. Masked positions are ignored."""
+    """Returns the weighted sum over tokens as a detached float64 metric. Masked positions are ignored."""
     return (unmasked(values.detach(), batch.mask).double() * batch.weights).sum()
 
 
 def token_mean(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Returns a micro-batch's contribution to a mean over the step's trained tokens, detached, in float64."""
+    """Returns a micro-batch's contribution to the mean over the step's trained tokens, as a detached float64 metric."""
     return (unmasked(values.detach(), batch.mask).double() * batch.token_share).sum()
 
 
 def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
-    """Returns the policy's objective, with multi-token prediction if it is trained."""
+    """Returns the policy's objective, including multi-token prediction if it is trained."""
     policy = objective_of(args, algorithm)
     if not args.enable_mtp_training:
         return policy
@@ -372,12 +372,12 @@ def trained_objective(args: Args, algorithm: Algorithm) -> Objective:
 
 @dataclass(frozen=True, slots=True)
 class WithDraft:
-    """An objective of the policy that also trains multi-token prediction.
+    """A policy objective that also trains multi-token prediction.
 
     A trained token at index t of its sample is predicted a second time, from the hidden state at t - 2 and the token at
-    t - 1. Its negative log-prob, at temperature 1, is averaged over the trained tokens of the step and scaled by
-    `--mtp-loss-scaling-factor`. The mask is the same as for the policy loss. A token at index 1 cannot be predicted in
-    this way, and is not counted.
+    t - 1. Its negative log-prob, at temperature 1, is averaged over the step's trained tokens and scaled by
+    `--mtp-loss-scaling-factor`. The mask is that of the policy loss. A token at index 1 cannot be predicted this way
+    and does not count.
     """
 
     policy: Objective
@@ -399,9 +399,9 @@ class WithDraft:
         return self.policy.results(output)
 
     def loss(self, batch: MicroBatch, output: TokenScores) -> LossParts:
-        """Adds the scaled loss of multi-token prediction. The metric `loss` includes only the policy's loss."""
+        """Adds the scaled loss of multi-token prediction. The metric `loss` covers only the policy's loss."""
         parts = self.policy.loss(batch, output)
-        assert output.draft_log_probs is not None, "the model computed no multi-token prediction"
+        assert output.draft_log_probs is not None, "the model did not run multi-token prediction"
         foreseen = batch.mask * (batch.position_ids.index_select(0, batch.predicting) > 0)
         token_loss = unmasked(-output.draft_log_probs, foreseen)
         loss = parts.loss + self.scaling_factor * batch.token_share * token_loss.sum()

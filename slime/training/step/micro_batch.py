@@ -1,9 +1,9 @@
 """Converts a train batch to the tensors of one forward pass and its loss.
 
-`prepare` computes the schedule and the weight of every token in the loss of its step, on the host, the same on every
-rank. Forward passes then compute log-probs, which every rank gets for all tokens, and `with_advantages` adds advantages
-and returns (`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so no result can depend on the
-partition.
+On the host, `prepare` computes the schedule and the weight of every token in the loss of its step, identically on every
+rank. Forward passes then compute log-probs, which every rank receives for all tokens, and `with_advantages` adds
+advantages and returns (`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so results cannot
+depend on the partition.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ from slime.training.step.vision_encoder import Sight
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch with all values that depend on the whole batch. Arrays are by sample position, each [R]."""
+    """A batch with all values that depend on the entire batch. Arrays are indexed by sample position; each is [R]."""
 
     batch: TrainBatch
     schedule: Schedule
     weights: Arrays
     """Weight of each response token in the loss of its step; zero where masked."""
     token_shares: tuple[float, ...]
-    """`StepWeights.token_share` of the sample's step."""
+    """`StepWeights.token_share` of each sample's step."""
     units: tuple[float, ...]
-    """`StepWeights.unit` of the sample's step; 0 for an unscored sample."""
+    """`StepWeights.unit` of each sample's step; 0 for unscored samples."""
     log_probs: BatchLogProbs = field(default_factory=BatchLogProbs)
     values: Arrays | None = None
     """The critic's values before its update; None without a critic."""
     aims: AdvantagesAndReturns | None = None
     routing: BatchRouting | None = None
-    """Choices that the routers replay; None without replay."""
+    """Expert choices for the routers to replay or record; None if they do neither."""
     images: Sight | None = None
-    """Encodes the images of the samples; None without images."""
+    """Encodes the samples' images; None without images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
-    """Positions of a micro-batch -> what each sample shares with an earlier sample; None if nothing is shared."""
+    """A micro-batch's sample positions -> what each sample shares with an earlier one; None if nothing is shared."""
 
     @property
     def shared_fraction(self) -> float:
-        """Fraction of the batch's tokens that are not computed, because a sample of the same row shares them."""
+        """Fraction of the batch's tokens that are not computed, because another sample in the row shares them."""
         if self.shared is None:
             return 0.0
         shared = sum(one.num_tokens for row in self.shared.values() for one in row)
@@ -86,10 +86,10 @@ def prepare(
     flops: FlopsModel | None = None,
     one_step: bool = False,
 ) -> PreparedBatch:
-    """Computes schedule and token weights of a batch. Deterministic; every rank computes the same.
+    """Computes a batch's schedule and token weights. Deterministic and identical on every rank.
 
-    `one_step` is for measuring: it makes a batch of any size one step, regardless of the settings. `flops` is the cost
-    model for `--balance-data`. A micro-batch can have `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    `one_step` is for measurements: a batch of any size becomes a single step, whatever the settings. `flops` is the
+    cost model for `--balance-data`. A micro-batch can have `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
     """
     samples = batch.samples
     check_samples(samples, args, algorithm)
@@ -127,17 +127,17 @@ def prepare(
 def with_advantages(
     prepared: PreparedBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None = None
 ) -> PreparedBatch:
-    """Returns the batch with advantages and returns. Raises the errors of `advantages_and_returns`."""
+    """Adds advantages and returns to the batch. Raises the errors of `advantages_and_returns`."""
     aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values)
     return dataclasses.replace(prepared, log_probs=log_probs, values=values, aims=aims)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The tensors of one forward pass on the device; R is the number of response tokens of all its samples."""
+    """The tensors of one forward pass, on the device. R is the total number of response tokens of its samples."""
 
     positions: tuple[int, ...]
-    """Positions of the samples in the batch, in packing order; empty for a dummy."""
+    """Positions of the samples in the batch, in packing order; empty for a dummy micro-batch."""
     lengths: tuple[int, ...]
     total_lengths: tuple[int, ...]
     """Number of tokens of each sample, including the prompt."""
@@ -147,43 +147,43 @@ class MicroBatch:
     """[T] int64"""
     packed: PackedSequences
     predicting: Tensor
-    """[R] int64 index in [0, T) of the hidden state that predicts each response token."""
+    """[R] int64: index in [0, T) of the hidden state that predicts each response token."""
     target_tokens: Tensor
-    """[R] int64 response tokens, sample by sample."""
+    """[R] int64: response tokens, sample by sample."""
     asked_positions: Tensor
-    """[U] int64 row positions whose hidden states are scored; response tokens that samples share appear once."""
+    """[U] int64: row positions to score. A position that several samples share appears once."""
     asked_tokens: Tensor
-    """[U] int64 token to score at each of these positions."""
+    """[U] int64: the token to score at each of these positions."""
     answers: Tensor | None
-    """[R] int64 index in [0, U) of each response token; None if U equals R and the order is the same."""
+    """[R] int64: index in [0, U) of each response token; None if U equals R and the order is the same."""
     sequences: Sequences
     """The sample that each response token belongs to."""
     mask: Tensor
     """[R] float32: 1 for trained tokens, else 0."""
     weights: Tensor
-    """[R] float32 weight in the loss of the step; zero where masked."""
+    """[R] float32: weight in the loss of the step; zero where masked."""
     token_share: float
-    """Weight of a trained token in a mean over the trained tokens of the step."""
+    """Weight of a trained token in a mean over the step's trained tokens."""
     unit: float
-    """Factor for the sum that a user's reducer returns; see `StepWeights.unit`."""
+    """Scale for the sum that a user's reducer returns; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
     """[R] float32; undefined where `sampled` is 0."""
     sampled: Tensor
-    """[R] float32: 1 if the token is trained and has an engine's log-prob, else 0."""
+    """[R] float32: 1 if the token is trained and an engine reported its log-prob, else 0."""
     versions: Tensor
-    """[R] int32 weight version of each token."""
+    """[R] int32: weight version of each token."""
     advantages: Tensor
     """[R] float32; zero until they are computed."""
     old_log_probs: Tensor | None
-    """[R] float32, of the policy before the update; None if the training pass computes them."""
+    """[R] float32, under the policy before the update; None if the training pass computes them."""
     old_full_log_probs: Tensor | None
     """[R] float32, the same without top-k and top-p; only if tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None
-    """[R] float32, the critic's values before its update."""
+    """[R] float32: the critic's values before its update."""
     returns: Tensor | None
-    """[R] float32, the values that the critic learns."""
+    """[R] float32: the values that the critic learns to predict."""
 
 
 def to_device(
@@ -195,10 +195,10 @@ def to_device(
     pad_each_to: int = 1,
     put: Put | None = None,
 ) -> MicroBatch:
-    """Packs the samples at `positions` and moves their tensors to the device. Padding works as in `pack`.
+    """Packs the samples at `positions` and copies their tensors to the device. Padding works as in `pack`.
 
-    `put` copies all arrays to the device in one copy (`slime.training.step.staging`). Without it, each array is copied
-    separately.
+    `put` combines all arrays into a single copy to the device (`slime.training.step.staging`). Without it, each array
+    is copied separately.
     """
     samples = [prepared.batch.samples[p] for p in positions]
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
@@ -244,7 +244,7 @@ def to_device(
 
 
 def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
-    """Returns the fields of `MicroBatch` about the row: tokens and asked positions, without `answers` if U equals R."""
+    """Returns the row's fields of `MicroBatch`: tokens, positions to score, and `answers` if U does not equal R."""
     asked_positions, asked_tokens, answers = row.log_prob_requests()
     found = {} if answers is None else {"answers": answers}
     tokens = {"tokens": row.tokens, "position_ids": row.position_ids}
@@ -252,13 +252,13 @@ def _of_row(row: PackedBatch) -> dict[str, npt.NDArray[Any]]:
 
 
 def _of_each(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns `predicting` and `target_tokens` [R] from the asked positions and tokens [U]."""
+    """Returns `predicting` and `target_tokens` [R], expanded from the scored positions and tokens [U]."""
     asked, answers = (tensors[ASKED], tensors["asked_tokens"]), tensors.get("answers")
     return asked if answers is None else (asked[0].index_select(0, answers), asked[1].index_select(0, answers))
 
 
 def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the [R] fields of `MicroBatch`, with zeros where a later pass computes the values."""
+    """Returns the [R] fields of `MicroBatch` that are known so far. Advantages are zero until they are computed."""
     samples = [prepared.batch.samples[p] for p in positions]
     mask = _join([s.loss_mask for s in samples], np.float32)
     versions = _join([s.token_versions for s in samples], np.int32)

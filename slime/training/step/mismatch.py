@@ -1,10 +1,10 @@
 """Train-inference mismatch: the difference between the trainer's and the engine's log-probs of the same tokens.
 
-A wrong weight, template or temperature, or a stale engine, is visible here first. Tokens sampled by the trainer's
-current version must agree up to rounding; a difference above a limit, which depends on the dtype, stops the run. Tokens
-of other versions (partial rollouts, asynchronous training) are expected to differ and have their own metric. If a
-request continued with old keys and values (`in_place`), or experts are replayed, that metric also includes current
-tokens that follow older ones in a sample, because they depend on results of older versions.
+It is the first sign of a wrong weight, template or temperature, or of a stale engine. Tokens sampled with the trainer's
+current weight version must agree up to rounding, so a difference above a dtype-dependent limit stops the run. Tokens of
+other versions (partial rollouts, asynchronous training) are expected to differ and have their own metric. If requests
+continue with an old KV cache (`in_place`), or if experts are replayed, that metric also includes current tokens that
+follow older ones in a sample, because they depend on results of older versions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.bfloat16: ("mean", 1e-1),
     torch.float16: ("mean", 2e-2),
 }
-"""Training dtype -> the statistic that is limited, and its default limit in nats. `--mismatch-limit` overrides it.
+"""Training dtype -> the statistic to limit, and its default limit in nats. `--mismatch-limit` overrides the limit.
 
-float32 engines agree to 1e-6 on tiny models; a wrong weight causes 0.1 or more. In half precision, single tokens of
-real models differ by 1 or more, so the mean is limited."""
+In float32, engines agree to 1e-6 on tiny models, whereas a wrong weight causes 0.1 or more. In half precision, single
+tokens of real models differ by 1 or more, so the mean is limited instead."""
 
 _LOW, _HIGH, _BINS = -9.0, 3.0, 1200
-"""Histogram of log10(difference) with bins 2.3 % wide, the same on every rank, so a percentile needs one all-reduce."""
+"""Histogram of log10(difference), with bins 2.3 % wide. All ranks use the same bins, so one all-reduce merges them."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class WorstToken:
     """The token with the largest difference on one rank."""
 
     diff: float = -1.0
-    """Absolute difference of the log-probs, nats."""
+    """Absolute difference of the log-probs, in nats."""
     position: int = -1
     """Position of its sample in the batch."""
     offset: int = -1
@@ -50,19 +50,19 @@ class WorstToken:
 
 
 class MismatchMeter:
-    """Collects differences over micro-batches. `finish` reduces them over the group and checks the limit."""
+    """Differences accumulated over micro-batches. `finish` reduces them over the group and checks the limit."""
 
     def __init__(self, version: int, device: torch.device, *, mixes_versions: bool = False) -> None:
-        """`mixes_versions`: in a sample of several versions, the newest tokens depend on results of older versions."""
+        """`mixes_versions`: if a sample has several versions, its newest tokens depend on results of older versions."""
         self._version, self._mixes_versions = version, mixes_versions
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
         self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """Micro-batch, and difference, index, trainer's and engine's log-prob of its worst token, [4] float64."""
+        """Micro-batch and, for its worst token, difference, index, trainer's and engine's log-prob as [4] float64."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
-        """Adds the trainer's detached `log_probs` [R]. Does not wait for the device; only `finish` does."""
+        """Adds the trainer's detached `log_probs` [R]. Only `finish` waits for the device."""
         if batch.target_tokens.numel() == 0:
             return
         sampled = batch.sampled > 0
@@ -79,7 +79,7 @@ class MismatchMeter:
             ((own.clamp_min(1e-9).log10() - _LOW) / (_HIGH - _LOW) * _BINS).nan_to_num(_BINS - 1.0), 0, _BINS - 1
         )
         self._histogram.scatter_add_(0, bins.long(), current.double())
-        # argmax treats NaN as the largest.
+        # argmax treats NaN as the largest value.
         ranked = torch.where(current, diff, zero - 1)
         worst = ranked.argmax(keepdim=True)  # a 0-d index would be copied to the host
         found = [ranked.gather(0, worst), worst, log_probs.gather(0, worst), batch.rollout_log_probs.gather(0, worst)]
@@ -88,7 +88,7 @@ class MismatchMeter:
     def finish(
         self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
     ) -> dict[str, float]:
-        """Returns metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
+        """Returns the metrics of the whole step. Raises `NumericsError` on every rank if the limit is exceeded.
 
         Collective over `group`.
         """
@@ -122,7 +122,7 @@ class MismatchMeter:
 
 
 def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
-    """Returns (position of the sample in the batch, offset in its response) of entry `index` of [R]."""
+    """Returns (position of the sample in the batch, offset in its response) of entry `index` in an [R] tensor."""
     for position, length in zip(batch.positions, batch.lengths, strict=True):
         if index < length:
             return position, index

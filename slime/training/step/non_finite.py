@@ -1,18 +1,18 @@
-"""Finds non-finite numbers at trained tokens, writes their samples to the run folder and stops the step.
+"""Finds non-finite values at trained tokens, writes their samples to the run folder and stops the step.
 
-A clamp or a mask can hide a non-finite number from the loss, so the inputs of the loss are checked, too. Every rank
-raises the same error, before the weights change.
+A clamp or mask can hide a non-finite value from the loss, so the inputs of the loss are checked as well. Every rank
+raises the same error before the weights change.
 
     <run dir>/non_finite/step_<rollout id>_rank_<rank>/
-      samples.json           the samples, the tokens with a non-finite loss, and the non-finite numbers there
-      tensors.safetensors    "<n>.<name>" for the n-th sample of the list: tokens [T]; all others [R]
+      samples.json           the samples, the tokens with a non-finite loss, and the values at these tokens
+      tensors.safetensors    "<n>.<name>" for the n-th sample in the list: tokens [T]; all other tensors [R]
 
-Each rank that found non-finite numbers writes its own folder.
+Each rank that finds non-finite values writes its own folder.
 
 Invariants
-1. A folder is complete or absent: it is written with a hidden name and then renamed. A folder is never replaced.
-2. At most `MAX_SAMPLES` samples are written; samples.json has the total number.
-3. A failed write is logged, not raised, so it cannot hide the original error.
+1. A folder is complete or absent: it is written under a hidden name and then renamed. A folder is never replaced.
+2. At most `MAX_SAMPLES` samples are written; samples.json has the total count.
+3. A failed write is logged rather than raised, so it cannot hide the original error.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def dump_non_finite(
     *,
     rank: int,
 ) -> Path | None:
-    """Writes one rank's samples with a non-finite loss; returns their folder, or None if the write failed.
+    """Writes one rank's samples with a non-finite loss. Returns their folder, or None if the write failed.
 
-    `offsets`: sample position in `batch` -> response tokens whose loss is not finite. `numbers`: name -> [R] of each
-    sample, of any float dtype (log-probs, advantages, weights, ...); None and missing positions are omitted.
+    `offsets`: sample position in `batch` -> response tokens with a non-finite loss. `numbers`: name -> [R] per sample,
+    in any float dtype (log-probs, advantages, weights, ...); None and missing positions are skipped.
     """
     if not offsets:
         return None
@@ -81,7 +81,7 @@ def dump_non_finite(
         report = {"rollout_id": batch.rollout_id, "rank": rank, "num_non_finite": len(offsets), "samples": records}
         return _write(Path(run_dir) / "non_finite" / f"step_{batch.rollout_id}_rank_{rank}", report, tensors)
     except Exception:
-        logger.exception("the samples with a non-finite loss could not be written below %s", run_dir)
+        logger.exception("could not write the samples with a non-finite loss to %s", run_dir)
         return None
 
 
@@ -114,7 +114,7 @@ def _describe(sample: TrainSample, offsets: Sequence[int], own: Mapping[str, Arr
 
 
 def _json_number(value: Any) -> float | str:
-    """Returns a float, or the name of a non-finite number, which JSON does not support."""
+    """Returns a float, or a string if the number is not finite, because JSON does not support such numbers."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
@@ -140,14 +140,14 @@ Offsets = Mapping[int, list[int]]
 
 
 class Suspects:
-    """Non-finite numbers in one rank's micro-batches of one step. Only `offsets` waits for the device."""
+    """Non-finite values in one rank's micro-batches of a step. `add` and `any_found` do not wait for the device."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
-        """Micro-batch; mask of non-finite numbers, bool [R]; scores [R]."""
+        """Micro-batch; mask of non-finite values, bool [R]; scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
-        """scores [R]: the model's results. token_loss [R]: zero where masked. Both are detached."""
+        """Adds a micro-batch. scores [R]: the model's results. token_loss [R]: zero where masked. Both are detached."""
         engine = torch.where(batch.sampled > 0, batch.rollout_log_probs, torch.zeros_like(scores))
         inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
@@ -155,11 +155,11 @@ class Suspects:
         self._seen.append((batch, bad, scores))
 
     def any_found(self) -> Tensor | None:
-        """Returns whether a number is not finite, a bool on the device; None if nothing was added."""
+        """Returns whether any value is not finite, as a bool on the device, or None if nothing was added."""
         return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
 
     def offsets(self) -> dict[int, list[int]]:
-        """Returns the tokens with non-finite numbers. Waits for the device in each micro-batch; see `any_found`."""
+        """Returns the tokens with non-finite values. Waits for the device per micro-batch; check `any_found` first."""
         out: dict[int, list[int]] = {}
         for batch, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
@@ -179,7 +179,7 @@ class Suspects:
 def check_log_probs(
     prepared: PreparedBatch, log_probs: BatchLogProbs, values: Arrays | None, *, run_dir: str | None
 ) -> None:
-    """Raises `NumericsError` on every rank for a log-prob or value that is not finite at a trained token.
+    """Raises `NumericsError` on every rank if a log-prob or value at a trained token is not finite.
 
     Rank 0 writes the samples.
     """

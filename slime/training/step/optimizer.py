@@ -1,10 +1,10 @@
-"""Megatron's data-parallel wrappers, distributed optimizers and schedule, and one checked optimizer step.
+"""Megatron's DDP wrappers, distributed optimizers and scheduler, plus a checked optimizer step.
 
-Experts have their own optimizer, because they are sharded over different ranks from the rest of the model.
+Experts have their own optimizer, because they are sharded over different ranks than the rest of the model.
 
 Invariants
-1. Gradients are sums over all ranks with the parameter. Megatron's division is disabled (`megatron_config`), because
-   the loss includes the denominators of the whole step.
+1. Gradients are sums over all ranks that have the parameter. Megatron's division is disabled (`megatron_config`),
+   because the loss already includes the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
 """
 
@@ -35,7 +35,7 @@ from slime.training.step.adamw import HeldAdamW, Holding
 class Trainable:
     model: ShardedModel
     ddps: tuple[DistributedDataParallel, ...]
-    """One per model chunk of this rank."""
+    """One per model chunk on this rank."""
     optimizer: Any
     """Megatron's `ChainedOptimizer` over the `inner` optimizers."""
     scheduler: OptimizerParamScheduler
@@ -46,13 +46,13 @@ class Trainable:
 
     @property
     def inner(self) -> list[Any]:
-        """The `DistributedOptimizer`s: one for the experts, if there are any, and one for all other parameters."""
+        """The `DistributedOptimizer`s: one for the experts, if any, and one for all other parameters."""
         return list(self.optimizer.chained_optimizers)
 
     def let_go(self) -> None:
-        """Empties the wrappers when they are no longer used.
+        """Empties the DDP wrappers once they are no longer used.
 
-        Autograd nodes keep the wrappers' hooks alive, in a way that the garbage collector cannot see. Without this call
+        Autograd nodes keep the wrappers' hooks alive in a way that the garbage collector cannot see. Without this call,
         the model, buffers and groups would stay in memory, and the groups' threads would run until the process exits.
         """
         for ddp in self.ddps:
@@ -60,12 +60,12 @@ class Trainable:
 
 
 def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron: Mapping[str, Any]) -> Trainable:
-    """Wraps chunks. Their weights must be loaded first, because the optimizer copies its master weights from them.
+    """Wraps the chunks in DDP and builds their optimizer. Load the weights first: master weights are copied from them.
 
     Raises `ConfigError` for float16 with experts.
     """
     config = chunks[0].config
-    # With buckets, communication starts early. Only the first chunk needs buckets: others overlap with later chunks.
+    # Buckets let communication start early. Only the first chunk needs them; others overlap with later chunks.
     ddps = tuple(
         DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -84,10 +84,10 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
 
 
 def _choose_adam(inner: Any, holding: Holding | None) -> None:
-    """Uses our AdamW if `holding` is set, else torch's fused kernel on a GPU.
+    """Uses `HeldAdamW` if `holding` is set, otherwise torch's AdamW with the fused kernel on a GPU.
 
-    Without the fused kernel, torch runs one operation at a time over lists of tensors, and peak memory includes a copy
-    of all weights.
+    Without the fused kernel, torch would run one operation at a time over lists of tensors, and its peak memory would
+    include a copy of all weights.
     """
     if holding is not None:
         inner.optimizer = HeldAdamW(inner.optimizer.param_groups, holding)
@@ -98,18 +98,18 @@ def _choose_adam(inner: Any, holding: Holding | None) -> None:
 
 
 def _scheduler(optimizer: Any, megatron: Mapping[str, Any]) -> OptimizerParamScheduler:
-    """Builds the schedule, which counts optimizer steps, like `train_iters` and `lr_warmup_iters`.
+    """Builds the scheduler. It counts optimizer steps, as do `train_iters` and `lr_warmup_iters`.
 
-    `slime.settings` derives the lengths, the warm-up, and the first and last weight decay.
+    `slime.settings` derives the lengths, the warm-up, and the initial and final weight decay.
     """
     style, warmup = str(megatron["lr_decay_style"]), int(megatron["lr_warmup_iters"])
     decay_steps = int(megatron["lr_decay_iters"] or 0)
     if style == "constant":
         decay_steps = max(decay_steps, warmup + 1)
     elif not decay_steps:
-        raise ConfigError(f"--lr-decay-style {style} needs --lr-decay-iters; set --lr-decay-iters")
+        raise ConfigError(f"--lr-decay-style {style} requires --lr-decay-iters, which is not set")
     elif warmup >= decay_steps:
-        raise ConfigError(f"{warmup} warm-up steps are the whole schedule of {decay_steps}; lower --lr-warmup-iters")
+        raise ConfigError(f"{warmup} warm-up steps cover the whole schedule of {decay_steps}; lower --lr-warmup-iters")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=float(megatron["lr_warmup_init"]),
@@ -137,7 +137,7 @@ def zero_grad(trainable: Trainable) -> None:
 
 @torch.no_grad()
 def reset_moments(trainable: Trainable) -> None:
-    """Resets moments and step count to zero, as before the first update. Master weights and schedule do not change."""
+    """Resets moments and step counts to zero, as before the first update. Master weights and schedule do not change."""
     for inner in trainable.inner:
         if inner.optimizer is None:
             continue
@@ -153,17 +153,17 @@ def reduce_grads(trainable: Trainable) -> None:
     """Sums gradients over ranks after the last backward pass of a step.
 
     The sum is over data-parallel ranks, over tensor-parallel ranks where needed, and over the two copies of a tied
-    embedding. Each data-parallel rank then has its shard of the sum; the rest of its buffers is not yet summed.
+    embedding. Afterwards, each data-parallel rank has its shard of the sum; the rest of its buffers is not summed.
     """
     finalize_model_grads(list(trainable.ddps))
 
 
 @torch.no_grad()
 def apply_update(trainable: Trainable) -> dict[str, float]:
-    """Clips, updates the weights and advances the schedule; returns gradient norm (before clipping) and learning rate.
+    """Clips gradients, updates the weights and advances the schedule. Returns gradient norm and learning rate.
 
-    With float16, the update is skipped if gradients overflow with the loss scale (`train/skipped_updates`). Any other
-    non-finite gradient raises `NumericsError` on every rank, before the weights change.
+    The norm is the one before clipping. With float16, the update is skipped if scaled gradients overflow
+    (`train/skipped_updates`). Any other non-finite gradient raises `NumericsError` on every rank before any change.
     """
     optimizer = trainable.optimizer
     rate = float(optimizer.param_groups[0]["lr"])
@@ -187,23 +187,23 @@ def apply_update(trainable: Trainable) -> dict[str, float]:
                 use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     if not optimizer.step_with_ready_grads():
-        raise NumericsError("Megatron refused the optimizer step although the gradients are finite")
+        raise NumericsError("Megatron rejected the optimizer step although the gradients are finite")
     trainable.scheduler.step(1)
     return {"train/grad_norm": norm, "train/lr-pg_0": rate}
 
 
-# Users' functions before passes of the trainer (`--custom-megatron-...-path`). They run on every rank, and must change
-# the model in the same way on all ranks. Each raises `HookError` for a path without a suitable function.
+# User hooks before the trainer's passes (`--custom-megatron-...-path`). They run on every rank and must change the
+# model in the same way on all ranks. Each raises `HookError` if its path has no suitable function.
 
 
 def after_init(args: Args) -> None:
-    """Runs after this rank has joined its process groups, before the model is built."""
+    """Runs after this rank has joined its process groups and before the model is built."""
     if args.custom_megatron_init_path is not None:
         load_hook(args.custom_megatron_init_path, "megatron_init")(args)
 
 
 def before_log_prob(args: Args, chunks: Sequence[Any], prefix: str) -> None:
-    """Runs before a pass without gradients. `prefix` names the policy of the pass: "", `ref_` or `teacher_`."""
+    """Runs before a pass without gradients. `prefix` identifies the policy: "", `ref_` or `teacher_`."""
     if args.custom_megatron_before_log_prob_hook_path is not None:
         load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")(args, list(chunks), prefix)
 

@@ -1,11 +1,11 @@
-"""Profiles of chosen training steps, and the history of GPU memory.
+"""Profiles of selected training steps, and the GPU memory history.
 
-    <run dir>/profiles/step_10_train_overall_rank_0.json.gz     a Chrome trace by torch's profiler
-    <run dir>/memory/step_10_rank_0_snapshot.pickle             torch's allocator, for pytorch.org/memory_viz
+    <run dir>/profiles/step_10_train_overall_rank_0.json.gz     a Chrome trace from torch's profiler
+    <run dir>/memory/step_10_rank_0_snapshot.pickle             an allocator snapshot for pytorch.org/memory_viz
 
 Invariants
-1. A step that is not chosen runs as if there were no profiler.
-2. A file gets its final name when it is complete.
+1. Steps that are not selected run as if there were no profiler.
+2. A file gets its final name only once it is complete.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 Target = Literal["train_overall", "train_actor", "train_log_probs"]
 
 HISTORY_ENTRIES = 1_000_000
-"""Number of recent events that the allocator records, in a few hundred megabytes of host memory."""
+"""Number of recent allocator events to keep. They take up a few hundred megabytes of host memory."""
 
 
 class Profiles:
-    """The profiles of one training rank. Create them before the model, so that the memory history includes it."""
+    """One training rank's profiles. Must be created before the model, so that the memory history includes it."""
 
     def __init__(self, args: Args, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
@@ -62,7 +62,7 @@ class Profiles:
                 self._records = False
 
     def part(self, target: Target, rollout_id: int) -> AbstractContextManager[Any]:
-        """Returns a context manager that traces `target`, or marks it in the running trace, or does nothing."""
+        """Returns a context manager that traces `target`, marks it in the running trace, or does nothing."""
         if rollout_id not in self._steps:
             return nullcontext()
         if self._tracing:

@@ -1,8 +1,8 @@
-"""Reference, teacher and old policy, and their log-probs.
+"""The reference, teacher and old policies, and their log-probs.
 
-The weights of each are on the host, and are swapped into the model for a forward pass (`offloaded_policies`). The old
-policy has the weights that the engines served when they sampled a batch. `train_async.py` generates while it trains, so
-the old policy is one weight sync behind. The host has the weights of the last two syncs.
+Their weights are in host memory and are swapped into the model for a forward pass (`offloaded_policies`). The old
+policy has the weights that the engines served when they sampled a batch. Because `train_async.py` generates while it
+trains, the old policy is one weight sync behind. The host keeps the weights of the last two syncs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from slime.training.step.optimizer import Trainable
 from slime.training.step.train_step import StepContext, forward_batch
 
 REFERENCE, TEACHER, SYNCED, BEFORE = "reference", "teacher", "published", "before"
-"""Names in checkpoints. Engines serve the weights `SYNCED`; before the last weight sync they served `BEFORE`."""
+"""Names in checkpoints. Engines serve the weights `SYNCED`; before the last weight sync, they served `BEFORE`."""
 _PREFIX = {REFERENCE: "ref_", TEACHER: "teacher_"}
-"""The prefixes of reference and teacher in users' functions."""
+"""The prefixes that user hooks receive for reference and teacher."""
 
 
 class OtherPolicies:
-    """The policies that the settings need besides the trained one. Methods that compute log-probs are collective."""
+    """The policies that the settings require besides the trained one. Methods that compute log-probs are collective."""
 
     def __init__(self, args: Args, policy: Trainable) -> None:
-        """Copies the initial weights from the policy, and reads other checkpoints.
+        """Copies the policy's initial weights, and loads other checkpoints.
 
-        Raises `ConfigError` or `CheckpointError` for a checkpoint of a different model.
+        Raises `ConfigError` or `CheckpointError` if a checkpoint is of a different model.
         """
         self._args, self._chunks, self._host = args, policy.ddps, HostPolicies(policy.model)
         self._synced_version = 0
@@ -56,9 +56,9 @@ class OtherPolicies:
                 self._host.read(name, Path(directory), flag)
 
     def log_probs(self, name: str, context: StepContext, prepared: PreparedBatch) -> Arrays | None:
-        """Returns log-probs [R] of each sample under `REFERENCE` or `TEACHER`; None without that policy.
+        """Returns each sample's log-probs [R] under `REFERENCE` or `TEACHER`, or None if there is no such policy.
 
-        The log-probs are without top-k and top-p.
+        The log-probs ignore top-k and top-p.
         """
         if name not in self._host:
             return None
@@ -67,9 +67,9 @@ class OtherPolicies:
             return forward_batch(context, evaluation, self._chunks, prepared, whose=_PREFIX[name])[0]
 
     def old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
-        """Returns log-probs (see `LogProbs`) of each token under the old policy, which sampled it.
+        """Returns each token's log-probs (see `LogProbs`) under the old policy, which sampled it.
 
-        The old policy is `SYNCED`, or `BEFORE` for earlier versions. For tokens that no engine sampled, it is either.
+        The old policy is `SYNCED`, or `BEFORE` for earlier versions. For tokens that no engine sampled, either is used.
         """
         versions = [s.token_versions for s in prepared.batch.samples]
         newer = [v >= self._synced_version for v in versions]
@@ -87,20 +87,20 @@ class OtherPolicies:
         )
 
     def note_synced(self, version: int) -> None:
-        """Records that the engines now serve the current policy under `version`."""
+        """Records that the engines now serve the current policy as version `version`."""
         self._synced_version = version
         if self._args.keep_old_actor:
             self._host.shift(SYNCED, BEFORE)
 
     def note_trained(self, rollout_id: int) -> None:
-        """Copies the policy to the reference after every `--ref-update-interval` trained rollouts."""
+        """Copies the policy to the reference every `--ref-update-interval` trained rollouts."""
         interval = self._args.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self._host.take(REFERENCE)
 
     @property
     def lasting(self) -> dict[str, Mapping[str, Tensor]]:
-        """Returns the policies that a checkpoint must contain, because a new run could not rebuild them.
+        """Returns the policies that a checkpoint must include because a new run could not rebuild them.
 
         Loading fills the tensors in place.
         """
@@ -109,9 +109,9 @@ class OtherPolicies:
 
 
 def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
-    """Returns whether the log-probs of the policy before the update need a separate pass.
+    """Returns whether the policy's log-probs before the update need a separate pass.
 
-    With one step, the training pass computes them, unless advantages depend on them.
+    If there is only one step, the training pass computes them, unless advantages depend on them.
     """
     several = len(prepared.schedule.steps) > 1
     hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path

@@ -1,13 +1,13 @@
-"""Routing in the passes over a batch: routers choose experts, or replay choices of the engines or of an earlier pass.
+"""Expert routing in the passes over a batch: routers choose experts or replay choices of engines or earlier passes.
 
-Engines record their choices while they sample (`--use-rollout-routing-replay`). The choices of the old policy's pass
-can be recorded for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its
-passes replay them. Reference, teacher and critic have different weights, so their routers choose.
+Engines record their choices during sampling (`--use-rollout-routing-replay`). The choices of the old-policy pass can be
+recorded for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its own
+passes replay them. Reference, teacher and critic have different weights, so their routers choose freely.
 
 Invariants
 1. A record is split over ranks like the tokens of its row: context-parallel chunks, then sequence-parallel slices.
-2. A rank reads the choices that it recorded for the same micro-batch; all passes over a batch have the same schedule.
-3. Without a record, passes are unchanged.
+2. All passes over a batch use the same schedule, so a rank always replays what it recorded for the same micro-batch.
+3. Without a record, passes are unaffected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slime.models.common.packed_attention import RowShard
 from slime.settings import Args
 
 Kept = dict[tuple[int, ...], dict[int, Tensor]]
-"""Positions of a micro-batch -> layer -> choices for this rank's tokens."""
+"""A micro-batch's sample positions -> layer -> choices for this rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +40,25 @@ class BatchRouting:
     samples: tuple[TrainSample, ...]
     """Empty if the engines' record is not used."""
     replays: bool
-    """Whether the engines' record is replayed; otherwise it is only compared."""
+    """Whether to replay the engines' record. Otherwise, it is only compared."""
     counts: Tensor | None
-    """Counts of this rank; see `RowRouting`."""
+    """This rank's counts; see `RowRouting`."""
     keeps: bool = False
-    """Whether this pass fills `kept`; otherwise it reads `kept`."""
+    """Whether this pass writes `kept`. Otherwise, it reads `kept`."""
     kept: Kept = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
-        """Returns the routing of the policy's first pass over a batch; None if nothing is replayed or recorded.
+        """Returns the routing for the policy's first pass over a batch, or None if nothing is replayed or recorded.
 
-        `config`: Megatron's config of the policy. Raises `DataError` for a record of a different model, and if a record
+        `config` is the policy's Megatron config. Raises `DataError` if a record is of a different model, or if a record
         to replay is missing.
         """
         replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
         if replays and not is_recorded:
             raise DataError(
-                f"step {batch.rollout_id} has no routed experts, which --use-rollout-routing-replay needs; the "
+                f"step {batch.rollout_id} has no routed experts, but --use-rollout-routing-replay requires them; the "
                 "generate function must pass them to Sample.append_response_tokens(routed_experts=...)"
             )
         if not (is_recorded or keeps):
@@ -68,7 +68,7 @@ class BatchRouting:
         return cls(batch.samples if is_recorded else (), replays, counts, keeps=keeps)
 
     def afterwards(self) -> BatchRouting | None:
-        """Returns the routing of all later passes; None without replay."""
+        """Returns the routing for all later passes, or None without replay."""
         if self.keeps:
             return dataclasses.replace(self, samples=(), counts=None, keeps=False)
         return dataclasses.replace(self, counts=None) if self.replays else None
@@ -76,7 +76,7 @@ class BatchRouting:
     def row(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> RowRouting:
-        """Returns the routing of the micro-batch with the samples at `positions`, packed as `row`."""
+        """Returns the routing for the micro-batch with the samples at `positions`, packed as `row`."""
         key = tuple(positions)
         if not self.keeps and key in self.kept:
             return RowRouting(self.kept[key])
@@ -90,7 +90,7 @@ class BatchRouting:
     def _recorded(
         self, positions: Sequence[int], row: PackedBatch, shard: RowShard | None, device: torch.device
     ) -> Tensor | None:
-        """Returns the record [T, L, topk] of this rank's tokens; None if no sample of the micro-batch has a record."""
+        """Returns the record [T, L, topk] for this rank's tokens, or None if no sample of the micro-batch has one."""
         parts = [_fetched(self.samples[p]) for p in positions] if self.samples else []
         known = [part for part in parts if part is not None]
         if not known:
@@ -107,9 +107,9 @@ class BatchRouting:
         return ids.chunk(slices)[mpu.get_tensor_model_parallel_rank()] if slices > 1 else ids
 
     def metrics(self, batch: TrainBatch, own: Sequence[int]) -> dict[str, float]:
-        """Returns metrics of the engines' record, the same on every rank. Collective if there is a record.
+        """Returns metrics of the engines' record, identical on every rank. Collective if there is a record.
 
-        `own`: positions of the samples that this rank reports. Each sample is reported by one rank.
+        `own`: positions of the samples that this rank reports. Exactly one rank reports each sample.
         """
         if self.counts is None:
             return {}
@@ -132,7 +132,7 @@ def _check(config: Any, batch: TrainBatch) -> None:
         if s.routed_experts is not None and s.routed_experts.shape[1:] != expected:
             raise DataError(
                 f"sample {s.index} has routed experts of {s.routed_experts.shape[1:]} (layers, choices), but the "
-                f"trainer's model has {expected}, so a different model recorded them; check --hf-checkpoint"
+                f"trainer's model has {expected}: a different model recorded them; check --hf-checkpoint"
             )
 
 
@@ -141,7 +141,7 @@ def _fetched(sample: TrainSample) -> Ids | None:
 
 
 def _unrecorded(sample: TrainSample) -> int:
-    """Returns the number of trained tokens that were predicted from a token without a record."""
+    """Counts the trained tokens that were predicted from a token without a record."""
     recorded = np.zeros(sample.num_tokens, np.bool_)
     if (ids := _fetched(sample)) is not None:
         recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)

@@ -1,16 +1,16 @@
-"""Copies host arrays to the device: one asynchronous copy per micro-batch, one micro-batch ahead.
+"""Copies host arrays to the device with one asynchronous copy per micro-batch, one micro-batch ahead.
 
 A copy from pageable memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
-them into pinned memory, copies it once on its own stream and returns views. While one micro-batch is computed, a
-thread packs and copies the next one.
+them into pinned memory, copies that once on its own stream and returns views. While one micro-batch is computed, a
+background thread packs and copies the next one.
 
-Consumes: functions that build micro-batches, in order. Produces: micro-batches in the same order, ready for the
-consumer's stream. The consumer waits for the thread. The thread waits until the second-to-last copy has finished,
-because it reuses the buffer of that copy. A consumer that stops early closes the iterator, which stops the thread.
+Consumes functions that build micro-batches, and produces micro-batches in the same order, ready for the consumer's
+stream. The consumer waits for the thread. The thread waits until the second-to-last copy has finished, because it
+reuses that copy's buffer. A consumer that stops early closes the iterator, which stops the thread.
 
 Invariants
-1. Staging changes no byte: copying each array separately would result in the same tensors.
-2. Device memory belongs to the computing stream before it is used, and is not reused before that stream has read it.
+1. Staging does not change a byte: copying each array separately would result in the same tensors.
+2. The computing stream waits for a copy before it reads it, and device memory is not reused while it may still read it.
 3. If building a micro-batch fails, the error is raised when the consumer requests that micro-batch.
 """
 
@@ -29,17 +29,17 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 128
-"""In bytes, because kernels read full vectors from the beginning of a tensor."""
+"""In bytes. Kernels load full vectors, starting at the first byte of a tensor."""
 NUM_BUFFERS = 2
 
 T = TypeVar("T")
 HostArrays = Mapping[str, npt.NDArray[Any]]
 Put = Callable[[HostArrays], dict[str, Tensor]]
-"""Copies host arrays to device tensors of the same names."""
+"""Copies host arrays to device tensors with the same names."""
 
 
 def put_each(device: torch.device) -> Put:
-    """Returns a `Put` that copies each array separately. On a CPU the tensors share the memory of the arrays."""
+    """Returns a `Put` that copies each array separately. On a CPU, the tensors share memory with the arrays."""
 
     def put(arrays: HostArrays) -> dict[str, Tensor]:
         return {
@@ -51,7 +51,7 @@ def put_each(device: torch.device) -> Put:
 
 
 def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
-    """Returns the byte offset of each array in one buffer, and the size of the buffer."""
+    """Returns each array's byte offset in a shared buffer, and the size of the buffer."""
     starts, end = {}, 0
     for name, array in arrays.items():
         starts[name] = end
@@ -61,13 +61,13 @@ def layout(arrays: HostArrays) -> tuple[dict[str, int], int]:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Pinned memory, and the event that marks the end of the last copy out of it."""
+    """Pinned memory, and the event that is recorded after the last copy out of it."""
 
     memory: Tensor | None = None
     copied: torch.cuda.Event | None = None
 
     def room(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """Returns [num_bytes] uint8, after waiting for the last copy out of the buffer."""
+        """Waits for the last copy out of the buffer, then returns its memory, [num_bytes] uint8."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.memory is None or self.memory.numel() < num_bytes:
@@ -76,7 +76,7 @@ class _Buffer:
 
 
 class Staging:
-    """The pinned buffers of one rank. Only one iterator at a time can use them."""
+    """One rank's pinned buffers. Only one iterator at a time can use them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class Staging:
         self._num_puts = 0
 
     def one_ahead(self, builds: Sequence[Callable[[Put], T]]) -> Generator[T]:
-        """Calls each build with a `put` and yields its result, in order, while the next build runs."""
+        """Calls each build with a `put` and yields the results in order. The next build runs in the meantime."""
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as pool:
             following: Future[tuple[T, torch.cuda.Event | None]] | None = None
             for build in builds:
@@ -101,7 +101,7 @@ class Staging:
             return value, self._mark()
 
     def _taken(self, built: Future[tuple[T, torch.cuda.Event | None]]) -> T:
-        """Returns a built value to the computing thread, which calls this and can use the value on its stream."""
+        """Waits for a built value and makes it safe to use on the calling thread's current stream."""
         value, made = built.result()
         if made is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -140,7 +140,7 @@ class Staging:
 
 
 def _storages(value: Any) -> list[Tensor]:
-    """Returns the GPU tensors in nested records, lists and mappings, one per storage."""
+    """Returns the GPU tensors in nested dataclasses, lists and mappings, one per storage."""
     found: dict[int, Tensor] = {}
     waiting = [value]
     while waiting:

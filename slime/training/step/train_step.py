@@ -1,9 +1,9 @@
 """Training on one batch: forward passes for log-probs, then the optimizer steps.
 
-All layouts use the same code: Megatron's schedules run the micro-batches, plain, 1F1B or interleaved. Every rank of a
-pipeline builds the same micro-batches in the same order, and each stage waits for the hidden states of the previous
-stage. Only the last pipeline stage has results, the same on its tensor- and context-parallel ranks. One of these ranks
-(`StepContext.reports`) sends them to all ranks, so metrics, log-probs and errors are the same on every rank.
+All parallel layouts use the same code: Megatron's schedules run the micro-batches (plain, 1F1B or interleaved). All
+ranks of a pipeline build the same micro-batches in the same order, and each stage waits for the hidden states of the
+previous one. Only the last stage has results, identical on all of its tensor- and context-parallel ranks. One of these
+ranks (`StepContext.reports`) sends them to all ranks, so metrics, log-probs and errors are the same everywhere.
 
 Invariants
 1. The loss is not scaled by the number of micro-batches, tokens or ranks: it already includes its denominators.
@@ -64,7 +64,7 @@ class StepContext:
     pad_to_multiple: int
     """Rows are padded to a multiple of this, so that all ranks that share a row have the same number of tokens."""
     pad_each_to: int
-    """Sequences are padded to a multiple of this, because context parallelism splits each into two chunks per rank."""
+    """Sequences are padded to a multiple of this: context parallelism splits each one into two chunks per rank."""
     staging: Staging | None
     """Copies micro-batches to a GPU, one micro-batch ahead; None on a CPU."""
 
@@ -85,7 +85,7 @@ class StepContext:
 
 
 def micro_batch_multiple(chunks: Sequence[Any]) -> int:
-    """Returns the number of which every rank's number of micro-batches must be a multiple (rounds of interleaving)."""
+    """Returns a number that must divide every rank's number of micro-batches: the group size of interleaving, or 1."""
     if len(chunks) == 1:
         return 1
     return int(chunks[0].config.microbatch_group_size_per_vp_stage)
@@ -96,8 +96,8 @@ def forward_batch(
 ) -> tuple[Arrays, ...]:
     """Returns each result of `evaluation`, [R] float32 for every sample, on every rank. No gradients. Collective.
 
-    In the sum over ranks, one rank has each value and the others have zeros, so the result is exact. `whose`: prefix of
-    the policy in the model, see `before_log_prob`.
+    The ranks' results are summed. Exactly one rank has each value and the others have zeros, so the sum is exact.
+    `whose` is the prefix of the policy in the model; see `before_log_prob`.
     """
     before_log_prob(context.args, chunks, whose)
     lengths = [s.response_length for s in prepared.batch.samples]
@@ -125,7 +125,7 @@ def forward_batch(
 
 
 def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
-    """Returns the mean loss over the trained tokens of a batch, in float64, independent of split, order and packing."""
+    """Returns the mean loss over a batch's trained tokens, in float64, independent of split, order and packing."""
     trained = [-part[s.loss_mask > 0].astype(np.float64) for part, s in zip(log_probs, batch.samples, strict=True)]
     num_tokens = sum(map(len, trained))
     return {"loss": math.fsum(x for part in trained for x in part) / num_tokens, "num_tokens": float(num_tokens)}
@@ -136,7 +136,7 @@ def measure_mismatch(
 ) -> dict[str, float]:
     """Measures the train-inference mismatch of a batch under the current weights, without training.
 
-    Uses the batch's log-probs if it has them, else runs a forward pass. See `MismatchMeter`.
+    Uses the batch's log-probs if it has any, otherwise runs a forward pass. See `MismatchMeter`.
     """
     old = prepared.log_probs.student
     log_probs = forward_batch(context, evaluation, chunks, prepared)[-1] if old is None else old
@@ -144,14 +144,14 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    """Returns a meter, with `mixes_versions` if newer tokens can depend on results of older versions."""
+    """Returns a meter. Sets `mixes_versions` if newer tokens can depend on results of older versions."""
     mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
     return MismatchMeter(version, context.device, mixes_versions=mixes)
 
 
 def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Arrays, version: int) -> dict[str, float]:
     meter = _meter(context, version)
-    prepared = dataclasses.replace(prepared, routing=None, images=None)  # nothing is computed here
+    prepared = dataclasses.replace(prepared, routing=None, images=None)  # not needed without a forward pass
     for step in prepared.schedule.steps if context.reports else ():
         for batch in _batches(context, prepared, step):
             own = [log_probs[p] for p in batch.positions]
@@ -162,10 +162,10 @@ def _mismatch_of(context: StepContext, prepared: PreparedBatch, log_probs: Array
 def train_on(
     context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch, *, version: int
 ) -> dict[str, float]:
-    """Runs every optimizer step of the batch; returns metrics averaged over the steps.
+    """Runs all optimizer steps for the batch and returns metrics averaged over the steps.
 
-    A batch without old log-probs has one step, whose forward pass computes them. Raises `NumericsError` on all ranks,
-    before the weights change, for a non-finite loss or gradient and for a train-inference mismatch above the limit.
+    A batch without old log-probs has one step, whose forward pass computes them. If a loss or gradient is not finite,
+    or if the mismatch exceeds the limit, raises `NumericsError` on all ranks before the step changes the weights.
     """
     results = []
     first_mismatch = {}
@@ -188,9 +188,9 @@ def train_on(
 
 
 def rehearse_step(context: StepContext, objective: Objective, trainable: Trainable, prepared: PreparedBatch) -> None:
-    """Runs the passes of a batch's first step with a loss of zero. Collective.
+    """Runs the forward and backward passes of a batch's first step with a zero loss. Collective.
 
-    Gradients are zeros before and after the passes.
+    Gradients are zero before and after.
     """
     (step, *_) = prepared.schedule.steps
     zero_grad(trainable)
@@ -211,7 +211,7 @@ class _Collected:
     sums: Sums = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)
     failure: Exception | None = None
-    """An error of a user's function. It is raised after all ranks have run their collectives, to avoid a deadlock."""
+    """An error in a user's function. It is raised after all ranks have run their collectives, to avoid a deadlock."""
 
     def add(self, batch: MicroBatch, scores: Tensor, parts: LossParts) -> None:
         self.suspects.add(batch, scores, parts.token_loss)
@@ -227,7 +227,7 @@ def run_step(
     step: StepSchedule,
     meter: MismatchMeter | None,
 ) -> dict[str, float]:
-    """Runs the passes of one optimizer step and sums gradients. Returns the step's metrics, the same on every rank."""
+    """Runs the passes of one optimizer step and sums gradients. Returns the step's metrics, identical on every rank."""
     seen = _Collected()
 
     def finish(batch: MicroBatch, output: Any) -> Tensor:
@@ -251,7 +251,7 @@ def run_step(
         finish=finish,
         lends=True,
     )
-    reduce_grads(trainable)  # also before an error, because reductions that overlap the backward pass have started
+    reduce_grads(trainable)  # even after an error: reductions that overlap the backward pass have already started
     return _share(context, prepared, seen)
 
 
@@ -265,11 +265,11 @@ def _run_micro_batches(
     forward_only: bool = False,
     lends: bool = False,
 ) -> None:
-    """Runs forward passes, and backward passes unless `forward_only`, of `num_micro_batches` micro-batches. Collective.
+    """Runs the forward passes and, unless `forward_only`, the backward passes of a step's micro-batches. Collective.
 
-    `chunks`: this rank's model chunks in Megatron's data-parallel wrapper. `evaluate(chunk, micro_batch)` returns the
-    output of one chunk. `lends`: the last stage gets a copy of the first stage's embedding for multi-token prediction.
-    Gradients are summed into the wrapper's buffers; a later `reduce_grads` sums them over ranks.
+    `chunks` are this rank's model chunks, wrapped in Megatron's DDP. `evaluate(chunk, micro_batch)` returns the output
+    of one chunk. With `lends`, the last stage gets a copy of the first stage's embedding for multi-token prediction.
+    Gradients accumulate in DDP's buffers; a later `reduce_grads` sums them over ranks.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -295,7 +295,7 @@ def _run_micro_batches(
 
 
 def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) -> Generator[MicroBatch]:
-    """Yields this rank's micro-batches of one step, built on demand or one ahead (`StepContext.staging`)."""
+    """Yields this rank's micro-batches for a step, built on demand or one ahead (`StepContext.staging`)."""
 
     def build(positions: Sequence[int], put: Put | None = None) -> MicroBatch:
         return to_device(
@@ -315,17 +315,17 @@ def _batches(context: StepContext, prepared: PreparedBatch, step: StepSchedule) 
 
 
 def _finish_mismatch(context: StepContext, meter: MismatchMeter, prepared: PreparedBatch) -> dict[str, float]:
-    # Reduced over the world, so that all ranks raise together. Ranks that do not report add nothing.
+    # Reduce over the world, so that all ranks raise together. Ranks that do not report contribute nothing.
     args, world = context.args, dist.group.WORLD
-    assert world is not None, "the trainer has joined its process group"
+    assert world is not None, "the trainer has not joined its process group"
     return meter.finish(prepared.batch, dtype=training_dtype(args.megatron), limit=args.mismatch_limit, group=world)
 
 
 def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> dict[str, float]:
-    """Returns metric sums over the world.
+    """Sums metrics over all ranks.
 
-    Raises `NumericsError` on every rank for a non-finite loss on any rank, with the samples of all ranks. An error of a
-    user's function becomes a `HookError` on the other ranks.
+    If the loss is not finite on any rank, raises `NumericsError` on every rank, with the samples of all ranks. An error
+    in a user's function becomes a `HookError` on the other ranks.
     """
     suspect = seen.suspects.any_found()
     flag = [] if suspect is None else [suspect.double()]
@@ -349,7 +349,7 @@ def _share(context: StepContext, prepared: PreparedBatch, seen: _Collected) -> d
 
 
 def _average(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of each metric over optimizer steps; counts are summed."""
+    """Averages each metric over optimizer steps. Counts are summed instead."""
     out: dict[str, float] = {}
     for name in dict.fromkeys(k for r in results for k in r):
         values = [r[name] for r in results if name in r]

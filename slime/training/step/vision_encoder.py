@@ -1,12 +1,12 @@
-"""Encodes a batch's images on a training rank: vision tower and processor, and the patches of each micro-batch.
+"""Encodes a batch's images on a training rank: vision tower, image processor, and each micro-batch's patches.
 
 Patches and their positions are computed on the host when a micro-batch is built. A micro-batch reads and encodes each
-distinct image once; the placeholders of all samples with this image use the same features.
+distinct image once, and all samples with that image share its features.
 
 Invariants
-1. Only the first n placeholder tokens of a prompt are placeholders, where n is the number of tokens of its images.
-   Later tokens with the same id are text, because a model can sample the id.
-2. Without images in a batch, passes are unchanged.
+1. If a sample's images need n tokens, its first n tokens with the placeholder id are placeholders. Later ones are text,
+   because a model can sample the id.
+2. Batches without images are unaffected.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _NAMES = ("pixels", "rows", "features", "positions")
 
 @dataclass(frozen=True, slots=True)
 class RowPictures:
-    """The images of a packed row, on the host."""
+    """A packed row's images, on the host."""
 
     grids: Int64s
     """[N, 3], one row per distinct image."""
     arrays: dict[str, npt.NDArray[Any]]
 
     def on_device(self, tensors: Mapping[str, Tensor]) -> RowImages:
-        """Returns the images on the device. `tensors` must include `arrays` on the device."""
+        """Returns the images on the device. `tensors` must contain the device copies of `arrays`."""
         pixels, rows, features, positions = (tensors[f"images/{name}"] for name in _NAMES)
         return RowImages(pixels, torch.from_numpy(self.grids), rows, features, positions)
 
 
 def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> Int64s:
-    """Returns the first placeholder's index in the sample for each image, [N]. `counts` [N]: placeholders per image.
+    """Returns where each image's placeholders start in the sample, [N]. `counts` [N]: placeholders per image.
 
     Raises `DataError` if the sample's placeholders do not match `counts`.
     """
@@ -63,15 +63,15 @@ def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> In
     if not runs or places[-1] >= prompt or any(run[-1] - run[0] + 1 != len(run) for run in runs):
         raise DataError(
             f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images need "
-            f"{counts.tolist()} tokens, so a different processor or different images were used; let the dataset expand "
-            "placeholders, and do not change the tokens of the prompt"
+            f"{counts.tolist()} tokens: another processor or other images were used; let the dataset expand the "
+            "placeholders, and do not change the prompt's tokens"
         )
     return places[ends - counts]
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The vision tower and the processor of a rank, both None without `--multimodal-keys`."""
+    """A rank's vision tower and image processor. Both are None without `--multimodal-keys`."""
 
     folder: ImageFolder
     processor: ImageProcessor | None = None
@@ -79,7 +79,7 @@ class Sight:
 
     @classmethod
     def of(cls, args: Args, hf_config: HfConfig, chunks: Sequence[PolicyModel], device: torch.device) -> Sight:
-        """Loads the tower of `--hf-checkpoint` into the model. Raises `CheckpointError` or `ConfigError`."""
+        """Loads the vision tower of `--hf-checkpoint` into the model. Raises `CheckpointError` or `ConfigError`."""
         folder = ImageFolder.of_run(args.run_dir)
         if args.multimodal_keys is None:
             return cls(folder)
@@ -100,7 +100,7 @@ class Sight:
         return self
 
     def row(self, samples: Sequence[TrainSample], row: PackedBatch, own: Int64s) -> RowPictures | None:
-        """Returns the images of a micro-batch, or None. `own` [T]: positions of tokens in their samples.
+        """Returns a micro-batch's images, or None if it has none. `own` [T]: each token's position in its sample.
 
         Raises `DataError` if a prompt's placeholders do not match its images.
         """
@@ -126,7 +126,7 @@ class Sight:
         return RowPictures(grids, {f"images/{name}": array for name, array in zip(_NAMES, arrays, strict=True)})
 
     def digests(self, dtype: torch.dtype, digest: Digest) -> dict[str, str]:
-        """Returns resident name -> digest of the tower's tensors in a single-rank engine; empty without a tower."""
+        """Returns the digests of the tower's tensors, by their names in a single-rank engine; {} without a tower."""
         return {} if self.tower is None else {name: digest(held) for name, held in self.tower.resident(dtype)}
 
     def close(self) -> None:

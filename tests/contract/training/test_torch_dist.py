@@ -186,7 +186,7 @@ def test_a_shard_that_is_damaged_or_hostile_is_named(
     mark, content = tmp_path / "mark", tmp_path / "content"
     torch.save({"x": _Hostile(mark)}, content)
     for name, instead, why in (
-        ("hostile", content.read_bytes(), "it names posix.system, which is neither a weight nor a sample"),
+        ("hostile", content.read_bytes(), "it references posix.system, which is not part of any weight or sample"),
         ("damaged", b"nothing", "output_layer.weight in "),
     ):
         folder = _copied(made["dense"].release, tmp_path / name)

@@ -176,7 +176,7 @@ def test_files_sealed_while_written_are_not_read_again(tmp_path: Path) -> None:
     verify(commit(parts, 1, {"rank_00000.safetensors": file.seal}))
     parts = begin(tmp_path, 2)
     (parts / "rank_00000.safetensors").write_bytes(b"weigh")
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors.*the written size"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors.*the wrong size"):
         commit(parts, 2, {"rank_00000.safetensors": file.seal})
 
 
