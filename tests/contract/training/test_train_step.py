@@ -138,7 +138,7 @@ def test_an_export_replaces_exports_and_nothing_else(
     assert _same(_weights(again), before)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("years")
-    with pytest.raises(CheckpointError, match=r"work.*not an export"):
+    with pytest.raises(CheckpointError, match=r"work.*not exported by slime"):
         again.save_hf(tmp_path / "work")
     assert [p.name for p in tmp_path.iterdir() if "work" in p.name] == ["work"]
     assert (tmp_path / "work" / "thesis.tex").read_text() == "years"

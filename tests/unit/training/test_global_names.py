@@ -53,5 +53,5 @@ def test_what_models_leave_is_data_parallel() -> None:
         sizes.dp(6)
     with pytest.raises(ConfigError, match="--expert-model-parallel-size 4"):
         sizes.dp(12)
-    with pytest.raises(ConfigError, match="needs pipeline stages"):
+    with pytest.raises(ConfigError, match="requires more than one pipeline stage"):
         ParallelSizes.of({"virtual_pipeline_model_parallel_size": 2})
