@@ -208,6 +208,10 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
             yield f"it has {_flag(name)} {_shown(has)}, but the run needs {_shown(value)}: start it with that"
     if wanted.trains:
         yield from kept_prefixes(facts.info, divided=wanted.labels)
+    if facts.is_open:
+        if not wanted.trains:
+            yield "a weight update of another run was interrupted, and this run syncs no weights; start it again"
+        return
     if facts.probe is None:
         yield f"it did not sample a few tokens: {facts.problem}"
         return

@@ -87,6 +87,8 @@ class ServerWatch:
 
 NUM_PROBED = 4
 """Number of tokens requested by the probe; enough for several stream events."""
+SESSION_OPEN = 409
+"""Status of `/continue_generation` while a weight update is open (`slime.compat.sglang_update_sessions`)."""
 NOT_YET = (0, 502, 503, 504)
 """Status codes while a server is starting, possibly from a proxy in front of it. 0 means no response."""
 KEYS = ("api_key", "admin_api_key")
@@ -124,6 +126,8 @@ class ServerFacts:
     """None if the server sampled nothing; `problem` says why."""
     problem: str = field(default="", compare=False)
     asks_for_key: bool = True
+    is_open: bool = False
+    """Whether a weight update was interrupted. The server samples nothing until an update succeeds."""
 
 
 def server_info(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
@@ -150,15 +154,22 @@ def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: flo
     """
     info = server_info(url, keys.use, timeout_s)
     model = _object("GET", url, "model_info", None, keys.use, timeout_s)
-    _answer("POST", url, "continue_generation", {}, keys.control, timeout_s)
+    is_open = _resume(url, keys, timeout_s) == SESSION_OPEN
     report = _object("POST", url, "weights_checker", {"action": "checksum"}, keys.control, digests_s)
     resident = frozenset(name for rank in report.get("ranks") or () for name in rank["checksums"])
     try:
-        probe, problem = _probed(url, keys.use, timeout_s, experts=experts), ""
+        probe, problem = None if is_open else _probed(url, keys.use, timeout_s, experts=experts), ""
     except EngineError as error:
         probe, problem = None, str(error)
     asks_for_key = request("GET", f"{url}/model_info", timeout_s=timeout_s)[0] in (401, 403)
-    return ServerFacts(url, info, model, resident, probe, problem, asks_for_key)
+    return ServerFacts(url, info, model, resident, probe, problem, asks_for_key, is_open)
+
+
+def _resume(url: str, keys: EngineKeys, timeout_s: float) -> int:
+    """Resumes a server that an earlier run paused. Returns the status: 200, or `SESSION_OPEN`."""
+    body: dict[str, Any] = {}
+    status, text = request("POST", f"{url}/continue_generation", body, timeout_s=timeout_s, api_key=keys.control)
+    return status if status == SESSION_OPEN else _require(status, text, "continue_generation")
 
 
 def _probed(url: str, api_key: str | None, timeout_s: float, *, experts: bool) -> Probe:
@@ -191,6 +202,12 @@ def _object(method: str, url: str, route: str, body: Any, api_key: str | None, t
 
 def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, timeout_s: float) -> str:
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
+    _require(status, text, route)
+    return text
+
+
+def _require(status: int, text: str, route: str) -> int:
+    """Returns a status of 200. Raises `NotAnswering` or `EngineError` for any other."""
     if status in (401, 403):
         raise EngineError(
             f"it rejects the run's key at /{route} ({status}); set SLIME_ENGINE_API_KEY and, if the server has an "
@@ -200,4 +217,4 @@ def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, t
         raise NotAnswering(f"it does not respond to /{route}: {text[:SAID]}")
     if status != 200:
         raise EngineError(f"it responded to /{route} with status {status}: {text[:SAID]}")
-    return text
+    return status

@@ -25,6 +25,7 @@ from slime.compat.sglang_cpu.patches import (
     masks_on_a_cpu,
     names_of_kernels,
     norms_of_all_heads,
+    pairs_without_pinned_memory,
 )
 from slime.compat.sglang_cpu.stand_ins import STAND_INS, StandInFinder
 from slime.core.errors import EngineError
@@ -58,7 +59,13 @@ def activate(device: str) -> list[PatchReport]:
     reports = [_stand_in(name) for name in STAND_INS]
     # The order matters: sglang reads the engine flag on first import, and `_cuda_synchronize` imports torch.
     reports += [_cpu_engine_flag(), _cuda_synchronize(), latents_in_every_pass(), masks_on_a_cpu()]
-    reports += [attention_of_a_batch(), experts_on_the_host(), norms_of_all_heads(), names_of_kernels()]
+    reports += [
+        attention_of_a_batch(),
+        experts_on_the_host(),
+        norms_of_all_heads(),
+        names_of_kernels(),
+        pairs_without_pinned_memory(),
+    ]
     for report in reports:
         if report.applied and not report.took_effect:
             raise EngineError(

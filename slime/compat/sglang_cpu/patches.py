@@ -175,6 +175,22 @@ def attention_of_a_batch() -> PatchReport:
     )
 
 
+def _send_indices_at_once(module: types.ModuleType) -> None:
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def pairs_without_pinned_memory() -> PatchReport:
+    """Makes prefill engines hand over keys and values on a CPU: SGLang copies the indices of their pages to pinned
+    memory and waits for an event of a GPU."""
+    return _patched(
+        "sglang.srt.disaggregation.mooncake.conn",
+        _send_indices_at_once,
+        name="prefill engines without pinned memory",
+        symptom="RuntimeError: pin_memory=True requires a CUDA or other accelerator backend, at the first request",
+        removal="_send_kv_chunk in disaggregation/prefill.py asks for pinned memory only on a GPU",
+    )
+
+
 def _take_the_cpu_form(module: types.ModuleType) -> None:
     norms = module.MiniMaxM2QKRMSNorm
     norms._forward_naive = norms._forward_cpu

@@ -36,6 +36,12 @@ class MultiTokenLayer(torch.nn.Module):
         self.transformer_layer = build_module(layer, config=config, layer_number=1, **extra)
         self.final_layernorm = RMSNorm(config, hidden, eps=eps)
 
+    @property
+    def mtp_model_layer(self) -> torch.nn.Module:
+        """`transformer_layer`, under the name that the schedule of Megatron-core 0.19 expects."""
+        layer: torch.nn.Module = self.transformer_layer
+        return layer
+
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedSequences) -> Tensor:
         """hidden [T_local, 1, H], next tokens' embeddings [T_local, 1, H] -> normed states [T_local, 1, H]."""
         both = [self.enorm(embedded), self.hnorm(hidden)]

@@ -37,7 +37,7 @@ def facts(tiny_qwen3: Path, wanted: Wanted) -> ServerFacts:
 def changed(facts: ServerFacts, **changes: Any) -> ServerFacts:
     """A server that differs in some settings, or in what it says of its model."""
     model = {name: changes.pop(name) for name in list(changes) if name in facts.model}
-    own = {name: changes.pop(name) for name in ("resident", "probe", "problem") if name in changes}
+    own = {name: changes.pop(name) for name in ("resident", "probe", "problem", "is_open") if name in changes}
     return dataclasses.replace(facts, info={**facts.info, **changes}, model={**facts.model, **model}, **own)
 
 
@@ -72,6 +72,14 @@ def test_the_same_model_and_settings_fit(facts: ServerFacts, wanted: Wanted) -> 
 def test_what_does_not_fit_is_said(facts: ServerFacts, wanted: Wanted, changes: dict[str, Any], said: str) -> None:
     (problem,) = misfits(changed(facts, **changes), wanted)
     assert said in problem
+
+
+def test_an_interrupted_update_is_left_to_the_next_weight_sync(facts: ServerFacts, wanted: Wanted) -> None:
+    """Law: such a server samples nothing for a probe, because its weights may be half new."""
+    found = changed(facts, probe=None, is_open=True)
+    assert misfits(found, wanted) == []
+    (problem,) = misfits(found, dataclasses.replace(wanted, trains=False))
+    assert "interrupted" in problem
 
 
 def test_tensors_of_another_model_are_named(facts: ServerFacts, wanted: Wanted) -> None:
