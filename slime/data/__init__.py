@@ -1,5 +1,5 @@
-"""Data: datasets, chat templates and loss masks, packing, and the split of a batch into steps, ranks and micro-batches.
+"""Datasets, chat templates, loss masks, packing, and the schedule that splits a batch over steps and ranks.
 
 `micro_batch_schedule`, `packing`, `shared_prefixes` and `context_split` are pure. `dataset`, `chat` and `sft_loss_mask`
-read files and call a tokenizer that the caller passes.
+read files and use the caller's tokenizer.
 """

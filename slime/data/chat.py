@@ -1,13 +1,13 @@
-"""Renders chats to text and ids, and prevents text of a dataset from becoming control tokens.
+"""Renders and tokenizes chats without letting text from a dataset inject control tokens.
 
-A user's text that contains `<|im_end|>` must not end the turn. But templates paste strings, and tokenizers find control
-tokens anywhere in a text. So before the template runs, each control string in a message is replaced by a harmless word,
-its stand-in. Afterwards the control string is encoded as ordinary ids (transformers issue 29279 asks for this
-upstream).
+A user message that contains `<|im_end|>` must not end the turn, but templates paste strings verbatim and tokenizers
+match control tokens anywhere. So each control string in a message is replaced by a harmless word, its stand-in, before
+the template runs. When the result is tokenized, the control string is spelled out in ordinary tokens (requested
+upstream in transformers issue 29279).
 
 Invariants
-1. A text without control strings is encoded exactly as `apply_chat_template(tokenize=True)` encodes it.
-2. The ids of an injected control string never contain a control id; decoding returns the original text.
+1. Text without control strings is tokenized exactly as by `apply_chat_template(tokenize=True)`.
+2. The ids of an injected control string contain no control id and decode to the original text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 
 
 class TemplateRefusal(DataError):
-    """The template raised an error on the messages."""
+    """The template raised an error for these messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Rendered:
     marked: str
     """The text with each injected control string replaced by its stand-in."""
     stand_ins: Mapping[str, str] = field(default_factory=dict)
-    """Stand-in -> the control string that the data contains."""
+    """Stand-in -> the control string in the data."""
 
     @property
     def text(self) -> str:
-        """The text with its control strings in place of the stand-ins."""
+        """The text with the original control strings restored."""
         out = self.marked
         for stand_in, control in self.stand_ins.items():
             out = out.replace(stand_in, control)
@@ -49,7 +49,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Disarmed:
-    """A conversation whose control strings are replaced by stand-ins, ready to be rendered with one template."""
+    """A conversation with stand-ins for its control strings, ready to be rendered."""
 
     chat: ChatRenderer
     messages: Sequence[Message]
@@ -58,16 +58,16 @@ class Disarmed:
     """See `Rendered`."""
 
     def render(self, length: int, *, add_prompt: bool) -> Rendered:
-        """Renders the first `length` messages. `add_prompt`: add a generation prompt. Raises `TemplateRefusal`."""
+        """Renders the first `length` messages, optionally with a generation prompt. Raises `TemplateRefusal`."""
         return self.rendered(self.chat.write(self.messages[:length], self.tools, add_prompt=add_prompt))
 
     def rendered(self, marked: str) -> Rendered:
-        """Combines `marked`, a text of this conversation, with its stand-ins."""
+        """Wraps `marked`, a text from this conversation, together with the stand-ins."""
         return Rendered(marked, self.stand_ins)
 
 
 class ChatRenderer:
-    """Renders and encodes conversations with one tokenizer and one set of template arguments."""
+    """Renders and tokenizes conversations with one tokenizer and one set of template arguments."""
 
     def __init__(
         self,
@@ -77,16 +77,15 @@ class ChatRenderer:
         end_ids: Collection[int] = (),
         allow_control_tokens: bool = False,
     ) -> None:
-        """`end_ids`: tokens at which engines stop, besides the tokenizer's own (`slime.rollout.factories.end_of_text`).
+        """`end_ids`: stop tokens of the engines beyond the tokenizer's EOS (`slime.rollout.factories.end_of_text`).
 
-        `allow_control_tokens`: control strings in the data become control ids. Raises `ConfigError` if the tokenizer
+        `allow_control_tokens`: encode control strings in the data as control ids. Raises `ConfigError` if the tokenizer
         has no chat template.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                "the tokenizer has no chat template, because the checkpoint has none (a base model?); set "
-                "--chat-template FILE, use the chat checkpoint, or write rendered prompts into the dataset and drop "
-                "--apply-chat-template"
+                "the checkpoint has no chat template (a base model?); use the chat checkpoint, set --chat-template "
+                "FILE, or store rendered prompts in the dataset and drop --apply-chat-template"
             )
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
@@ -94,15 +93,15 @@ class ChatRenderer:
         added = {str(token): token for token in by_id.values()}
         probe, turn = self._probe()
         self.ends: Mapping[str, int] = {str(by_id[i]): i for i in (*end_ids, tokenizer.eos_token_id) if i in by_id}
-        """Text -> id of each token that ends an answer. In some families this token opens the next turn."""
+        """Text -> id of each token that ends a response. In some families, it is the token that opens the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
-        """Tokens that the template writes around turns."""
+        """Tokens with which the template delimits turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
         self._framing = self.structural - (written - own - set(self.ends))
-        """Tokens that an assistant's text must not produce. Other tokens, such as `<think>`, are part of its turn."""
+        """Tokens that assistant text must not produce. Others, such as `<think>`, are legitimate parts of a turn."""
         self.control = self.structural | {t for t, token in added.items() if token.special}
-        """Tokens that text of a dataset must not produce. An assistant's text may produce those not in `_framing`."""
+        """Tokens that text from a dataset must not produce. Assistant text may produce those not in `_framing`."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens
 
@@ -113,11 +112,11 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
     ) -> Rendered:
-        """Renders messages to text. Raises `TemplateRefusal` with the template's error."""
+        """Renders messages. Raises `TemplateRefusal` with the template's error."""
         return self.disarm(messages, tools).render(len(messages), add_prompt=add_generation_prompt)
 
     def disarm(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Disarmed:
-        """Replaces control strings by stand-ins, so that the conversation can be rendered in parts."""
+        """Replaces control strings with stand-ins, once for all renderings of the conversation."""
         stand_ins = {} if self._allow else self._stand_ins(messages, tools)
         return Disarmed(
             self,
@@ -127,25 +126,25 @@ class ChatRenderer:
         )
 
     def write(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, add_prompt: bool) -> str:
-        """Runs the template on the messages unchanged. Raises `TemplateRefusal` with the template's error."""
+        """Runs the template on messages as they are. Raises `TemplateRefusal` with the template's error."""
         try:
             return self._apply(messages, tools=tools, add_generation_prompt=add_prompt)
-        except Exception as error:  # a template is a program by the checkpoint's author
-            raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a template is a program and can raise anything
+            raise TemplateRefusal(f"the chat template rejects the messages: {type(error).__name__}: {error}") from error
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Encodes a text. Raises `DataError` if an injected control string cannot be encoded without a control id."""
+        """Tokenizes a text. Raises `DataError` if an injected control string cannot be spelled without a control id."""
         ids: list[int] = []
         for _, text, control in self._parts(rendered):
             ids += self._encode_text(text) if control is None else self._spelled(control)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, including control tokens. Only for checks and messages."""
+        """Decodes ids, keeping control tokens. For checks and error messages only."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """Encodes like `encode`. Also returns, for each id, the position in `marked` at which its text starts."""
+        """Returns (ids as from `encode`, the offset in `marked` at which the text of each id starts)."""
         ids: list[int] = []
         starts: list[int] = []
         for at, text, control in self._parts(rendered):
@@ -160,15 +159,13 @@ class ChatRenderer:
         return ids, starts
 
     def disarmed(self, text: str, rendered: Rendered) -> str:
-        """Returns a text as it appears in `rendered.marked`, with stand-ins for control strings."""
+        """Replaces control strings in `text` with the stand-ins of `rendered`."""
         for stand_in, control in rendered.stand_ins.items():
             text = text.replace(control, stand_in)
         return text
 
     def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
-        """Yields each part as (position in `marked`, text, control string). The control string is None unless the text
-        is a stand-in.
-        """
+        """Yields (offset in `marked`, text, control string) for each segment; the last is None for ordinary text."""
         if not rendered.stand_ins:
             yield 0, rendered.marked, None
             return
@@ -180,7 +177,7 @@ class ChatRenderer:
     def _spelled(self, control: str) -> list[int]:
         spelled = self._encode_text(control[:1]) + self._encode_text(control[1:])
         if self.control_ids & set(spelled):
-            raise DataError(f"the text contains the control token {control!r}, which cannot be spelled out")
+            raise DataError(f"the text contains {control!r}, which this tokenizer can only encode as a control token")
         return spelled
 
     def _encode_text(self, text: str) -> list[int]:
@@ -193,7 +190,7 @@ class ChatRenderer:
         return text
 
     def _probe(self) -> tuple[str, str]:
-        """Renders a plain conversation. Returns its text, and the assistant's part of the text."""
+        """Renders a minimal conversation. Returns its text and the text of the assistant turn."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"},
@@ -203,14 +200,14 @@ class ChatRenderer:
             whole = self._apply(messages, tools=None, add_generation_prompt=False)
             prompt, plain = (self._apply(messages[:1], tools=None, add_generation_prompt=a) for a in (True, False))
             answered = self._apply(messages[:2], tools=None, add_generation_prompt=False)
-        except Exception:  # if the template refuses it, only tokens marked as special count
+        except Exception:  # the template rejects it: fall back to the tokens marked as special
             return "", ""
-        # If the generation prompt begins a thought (GLM-4.7), an answer without a thought does not continue the prompt.
+        # If the generation prompt opens a thought (GLM-4.7), a response without a thought does not continue it.
         begins = next((text for text in (prompt, plain) if answered.startswith(text)), answered)
         return whole, answered[len(begins) :]
 
     def _stand_ins(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> dict[str, str]:
-        """Maps each control string in the data to a word that does not occur in the data. Usually empty."""
+        """Maps each control string in the data to a word that does not occur there. Usually empty."""
         everything = "\n".join(_strings([messages, tools]))
         found = [c for c in self.control if c in everything]
         tag = "standin"

@@ -1,8 +1,8 @@
-"""The chat template and the tokenizer of a checkpoint, read from its files, for checks that must be fast.
+"""Reads a checkpoint's chat template and tokenizer from its files, without importing transformers.
 
-Importing transformers takes seconds. Here the template runs in the same sandbox with the same functions
-(`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers` counts tokens. Information that
-is missing from the files is None, never a guess.
+Importing transformers takes seconds, which is too slow for startup checks. Here, the template runs in the same Jinja
+sandbox with the same functions (`transformers.utils.chat_template_utils`; a test compares the two), and `tokenizers`
+counts tokens. Anything that the files do not say is None, never a guess.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "tekken.json", "*.tiktoken")
-"""A folder with a tokenizer has at least one of these files."""
+"""A folder with a tokenizer contains at least one of these files."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTemplate:
-    """A checkpoint's tokenizer and chat template, as its files describe them."""
+    """What the files of a checkpoint say about its tokenizer and chat template."""
 
     folder: Path
     has_tokenizer: bool
     has_template: bool
-    """Whether there is a chat template, or a tokenizer that may provide one."""
+    """Whether there is a chat template, or a tokenizer that may come with one."""
     source: str | None
-    """The text of the template; None without one, or if there are several and none is the default."""
+    """The template's source; None without a template, or if there are several and none is named `default`."""
     special_tokens: Mapping[str, str]
-    """Name that a template may use, such as `bos_token` -> token."""
+    """Variable in the template, such as `bos_token` -> token."""
 
     @classmethod
     def of(cls, folder: Path) -> CheckpointTemplate:
-        """Reads a checkpoint's small files. Raises `DataError` if one is damaged."""
+        """Reads the JSON and template files of a checkpoint. Raises `DataError` if one is damaged."""
         config = _json(folder / "tokenizer_config.json")
         named = config.get("chat_template")
         if isinstance(named, list):
             named = next((t.get("template") for t in named if t.get("name") == "default"), "")
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.is_file() else named
-        # Mistral's own tokenizer writes turns without a template.
+        # Mistral's own tokenizer (tekken.json) renders chats without a template.
         brings_one = (folder / "tekken.json").is_file() or (folder / "additional_chat_templates").is_dir()
         tokens = {**_json(folder / "special_tokens_map.json"), **config}
         return cls(
@@ -61,7 +61,7 @@ class CheckpointTemplate:
         )
 
     def with_template(self, file: Path) -> CheckpointTemplate:
-        """Returns a copy with the user's template. Raises `DataError` if the file is not Jinja."""
+        """Returns a copy that uses the template in `file`. Raises `DataError` if it is not valid Jinja."""
         import jinja2
 
         try:
@@ -71,7 +71,7 @@ class CheckpointTemplate:
             raise DataError(f"--chat-template {file} is not UTF-8 ({error}); save it as UTF-8") from error
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
-                f"--chat-template {file} is not Jinja at line {error.lineno}: {error.message}; correct it"
+                f"--chat-template {file} is not valid Jinja (line {error.lineno}: {error.message}); correct it"
             ) from error
         return dataclasses.replace(self, has_template=True, source=source)
 
@@ -85,7 +85,7 @@ class CheckpointTemplate:
     ) -> str | None:
         """Renders a conversation. Returns None if only the real tokenizer can render it.
 
-        Raises `DataError` with the template's error if the template refuses the messages.
+        Raises `DataError` with the template's error if the template rejects the messages.
         """
         import jinja2
 
@@ -99,8 +99,8 @@ class CheckpointTemplate:
         try:
             return str(template.render(messages=messages, tools=tools or None, documents=None, **given))
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
-        except Exception:  # the real tokenizer may define a function differently, so the text is unknown
+            raise DataError(f"the chat template rejects the messages: {type(error).__name__}: {error}") from error
+        except Exception:  # the template may work with the real tokenizer, so the result is unknown
             return None
 
     def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
@@ -117,12 +117,12 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); download the checkpoint again") from error
+        raise DataError(f"{path} is not valid JSON ({error}); download the checkpoint again") from error
     return found if isinstance(found, dict) else {}
 
 
 def _token(value: Any) -> str:
-    """Returns the text of a token, which the file stores as a string or as an object with the text."""
+    """Returns the text of a token, which files store as a string or an object with `content`."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 
@@ -132,7 +132,7 @@ def _tokenizer(path: Path) -> Any:
 
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # transformers may read a format that this version of tokenizers cannot read
+    except Exception:  # transformers can read formats that tokenizers alone cannot
         return None
 
 
@@ -144,7 +144,7 @@ def _compiled(source: str) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks the assistant's text and does not change it."""
+        """Ignores `{% generation %}` tags, which mark assistant text without changing it."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -172,9 +172,9 @@ def _compiled(source: str) -> Any:
 
 RANKS = "tiktoken.model"
 KEPT = "tokenizer_config.released.json"
-"""The file for the released configuration, which refers to Python code."""
+"""Backup of the released configuration, which refers to Python code."""
 NUM_RESERVED = 256
-"""The number of special ids that follow the ids in the file."""
+"""Number of special ids after those in the file."""
 _WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PATTERNS: Mapping[str, str] = {
@@ -191,24 +191,24 @@ PATTERNS: Mapping[str, str] = {
         )
     )
 }
-"""Class in `tokenizer_config.json` -> the pattern with which its code splits text."""
+"""Class name in `tokenizer_config.json` -> the regular expression with which its code splits text."""
 
 
 def write_fast(folder: Path) -> int:
-    """Writes `tokenizer.json`, and a `tokenizer_config.json` that refers to it, into a released folder whose tokenizer
-    is Python code over tiktoken's ranks (Kimi-K2). Returns the number of ids.
+    """Adds a fast tokenizer (`tokenizer.json` and a matching `tokenizer_config.json`) to a released checkpoint with a
+    tiktoken tokenizer in Python code (Kimi-K2). Returns the vocabulary size.
 
-    `tiktoken.model` contains the bytes and rank of each token, `tokenizer_config.json` names up to 256 tokens after
-    these, and `PATTERNS` has the pattern with which the code splits text. The ids equal those of tiktoken with that
-    pattern. Ids without a name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any
+    `tiktoken.model` has the bytes and rank of each token, `tokenizer_config.json` names up to 256 special tokens after
+    them, and `PATTERNS` has the regular expression with which the code splits text. The ids equal those of tiktoken.
+    Reserved ids without a name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any
     other folder.
     """
     config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).is_file() else {}
     pattern = PATTERNS.get(str(config.get("tokenizer_class")))
     if not is_code(folder) or pattern is None or not (folder / RANKS).is_file():
         raise ConfigError(
-            f"{folder} is not a released folder of Kimi-K2: its {CONFIG} must name the class {' or '.join(PATTERNS)} "
-            f"(it names {config.get('tokenizer_class')}) and refer to Python code, beside a {RANKS}; pass such a folder"
+            f"{folder} is not a released Kimi-K2 checkpoint: {CONFIG} must refer to Python code with the class "
+            f"{' or '.join(PATTERNS)} (got {config.get('tokenizer_class')}), next to a {RANKS}; pass such a folder"
         )
     tokenizer = fast_tokenizer(folder / RANKS, pattern, config.get("added_tokens_decoder") or {})
     own = {k: v for k, v in config.items() if k != "auto_map"} | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -219,9 +219,9 @@ def write_fast(folder: Path) -> int:
 
 
 def fast_tokenizer(ranks: Path, pattern: str, named: Mapping[str, Mapping[str, Any]]) -> Tokenizer:
-    """Builds the fast tokenizer. `named`: id -> its entry in `added_tokens_decoder`.
+    """Builds the fast tokenizer. `named` maps ids to their entries in `added_tokens_decoder`.
 
-    Raises `ConfigError` for ids outside the reserved range.
+    Raises `ConfigError` if an id is outside the reserved range.
     """
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -230,8 +230,8 @@ def fast_tokenizer(ranks: Path, pattern: str, named: Mapping[str, Mapping[str, A
     first = tokenizer.get_vocab_size()
     if outside := sorted(int(i) for i in named if not first <= int(i) < first + NUM_RESERVED):
         raise ConfigError(
-            f"added tokens have ids {outside[:8]}, outside the {NUM_RESERVED} ids reserved after the tokens of "
-            f"{ranks}; download the checkpoint again"
+            f"the added tokens {outside[:8]} are outside the {NUM_RESERVED} ids reserved after the tokens of {ranks}; "
+            "download the checkpoint again"
         )
     behind = []
     for number in range(first, first + NUM_RESERVED):

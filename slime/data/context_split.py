@@ -1,14 +1,14 @@
-"""Context parallelism: which tokens of a packed row each rank has, and which keys its queries see.
+"""Context parallelism: which tokens of a packed row each rank holds, and which keys its queries attend to.
 
-Every sequence is split into `2 * cp_size` equal chunks, and rank r has chunks r and `2 * cp_size - 1 - r` of each, so
-that causal attention costs every rank the same (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et
-al. 2024, section 3.3.2). Pure: uses neither devices nor process groups.
+Every sequence is split into `2 * cp_size` equal chunks, and rank r holds chunks r and `2 * cp_size - 1 - r`, so causal
+attention costs the same on every rank (the layout of Megatron's rotary code for packed rows; Llama 3, Dubey et al.
+2024, section 3.3.2). Pure: uses neither devices nor process groups.
 
 Invariants
 1. The positions of all ranks together are a permutation of the row.
-2. A rank's tokens keep the order of the sequences; the two chunks of a sequence are adjacent.
-3. A chunk that ends at `b` of its sequence sees exactly the keys `[0, b)`, and the causal mask is aligned with the
-   chunk's end. A sequence that continues shared tokens sees the shared tokens before its own tokens.
+2. Each rank keeps the sequences in row order, with the two chunks of a sequence adjacent.
+3. A chunk that ends at offset `b` of its sequence attends to exactly the keys `[0, b)`, with the causal mask aligned to
+   the end of the chunk. After a shared prefix, a sequence attends to the prefix, then to its own tokens.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ContextSplit:
-    """One rank's part of a row of T tokens and N sequences."""
+    """One rank's share of a row of T tokens and N sequences."""
 
     positions: Int64s
-    """[T / cp] row positions of this rank's tokens, in the rank's order."""
+    """[T / cp] row positions of this rank's tokens, in local order."""
     local_index: Int64s
-    """[T] each token's index among this rank's tokens, or -1 for tokens of other ranks."""
+    """[T] local index of each token, or -1 for tokens of other ranks."""
     key_rows: Int64s
-    """[K] the keys that each chunk sees, chunk by chunk, as indices into the concatenation of all ranks' tokens."""
+    """[K] keys of each local chunk, chunk by chunk, as indices into the gathered tokens of all ranks."""
     order: Int64s
-    """[T] row positions of all ranks' tokens, rank by rank."""
+    """[T] row positions of the gathered tokens, rank by rank."""
     place: Int64s
-    """[T] each token's index in the concatenation of all ranks' tokens: the inverse of `order`."""
+    """[T] index of each row position in the gathered tokens: the inverse of `order`."""
     query_lengths: tuple[int, ...]
-    """[2 N] tokens of each local chunk."""
+    """[2 N] number of tokens of each local chunk."""
     key_lengths: tuple[int, ...]
-    """[2 N] keys that each local chunk sees; their sum is K."""
+    """[2 N] number of keys of each local chunk; they sum to K."""
 
 
 def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int) -> Int64s:
-    """Returns the row positions of rank `cp_rank`'s tokens, [T / cp]. `cu_seqlens` [N + 1] starts at 0 and ends at T.
+    """Returns the row positions [T / cp] of rank `cp_rank`. `cu_seqlens` [N + 1] starts at 0 and ends at T.
 
     Raises `DataError` if a sequence cannot be split into `2 * cp_size` chunks.
     """
@@ -59,9 +59,9 @@ def context_positions(cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_s
 def split_context(
     cu_seqlens: npt.NDArray[np.integer], *, cp_rank: int, cp_size: int, prefixes: Sequence[Int64s] | None = None
 ) -> ContextSplit:
-    """Returns rank `cp_rank`'s part of a row. Raises `DataError` like `context_positions`.
+    """Returns rank `cp_rank`'s share of a row. Raises `DataError` like `context_positions`.
 
-    `prefixes`: the row positions of the shared tokens before each sequence; None: nothing is shared.
+    `prefixes` are the row positions of the shared prefix of each sequence; None if nothing is shared.
     """
     by_rank = [context_positions(cu_seqlens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
     order = np.concatenate(by_rank)

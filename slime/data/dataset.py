@@ -1,11 +1,11 @@
-"""A dataset of prompts: read once, checked completely, kept in memory.
+"""The prompt dataset: every row is read and validated at startup, then kept in memory.
 
-Every row of the file is served, too long, or quarantined with file, line and reason. Too many bad rows raise an error,
-because then the file or a key is probably wrong.
+A malformed row is quarantined with its file, line and reason; a prompt over the length limit is dropped. Too many
+malformed rows raise an error, because the file or a column name is probably wrong.
 
 Invariants
 1. rows read == len(dataset) + len(dataset.quarantined) + dataset.num_too_long.
-2. Rows keep the order of the file; the fingerprint covers everything that a sample is made from.
+2. Rows stay in file order. The fingerprint covers every field that goes into a sample.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024
 NUM_NAMED = 5
-"""Maximum number of bad rows in a message; `quarantined` has all of them."""
+"""Maximum number of bad rows listed in a message; `quarantined` has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A row that cannot be used, and why."""
+    """An unusable row and the reason."""
 
     file: str
     line: int
-    """Line of a text file or row of a parquet file, from 1."""
+    """1-based line of a text file, or row of a parquet file."""
     reason: str
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The names of the columns."""
+    """Column names."""
 
     prompt: str
     label: str | None
@@ -61,7 +61,7 @@ class _Keys:
 
 
 class PromptDataset:
-    """The usable rows by index, and the number of all other rows."""
+    """The usable rows, by index, plus counts of the rows left out."""
 
     def __init__(
         self,
@@ -72,27 +72,27 @@ class PromptDataset:
         num_too_long: int = 0,
         num_control_token_rows: int = 0,
     ) -> None:
-        """Raises `DataError` if no row is left."""
+        """Raises `DataError` if there are no usable rows."""
         digest = hashlib.sha256()
         self._rows: list[PromptRow] = []
         self._tokens: list[np.ndarray[Any, np.dtype[np.int32]] | None] = []
         for row in rows:
             parts = [row.prompt, row.label, row.metadata, *([row.images] if row.images else [])]
             digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
-            # four bytes per id instead of a Python object
+            # int32: four bytes per id instead of a Python object
             self._tokens.append(None if row.prompt_tokens is None else np.asarray(row.prompt_tokens, np.int32))
             self._rows.append(replace(row, prompt_tokens=None))
         self.quarantined = tuple(quarantined)
         self.num_too_long = num_too_long
-        """Rows beyond the prompt length limit."""
+        """Rows dropped for exceeding the prompt length limit."""
         self.num_control_token_rows = num_control_token_rows
-        """Served rows whose text contains control tokens, encoded as ordinary text."""
+        """Usable rows that contain control tokens, which are encoded as ordinary text."""
         self.fingerprint = Fingerprint(source=source, num_rows=len(self._rows), digest=digest.hexdigest())
         if not self._rows:
             named = f". First: {_named(self.quarantined)}" if self.quarantined else ""
             raise DataError(
-                f"{source} has no usable row: {len(self.quarantined)} are malformed and {num_too_long} too long; check "
-                f"the file, its slice and the prompt length limit{named}"
+                f"{source} has no usable rows: {len(self.quarantined)} are malformed and {num_too_long} too long; "
+                f"check the file, its slice and the prompt length limit{named}"
             )
 
     def __len__(self) -> int:
@@ -129,19 +129,19 @@ class PromptDataset:
         held_out: bool = False,
         images: ImageColumn | None = None,
     ) -> PromptDataset:
-        """Reads files (.jsonl, .jsonl.zst, .parquet; a folder or a pattern of them), or the data of a scheme, which has
-        its own column names. The path may end with a slice `@[a:b]`.
+        """Loads a .jsonl, .jsonl.zst or .parquet file, a folder or glob pattern of such files, or a data scheme, which
+        defines its own column names. The path may end with a slice, `@[a:b]`.
 
-        With `apply_chat_template` the prompt (messages, or a string as one user message) becomes text and ids; without
-        it a string is encoded unchanged, with no token added, and messages stay messages. `allow_control_tokens`:
-        control strings in the data become control tokens (only with the template). `held_out`: as in `read_rows`.
-        `images`: the column of a prompt's images; needs the template.
+        With `apply_chat_template`, the prompt (messages, or a string treated as one user message) is rendered and
+        tokenized. Otherwise a string is tokenized as it is, without special tokens, and messages stay messages.
+        `allow_control_tokens` (template only) turns control strings in the data into control tokens. `held_out` is
+        passed to `read_rows`. `images` is the image column and requires the template.
 
-        Raises `DataError` for an unreadable or empty file and for more malformed rows than `max_bad_fraction` (one is
-        always allowed, unless it is 0), `ConfigError` for a length limit or template without a tokenizer.
+        Raises `DataError` for an unreadable or empty file, or if more than `max_bad_fraction` of the rows are malformed
+        (one is always allowed, unless it is 0); `ConfigError` for a length limit or template without a tokenizer.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
-            raise ConfigError("a chat template and a prompt length limit need a tokenizer, but there is none; pass one")
+            raise ConfigError("a chat template or a prompt length limit requires a tokenizer; pass one")
         chat = None
         if apply_chat_template:
             kwargs = apply_chat_template_kwargs
@@ -169,7 +169,7 @@ class PromptDataset:
 
 
 _Parsed = tuple[PromptRow, Rendered | None, RawRow, RowImages]
-"""(row, its rendered prompt if the prompt is text, its raw row, its images)"""
+"""(row, rendered prompt or None for messages, raw row, images)"""
 NO_IMAGES = RowImages((), ())
 
 
@@ -207,7 +207,7 @@ class _Loader:
                 if self._images is not None and ids is not None:
                     ids = self._images.expanded(ids, seen)
                 if ids is not None and not ids:
-                    raise DataError("the prompt encodes to no token")
+                    raise DataError("the prompt encodes to zero tokens")
             except DataError as error:
                 self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))
                 continue
@@ -222,7 +222,7 @@ class _Loader:
         return replace(row, prompt=rendered.text), rendered
 
     def _encode(self, parsed: Sequence[_Parsed]) -> list[list[int] | DataError | None]:
-        """Returns the ids of each row: None without a tokenizer or text, an error if the text has no safe encoding."""
+        """Tokenizes each row. An entry is None without a tokenizer or text, an error if no safe encoding exists."""
         out: list[list[int] | DataError | None] = [None] * len(parsed)
         if self._tokenizer is None:
             return out
@@ -240,22 +240,22 @@ class _Loader:
         return out
 
     def report(self, source: str, max_bad_fraction: float) -> None:
-        """Logs refused rows. Raises `DataError` if no row was read, or too many were refused."""
+        """Logs quarantined rows. Raises `DataError` if there are no rows or too many are quarantined."""
         num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
         if num_read == 0:
-            raise DataError(f"{source} has no rows, because the file or its slice is empty; correct the path")
+            raise DataError(f"{source} has no rows: the file or its slice is empty; correct the path")
         named = _named(self.quarantined)
         limit = max(1.0, max_bad_fraction * num_read) if max_bad_fraction > 0 else 0.0
         if num_bad > limit:
             raise DataError(
-                f"{source} has {num_bad} malformed rows of {num_read}, but at most {max_bad_fraction:.0%} may be left "
-                f"out; correct the file or the key options. First: {named}"
+                f"{num_bad} of the {num_read} rows of {source} are malformed, but at most {max_bad_fraction:.0%} may "
+                f"be; correct the file or the --*-key flags. First: {named}"
             )
         if num_bad:
             logger.warning("%s: %d of %d rows quarantined. First: %s", source, num_bad, num_read, named)
         if self.num_control_token_rows:
             logger.warning(
-                "%s: %d rows contain control tokens in their text; they are encoded as ordinary text",
+                "%s: %d rows contain control tokens, which are encoded as ordinary text",
                 source,
                 self.num_control_token_rows,
             )
@@ -266,24 +266,24 @@ def _named(quarantined: Sequence[Quarantined]) -> str:
 
 
 def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
-    """Returns the rows within the limit, and the number of the other rows."""
+    """Returns the rows within the limit and the number of rows dropped."""
     if max_prompt_tokens is None:
         return rows, 0
     if any(row.prompt_tokens is None for row in rows):
         raise ConfigError(
-            "the prompts are messages, whose length is unknown until a template renders them, so a prompt length limit "
-            "cannot be applied; add --apply-chat-template or drop the limit"
+            "a prompt length limit cannot be applied to messages, because their length is unknown until a template "
+            "renders them; add --apply-chat-template or drop the limit"
         )
     kept = [row for row in rows if len(row.prompt_tokens or ()) <= max_prompt_tokens]
     if len(kept) < len(rows):
         logger.warning(
-            "left out %d of %d prompts with more than %d tokens", len(rows) - len(kept), len(rows), max_prompt_tokens
+            "dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), max_prompt_tokens
         )
     return kept, len(rows) - len(kept)
 
 
 def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
-    """Parses one row of the file. Raises `DataError` if it is malformed."""
+    """Parses one row. Raises `DataError` if it is malformed."""
     if keys.prompt not in value:
         raise DataError(f"there is no column {keys.prompt!r}; the row has {sorted(map(str, value))}")
     if keys.label is not None and keys.label not in value:
@@ -292,32 +292,32 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     tools = _decoded(value, keys.tools, list)
     if tools:
         if not all(isinstance(tool, dict) for tool in tools):
-            raise DataError(f"{keys.tools!r} has an entry that is not an object; write each tool as one")
+            raise DataError(f"every tool in {keys.tools!r} must be a JSON object")
         if metadata.get("tools", tools) != tools:
-            raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one of the lists")
+            raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one list")
         metadata["tools"] = tools
     label = value[keys.label] if keys.label is not None else None
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
-            json.dumps(part, sort_keys=True)  # the fingerprint needs JSON, but parquet can contain bytes and dates
+            json.dumps(part, sort_keys=True)  # the fingerprint hashes JSON, but parquet can contain bytes and dates
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{name} is not JSON: {error}") from error
+            raise DataError(f"{name} is not JSON-serializable: {error}") from error
     return PromptRow(prompt, None, label, metadata, source)
 
 
 def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
-    """Returns a copy of the column as `kind`, decoded if the file stores it as JSON text; empty if absent or null."""
+    """Returns a copy of the column as `kind`, parsed if it is JSON text; empty if the column is absent or null."""
     found = value.get(key) if key is not None else None
     if isinstance(found, str):
         try:
             found = json.loads(found)
         except ValueError as error:
-            raise DataError(f"{key!r} is text, but not JSON: {error}") from error
+            raise DataError(f"{key!r} is a string but not valid JSON: {error}") from error
     if found is None:
         return kind()
     if not isinstance(found, kind):
-        raise DataError(f"{key!r} is a {type(found).__name__}, but must be a {kind.__name__}")
+        raise DataError(f"{key!r} must be a {kind.__name__}, got {type(found).__name__}")
     return kind(found)
 
 
@@ -325,14 +325,14 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{key!r} is {repr(prompt)[:80]}; it must be text or messages, and not empty")
+        raise DataError(f"{key!r} must be a non-empty string or list of messages, got {repr(prompt)[:80]}")
     messages = []
     for i, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {i} of {key!r} is {repr(message)[:80]}; it must be an object with a role")
+            raise DataError(f"message {i} of {key!r} must be an object with a role, got {repr(message)[:80]}")
         if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
-            raise DataError(f"message {i} of {key!r} is {repr(message)[:80]}; it must have content (text or parts)")
-        # Parquet fills every message with every column, but templates check whether a key exists.
+            raise DataError(f"message {i} of {key!r} needs content (text or parts), got {repr(message)[:80]}")
+        # Parquet adds every key to every message, as null; templates check whether a key exists.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
 
@@ -340,14 +340,14 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
 def load_prompts(
     args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
 ) -> PromptDataset | None:
-    """Returns the training prompts of `--prompt-data`, if set. Raises like `PromptDataset.load`."""
+    """Loads the training prompts; None without `--prompt-data`. Raises like `PromptDataset.load`."""
     if args.prompt_data is None:
         return None
     return _load(args.prompt_data, args, tokenizer, max_prompt_tokens, images)
 
 
 def load_held_out(config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> PromptDataset:
-    """Returns the prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
+    """Loads the prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
     return _load(config.path, config, tokenizer, config.max_prompt_len, images, held_out=True)
 
 
@@ -378,7 +378,7 @@ def _load(
 def read_row(
     raw: RawRow, *, input_key: str, label_key: str | None, metadata_key: str | None, tool_key: str | None
 ) -> PromptRow:
-    """Reads one row as `PromptDataset.load` does, without rendering or encoding it. Raises `DataError`."""
+    """Parses one row like `PromptDataset.load`, but does not render or tokenize it. Raises `DataError`."""
     if raw.value is None:
         raise DataError(raw.error or "unreadable")
     return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key), f"row {raw.line}")

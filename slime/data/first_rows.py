@@ -1,13 +1,13 @@
-"""Checks the first rows of a data set before any process starts: at least one of them must be usable.
+"""Checks, before any process starts, that at least one of the first rows of a dataset is usable.
 
-Some mistakes affect the whole file and show in its first rows: a wrong column or format, a template that refuses the
-messages, or a limit that every prompt exceeds. Reading the first rows takes a fraction of a second. Without this check
-the run would fail only after it has started engines and trainers. `dataset` handles single bad rows. Steps that a
-user's class or function replaces (the source of prompts, the rendering of messages, grading) are not checked.
+Some mistakes break every row: a wrong column or format, a template that rejects the messages, or a limit that every
+prompt exceeds. Reading the first rows takes a fraction of a second; without this check, the run would fail only after
+engines and trainers have started. Individual bad rows are left to `dataset`. Steps replaced by a user's class or
+function (loading prompts, rendering messages, grading) are not checked.
 
 Invariants
-1. A usable data set is never refused: it passes as soon as one of its first `MOST_ROWS` rows is usable, and a row that
-   only the real tokenizer can judge counts as usable.
+1. A usable dataset is never rejected: one usable row among the first `MOST_ROWS` is enough, and a row that only the
+   real tokenizer can judge counts as usable.
 2. At most `MOST_ROWS` rows are read.
 """
 
@@ -39,46 +39,46 @@ from slime.settings.groups.reward import GRADERS
 from slime.settings.rules import engine_context, own_lengths
 
 MOST_ROWS = 5000
-"""The most rows to read before the data set is refused."""
+"""The dataset is rejected if none of this many rows is usable."""
 CHUNK = 64
-"""Rows per call of the tokenizer, if their prompts may be too long."""
+"""Rows per tokenizer call, when prompt lengths must be checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCheck:
-    """A data set to check, and the requirements for a usable row."""
+    """A dataset to check, and what makes a row usable."""
 
     name: str
-    """The data set's name in messages: `prompt_data`, `evaluation data NAME`."""
+    """The name shown in messages: `prompt_data` or `evaluation data NAME`."""
     path: str
-    """The value of `--prompt-data`, or of evaluation data."""
+    """The value of `--prompt-data`, or the path of the evaluation dataset."""
     input_key: str
     label_key: str | None
     metadata_key: str | None
     tool_key: str | None
     template: bool
-    """Whether the prompt is rendered when the data is read."""
+    """Whether prompts are rendered when the data is loaded."""
     template_kwargs: Mapping[str, Any]
     conversations: bool = False
-    """Whether rows are conversations for fine-tuning, which are rendered later."""
+    """Whether rows are fine-tuning conversations, which are rendered later."""
     takes_messages: bool = False
-    """Whether messages may stay messages, because the user's function renders them."""
+    """Whether unrendered messages are allowed, because a user's function renders them."""
     grader: str | None = None
-    """The grader's name, if the grader needs a label."""
+    """Name of the grader, if it needs a label."""
     row_limit: str = ""
-    """Name and value of the setting that limits prompts; empty without a limit."""
+    """Name and value of the setting that limits the prompt length; empty without a limit."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are dropped, or refused by engines."""
+    """Longer prompts are dropped, or rejected by engines."""
     limit: str = ""
-    """The reason for `max_prompt_tokens`, for messages."""
+    """Where `max_prompt_tokens` comes from, for messages."""
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """Returns why a checkpoint cannot render messages; None if it can. `because`: the setting that needs it."""
+    """Returns why a checkpoint cannot render messages, or None. `because` names the setting that requires it."""
     if not checkpoint.has_tokenizer:
         return (
-            f"--hf-checkpoint {checkpoint.folder} has no tokenizer (tokenizer.json); download all files of the "
-            "checkpoint, not only its weights"
+            f"--hf-checkpoint {checkpoint.folder} has no tokenizer (tokenizer.json); download the whole checkpoint, "
+            "not only its weights"
         )
     if checkpoint.has_template:
         return None
@@ -89,7 +89,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(check: DataCheck, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Returns why no row of the data set is usable; None if one is. `checkpoint`: the source of the template."""
+    """Returns why no row is usable, or None if one is. `checkpoint` provides the template."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0
@@ -118,7 +118,7 @@ def check_rows(check: DataCheck, checkpoint: CheckpointTemplate | None) -> str |
 
 
 _Form = tuple[str | None, Spelling | None]
-"""(why the template cannot be used for fine-tuning, its spelling); None where there is no problem or it is unknown."""
+"""(why the template cannot be used for fine-tuning, its spelling); None means no problem, or unknown."""
 
 
 def _form(check: DataCheck, checkpoint: CheckpointTemplate | None) -> _Form:
@@ -134,7 +134,7 @@ def _form(check: DataCheck, checkpoint: CheckpointTemplate | None) -> _Form:
 def _text(
     check: DataCheck, checkpoint: CheckpointTemplate | None, raw: RawRow, form: Callable[[], _Form]
 ) -> str | None:
-    """Returns the row's prompt as engines would get it; None if unknown. Raises `DataError` for an unusable row."""
+    """Returns the prompt text that engines would receive; None if unknown. Raises `DataError` for an unusable row."""
     row = _row(check, raw)
     if not isinstance(row.prompt, str) and (problem := messages_problem(check)):
         raise DataError(f"{check.input_key!r} contains messages, {problem}")
@@ -143,7 +143,7 @@ def _text(
         return None
     if check.grader is not None and row.label is None and "rm_type" not in row.metadata:
         raise DataError(
-            f"the row has no label (--label-key is {check.label_key}), but the grader {check.grader} needs one; set "
+            f"the grader {check.grader} needs a label, but the row has none (--label-key {check.label_key}); set "
             f"--label-key to one of {_columns(raw)}"
         )
     if not check.template:
@@ -155,7 +155,7 @@ def _text(
 
 
 def messages_problem(check: DataCheck) -> str | None:
-    """Returns why messages cannot be prompts, as a clause that begins with "but"; None if they can."""
+    """Returns why prompts cannot be messages, as a clause starting with "but"; None if they can."""
     if check.template:
         return None
     if not check.conversations and not check.takes_messages:
@@ -192,9 +192,8 @@ def _check_conversation(
     if check.template or messages is None:
         got = "rendered prompts (--apply-chat-template)" if check.template else f"text in {check.input_key!r}"
         raise DataError(
-            f"fine-tuning learns from messages and renders them itself, but the row has {got}; leave out "
-            "--apply-chat-template, and set --input-key to a column with lists of messages, or --label-key to the "
-            "column of answers"
+            f"fine-tuning renders the messages itself, but the row has {got}; drop --apply-chat-template, and set "
+            "--input-key to a column of message lists, or --label-key to the column of answers"
         )
     numbers = trained_turns(messages)
     problem, spelling = form()
@@ -215,7 +214,7 @@ def _check_conversation(
 def _shortest_too_long(
     check: DataCheck, checkpoint: CheckpointTemplate | None, texts: list[tuple[int, str]], num_rows: int
 ) -> str | None:
-    """Counts the tokens of usable rows, shortest texts first, until one fits. Returns a message if all are too long."""
+    """Tokenizes the texts, shortest first, until one fits. Returns an error message if all are too long."""
     least: int | None = None
     shortest_first = [text for _, text in sorted(texts)]
     for start in range(0, len(texts), CHUNK):
@@ -225,13 +224,13 @@ def _shortest_too_long(
         least = min(counts) if least is None else min(least, *counts)
     which = "all" if num_rows < MOST_ROWS else f"the first {num_rows}"
     return (
-        f"{check.name} {check.path}: {which} prompts are too long; the shortest has {least} tokens, more than "
-        f"{check.max_prompt_tokens} ({check.limit}); raise that limit or shorten the prompts"
+        f"{check.name} {check.path}: {which} prompts are too long: the shortest has {least} tokens, but at most "
+        f"{check.max_prompt_tokens} are allowed ({check.limit}); raise that limit or shorten the prompts"
     )
 
 
 def _unreadable(check: DataCheck, error: ConfigError | DataError) -> str:
-    """Returns the message for a file that cannot be read, with a command that converts it."""
+    """Returns the error message for an unreadable file; for a CSV file, it includes a conversion command."""
     path, _ = split_slice(check.path)
     if path.suffix == ".csv":
         try:
@@ -244,22 +243,22 @@ def _unreadable(check: DataCheck, error: ConfigError | DataError) -> str:
         unknown = f"{check.name} {path} is CSV, but slime reads .jsonl, .jsonl.zst and .parquet"
         return f'{unknown}; convert it with python -c "{command}"{each}'
     if path.suffix == ".json":
-        jsonl = f"write one JSON object on each line of a file {path.stem}.jsonl"
+        jsonl = f"write {path.stem}.jsonl with one JSON object per line"
         return f"{check.name} {path} is a .json file, but slime reads JSON lines; {jsonl}"
     return f"{check.name}: {error}"
 
 
 def checkpoint_of(hf_checkpoint: str, chat_template: str | None = None) -> CheckpointTemplate:
-    """Returns the template of a local folder, or of the file `chat_template`. Raises `DataError`."""
+    """Reads the checkpoint's template, overridden by the file `chat_template` if set. Raises `DataError`."""
     found = CheckpointTemplate.of(Path(hf_checkpoint))
     return found if chat_template is None else found.with_template(Path(chat_template))
 
 
-# ---- the data sets of a run -------------------------------------------------------------------------------------
+# ---- the datasets of a run ---------------------------------------------------------------------------------------
 
 
 def data_problems(args: Args) -> list[str]:
-    """Returns a message for each data set that has no usable row."""
+    """Returns an error message for each dataset without a usable row."""
     checks = [_prompts(args)] if args.data_source == "prompt_data" and args.prompt_data is not None else []
     checks += [_held_out(args, one) for one in eval_datasets(args)]
     return list(dict.fromkeys(_problems(args, checks)))
@@ -281,7 +280,7 @@ def _problems(args: Args, checks: list[DataCheck]) -> Iterator[str]:
 
 
 def _made_rows(check: DataCheck) -> str | None:
-    """Returns why a scheme's rows cannot be used; None if they can. Makes no rows."""
+    """Returns why a scheme's rows cannot be used, or None. Generates no rows."""
     found = scheme_of(check.path)
     if found is None or not found[0].makes_messages(found[1]):
         return None
@@ -344,19 +343,19 @@ def _row_limit(limit: int | None, setting: str) -> str:
 
 
 def _needs_label(rm_type: str | None) -> str | None:
-    """Returns the grader's name, if the grader needs a label."""
+    """Returns the name of the grader if it needs a label, else None."""
     try:
         return rm_type if rm_type and load_object(GRADERS).get(rm_type).needs_label else None
-    except ConfigError:  # a settings rule reports it
+    except ConfigError:  # an unknown grader is reported by a settings rule
         return None
 
 
 def _engine_limit(args: Args, max_context_len: int | None, max_response_len: int) -> tuple[int | None, str]:
-    """Returns the longest prompt that an engine accepts, and the reason for the limit."""
+    """Returns the maximum prompt length that an engine accepts, and the reason for it."""
     context = engine_context(args)
-    if context is None or max_context_len is not None:  # answers are shortened to fit
+    if context is None or max_context_len is not None:  # responses are truncated to fit
         return (None if context is None else context - 1), "the model's context"
-    return context - max_response_len, f"the model's context of {context} less a response of {max_response_len}"
+    return context - max_response_len, f"the model's context of {context} minus a response of {max_response_len}"
 
 
 def _least(limits: list[tuple[int | None, str]]) -> tuple[int | None, str]:

@@ -1,12 +1,12 @@
-"""Images of a data set's rows: read from their column, put into messages, counted, and stored in the run's folder.
+"""Reads the images of dataset rows, inserts them into messages, counts their tokens and stores them in the run folder.
 
-An image is bytes (or {"bytes", "path"}, as in parquet files of Hugging Face datasets), base64 in a data URI, or a path
-relative to the data's folder. Nothing is downloaded.
+An image is bytes (or {"bytes", "path"}, as in Hugging Face parquet files), a base64 data URI, or a path relative to the
+folder of the data file. Nothing is downloaded.
 
 Invariants
-1. An image is decoded once, here: storage, engines and trainer get the same RGB pixels.
-2. A prompt has one placeholder per image, which is repeated for each id that the image takes. Any other text that
-   looks like a placeholder is ordinary text (`slime.data.chat`).
+1. Each image is decoded once, here, so storage, engines and trainer see the same RGB pixels.
+2. A prompt has one placeholder per image, which is expanded to one id per image token. Any other text that looks like a
+   placeholder is encoded as ordinary text (`slime.data.chat`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slime.core.errors import DataError
 from slime.core.files import ImageFolder
 
 MARK = "<image>"
-"""Marks the place of the next image in a prompt."""
+"""Stands for the next image in a prompt."""
 
 
 class Counts(Protocol):
-    """The methods of a model's image processor that are used here."""
+    """The part of a model's image processor that this module uses."""
 
     @property
     def token_id(self) -> int: ...
@@ -39,19 +39,19 @@ class Counts(Protocol):
 class RowImages:
     digests: tuple[str, ...]
     num_tokens: tuple[int, ...]
-    """[N] placeholder ids of each image."""
+    """[N] number of placeholder ids of each image."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageColumn:
-    """Reads the images of a data set."""
+    """Reads the image column of a dataset."""
 
     column: str
     processor: Counts
     store: ImageFolder
 
     def read(self, value: Mapping[str, Any], folder: Path) -> RowImages:
-        """Reads and stores the images of a row. `folder`: the folder of the row's file. Raises `DataError`."""
+        """Reads and stores the images of a row. Paths are relative to `folder`. Raises `DataError`."""
         if self.column not in value:
             raise DataError(f"there is no column {self.column!r}; the row has {sorted(map(str, value))}")
         found = value[self.column]
@@ -67,34 +67,34 @@ class ImageColumn:
         return RowImages(tuple(digests), tuple(counts))
 
     def expanded(self, ids: Sequence[int], images: RowImages) -> list[int]:
-        """Repeats each placeholder in the ids of a prompt as often as the engine does.
+        """Repeats each placeholder id of a prompt once per image token, like the engine.
 
-        Raises `DataError` if the prompt does not have one placeholder per image.
+        Raises `DataError` if the prompt does not have exactly one placeholder per image.
         """
         found = sum(token == self.processor.token_id for token in ids)
         if found != len(images.digests):
             raise DataError(
                 f"the rendered prompt has {found} placeholders for {len(images.digests)} images; use a chat template "
-                "that writes one for each image"
+                "that writes one per image"
             )
         counts = iter(images.num_tokens)
         return [t for token in ids for t in ([token] * next(counts) if token == self.processor.token_id else [token])]
 
 
 def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Returns messages with a content part for each `<image>`. Raises `DataError` if the counts differ."""
+    """Replaces each `<image>` by a content part. Raises `DataError` if there are not `num_images` of them."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))
     if found != num_images:
         raise DataError(
-            f"the prompt has places for {found} images ({MARK}, or parts of type image), but its row has {num_images}"
+            f"the prompt refers to {found} images ({MARK} or parts of type image), but its row has {num_images}"
         )
     return messages
 
 
 def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
-    """Converts an image to (RGB pixels as PNG, (width, height)). Raises `DataError` if PIL cannot read it."""
+    """Returns (RGB image as PNG, (width, height)). Raises `DataError` if PIL cannot read the image."""
     from PIL import Image
 
     try:
@@ -105,9 +105,9 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
                 return content, size
             out = io.BytesIO()
             image.convert("RGB").save(out, "PNG", compress_level=1)
-    except Exception as error:  # decoders may raise anything on a damaged file
+    except Exception as error:  # a decoder can raise anything on a damaged file
         raise DataError(
-            f"PIL cannot read the {len(content)} bytes as an image ({type(error).__name__}: {error})"
+            f"PIL cannot read these {len(content)} bytes as an image ({type(error).__name__}: {error})"
         ) from error
     return out.getvalue(), size
 
@@ -118,14 +118,14 @@ def _bytes_of(image: Any, folder: Path) -> bytes:
     if isinstance(image, bytes):
         return image
     if not isinstance(image, str):
-        raise DataError(f"it is a {type(image).__name__}; store bytes, a data URI or a path")
+        raise DataError(f"expected bytes, a data URI or a path, got {type(image).__name__}")
     if image.startswith("data:"):
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"its data URI is not base64: {error}") from error
+            raise DataError(f"the data URI is not valid base64: {error}") from error
     if re.match(r"[a-z]+://", image) and not image.startswith("file://"):
-        raise DataError(f"{image[:80]} is a URL, and slime downloads nothing; download it, and store its path")
+        raise DataError(f"{image[:80]} is a URL, but slime downloads no images; download it and store its path")
     try:
         return (folder / image.removeprefix("file://")).read_bytes()
     except OSError as error:

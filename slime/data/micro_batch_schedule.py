@@ -1,26 +1,26 @@
-"""The schedule: which data-parallel rank trains which samples, in which micro-batch of which optimizer step.
+"""The schedule: assigns every sample to an optimizer step, a data-parallel rank and a micro-batch.
 
 Pure and deterministic: every rank computes the same schedule from the complete batch.
 
 Invariants
-1. Every sample position occurs exactly once in the whole schedule. Nothing is dropped, repeated or padded.
-2. A step has `global_batch_size` executions; with `num_steps`, the sizes of steps differ by at most one execution. All
-   samples of an execution (fan-out siblings) are in one step.
-3. Within a step every rank has the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch is
-   empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with zero mask.
-4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless it is a single
-   longer sample. Balancing by cost respects this limit, because memory depends on tokens.
-5. Without `balance` and shared prefixes a rank sees its samples in batch order.
-6. With `balance` each rank runs its micro-batches from the most to the least expensive, and those that run at the same
-   time have similar costs: no micro-batch costs less than one that any rank runs later.
+1. Every sample position occurs exactly once in the schedule. Nothing is dropped, repeated or padded.
+2. A step has `global_batch_size` executions; with `num_steps`, step sizes differ by at most one execution. All samples
+   of an execution (fan-out siblings) are in the same step.
+3. Within a step, all ranks have the same number of micro-batches, a multiple of `micro_batch_multiple`. A micro-batch
+   is empty (`()`) only if the step has fewer samples than slots; the trainer runs it as a dummy with a zero mask.
+4. A micro-batch has at most `micro_batch_size` samples, or at most `max_tokens_per_gpu` tokens unless a single sample
+   is longer. Cost balancing respects the token limit, because memory depends on tokens.
+5. Without `balance` and shared prefixes, each rank sees its samples in batch order.
+6. With `balance`, each rank runs its most expensive micro-batches first, and micro-batches that run concurrently have
+   similar costs: none costs less than one that any rank runs later.
 
 Samples that share a prefix (`slime.data.shared_prefixes`) form a bundle, which counts shared tokens once and goes into
-one micro-batch. A bundle is split if there are too few micro-batches for a multiple, or, when samples are counted, at
-the end of a full micro-batch.
+one micro-batch. A bundle is split only to reach the required number of micro-batches or, with `micro_batch_size`, when
+a micro-batch is full.
 
-Apart from bundles, groups are not kept together: a step boundary may separate the executions of one prompt. Advantages
-come from the whole batch, so only the step's own denominators depend on the boundary, and steps of even size matter
-more. Groups of equal size are not split if their number is divisible by the number of steps.
+Beyond bundles, groups are not kept together: a step boundary can separate the executions of a prompt. Advantages are
+computed from the whole batch, so only a step's loss denominators depend on the boundary, and even step sizes matter
+more. Groups of equal size are never split if the number of steps divides the number of groups.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from slime.core.errors import ConfigError, DataError
 from slime.data.shared_prefixes import MOST_READ, Prefixes
 
 MicroBatch = tuple[int, ...]
-"""Positions in the batch of the samples of one forward pass."""
+"""Batch positions of the samples in one forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
-    """[dp_rank][micro_batch] -> sample positions. Each rank has the same number of micro-batches; some may be empty."""
+    """[dp_rank][micro_batch] -> sample positions. All ranks have equally many micro-batches; some may be empty."""
     num_executions: int
-    """Executions of the step over all ranks: the denominator of the default loss aggregation."""
+    """Executions of the step across all ranks: the denominator of the default loss aggregation."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -52,7 +52,7 @@ class StepSchedule:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """All sample positions, ascending."""
+        """All sample positions, in ascending order."""
         return tuple(sorted(p for rank in self.micro_batches for mb in rank for p in mb))
 
 
@@ -85,22 +85,21 @@ def build_schedule(
 ) -> Schedule:
     """Splits a batch of S samples into optimizer steps, ranks and micro-batches.
 
-    `num_tokens_S`: length in tokens of each sample. `execution_S`: execution id of each sample; siblings share one.
+    `num_tokens_S`: length of each sample in tokens. `execution_S`: execution id of each sample, shared by siblings.
 
-    The batch is split into steps of `global_batch_size` executions, or into `num_steps` steps of nearly equal size
-    (fewer steps if there are fewer executions). A micro-batch has `micro_batch_size` samples (default 1), or
-    `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks. `micro_batch_multiple`: the number of
-    stages of an interleaved pipeline.
+    A step has `global_batch_size` executions, or the batch is split into `num_steps` steps of nearly equal size (fewer
+    if there are fewer executions). A micro-batch has up to `micro_batch_size` samples (default 1), or up to
+    `max_tokens_per_gpu` tokens on each of `cp_size` context-parallel ranks. With an interleaved pipeline,
+    `micro_batch_multiple` is the number of stages.
 
     `balance` evens out the micro-batches (longest processing time first; Graham 1969) and the ranks (Karmarkar-Karp
-    with equal counts; Michiels et al. 2003, "balanced largest differencing") by `cost_S`, the cost of each sample in
-    any unit, such as `FlopsModel.forward`; without it, by tokens.
+    with equal counts; Michiels et al. 2003, "balanced largest differencing"). The cost of each sample is `cost_S`, in
+    any unit, such as from `FlopsModel.forward`; the default is its number of tokens.
 
-    `prefixes`: the shared prefixes of the samples, if sharing is on. `prefix_cost`: the cost of a number of shared
-    tokens, in the unit of `cost_S`.
+    `prefixes`: the shared prefixes, if sharing is on. `prefix_cost`: the cost of n shared tokens, in units of `cost_S`.
 
-    A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if the executions do not
-    divide into whole steps (samples would have to be dropped) or a size is impossible, `DataError` on malformed input.
+    A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if a size is invalid or the
+    executions do not divide into whole steps (samples would be dropped), `DataError` on malformed input.
     """
     sizes = {
         "dp_size": dp_size,
@@ -134,22 +133,22 @@ def _check(
 ) -> None:
     if not len(num_tokens_S) == len(execution_S) == len(costs):
         raise DataError(
-            f"there are {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; pass one "
-            "of each per sample"
+            f"got {len(num_tokens_S)} lengths, {len(execution_S)} execution ids and {len(costs)} costs; pass one of "
+            "each per sample"
         )
     if len(num_tokens_S) == 0:
-        raise DataError("the batch has no samples, so there is nothing to train; check what the rollout filtered")
+        raise DataError("the batch has no samples to train on; check what the rollout filtered")
     if min(num_tokens_S) < 1:
         raise DataError(f"a sample has {min(num_tokens_S)} tokens; each needs at least one")
     if not all(0 < c < math.inf for c in costs):
-        raise DataError("a sample's cost is not a positive finite number; correct cost_S")
+        raise DataError("the cost of a sample is not positive and finite; correct cost_S")
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{name} must be at least 1, got {value}")
     if sizes["micro_batch_size"] is not None and sizes["max_tokens_per_gpu"] is not None:
         raise ConfigError("micro_batch_size and max_tokens_per_gpu both set the size of a micro-batch; set only one")
     if (sizes["global_batch_size"] is None) == (sizes["num_steps"] is None):
-        raise ConfigError("global_batch_size or num_steps sets the size of a step; set exactly one of them")
+        raise ConfigError("set exactly one of global_batch_size and num_steps, which determine the size of a step")
 
 
 def _split_into_steps(executions: list[int], global_batch_size: int | None, num_steps: int | None) -> list[list[int]]:
@@ -163,30 +162,30 @@ def _split_into_steps(executions: list[int], global_batch_size: int | None, num_
     if total > global_batch_size and total % global_batch_size:
         raise ConfigError(
             f"the {total} executions of a rollout do not divide into steps of --global-batch-size {global_batch_size}: "
-            f"{total % global_batch_size} would be left over, and no sample is dropped; make rollout_batch_size * "
-            "n_samples_per_prompt divisible by global_batch_size, or set --use-dynamic-global-batch-size, which "
-            "trains any number in even steps"
+            f"{total % global_batch_size} would be left over, but no samples are dropped; make rollout_batch_size * "
+            "n_samples_per_prompt a multiple of global_batch_size, or set --use-dynamic-global-batch-size to split any "
+            "number evenly"
         )
     return [executions[i : i + global_batch_size] for i in range(0, total, global_batch_size)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """Samples that stay in one micro-batch: one, or several with a common prefix."""
+    """A single sample, or several with a common prefix that stay in one micro-batch."""
 
     positions: tuple[int, ...] = ()
     tokens: int = 0
-    """Tokens of all samples; each shared token counts once."""
+    """Total number of tokens, counting shared tokens once."""
     read: int = 0
-    """Keys that a rank reads for all samples."""
+    """Total number of keys that a rank reads."""
     cost: float = 0.0
     room: int = 0
-    """How much of a micro-batch the bundle fills, in the unit of `cap`."""
+    """Share of a micro-batch that the bundle takes up, in units of `cap`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundling:
-    """Makes bundles that fit into a micro-batch of `cap` tokens, or of `cap` samples if `tokens_S` is None."""
+    """Builds bundles that fit into a micro-batch of `cap` tokens, or `cap` samples if `tokens_S` is None."""
 
     cap: int
     cp_size: int
@@ -196,7 +195,7 @@ class _Bundling:
     prefix_cost: Callable[[int], float]
 
     def of(self, positions: Sequence[int]) -> list[_Bundle]:
-        """Adds each sample to the bundle of its group that has room and shares the longest prefix with it."""
+        """Adds each sample to the bundle of its group with the longest common prefix, among those with room."""
         bundles: list[_Bundle] = []
         of_group: dict[int, list[int]] = {}
         for position in positions:
@@ -231,14 +230,14 @@ class _Bundling:
             return _Bundle(positions, cost=cost, room=len(positions))
         own = self.tokens_S[position] - shared
         tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
-        # `MOST_READ` limits the keys of a rank, and `cap` the tokens of all ranks. The limit that is closer decides.
+        # `MOST_READ` limits the keys of one rank, `cap` the tokens of all ranks. The tighter limit applies.
         most = math.ceil(read * self.cp_size / MOST_READ)
         room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
         return _Bundle(positions, tokens, read, cost, room)
 
     def _keys(self, own: int, shared: int) -> int:
-        """Returns a rank's keys for a sample with `own` tokens after `shared` ones. A context-parallel rank has two
-        chunks (first and last, second and second to last, ...), and each chunk sees all tokens before its end.
+        """Returns the keys that a rank reads for a sample with `own` tokens after `shared` ones. A context-parallel
+        rank has two chunks (first and last, second and second to last, ...); each reads all tokens up to its end.
         """
         return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 
@@ -248,11 +247,11 @@ _Bin = list[_Bundle]
 
 
 def _first_fit(bundles: Sequence[_Bundle], cap: int) -> list[_Bin]:
-    """Puts each bundle, in order, into the first bin with room."""
+    """Places each bundle, in order, into the first bin with room."""
     bins: list[_Bin] = []
     loads: list[int] = []
     smallest = min(b.room for b in bundles)
-    open_bins: list[int] = []  # excludes full bins: linear time for equal samples
+    open_bins: list[int] = []  # skipping full bins makes this linear for samples of equal size
     for bundle in bundles:
         chosen = next((i for i in open_bins if loads[i] + bundle.room <= cap), len(bins))
         if chosen == len(bins):
@@ -272,7 +271,7 @@ def _bins_of(positions: Sequence[int], bundling: _Bundling) -> list[_Bin]:
 
 
 def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
-    """Fills as few bins as possible by number of samples, in order, so a bundle may continue in the next bin."""
+    """Fills each bin with `cap` samples, in order. A bundle that does not fit continues in the next bin."""
     bins: list[_Bin] = []
     room = 0
     for bundle in bundles:
@@ -288,8 +287,8 @@ def _filled(bundles: Sequence[_Bundle], bundling: _Bundling) -> list[_Bin]:
 
 
 def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_Bin]:
-    """Splits the most expensive bins until their number is divisible: first bins with several bundles, then bundles.
-    Adds empty bins only if nothing can be split.
+    """Splits the most expensive bins until their number is a multiple of `multiple`: first bins with several bundles,
+    then single bundles. Adds empty bins only if nothing can be split.
     """
     bins = [list(b) for b in bins]
     while len(bins) % multiple:
@@ -306,9 +305,9 @@ def _to_multiple(bins: list[_Bin], bundling: _Bundling, multiple: int) -> list[_
 
 
 def _evened(bins: list[_Bin], cap: int) -> list[_Bin]:
-    """Rearranges the bundles by cost: the most expensive first, each into the cheapest bin with room.
+    """Redistributes the bundles, most expensive first, each into the cheapest bin with room.
 
-    Returns `bins` unchanged if a bundle finds no room, or if the most expensive bin would cost more.
+    Returns `bins` unchanged if a bundle does not fit or if the most expensive bin would get more expensive.
     """
     out: list[_Bin] = [[] for _ in bins]
     loads = [0] * len(bins)
@@ -338,7 +337,7 @@ def _costs_of(bins: Sequence[_Bin]) -> list[float]:
 
 
 def _even_split(costs: Sequence[float]) -> int:
-    """Returns the index at which to split at least two costs so that the more expensive side costs least."""
+    """Returns the index at which to split two or more costs to minimize the cost of the more expensive side."""
     total, left, best, best_cost = sum(costs), 0.0, 1, sum(costs)
     for at, one in enumerate(costs[:-1], start=1):
         left += one
@@ -349,22 +348,22 @@ def _even_split(costs: Sequence[float]) -> int:
 
 
 def _assign(bins: list[_Bin], dp_size: int, balance: bool) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Distributes the bins (a multiple of `dp_size`) to the ranks, the same number to each."""
+    """Assigns the same number of bins to each rank. The number of bins is a multiple of `dp_size`."""
     micro_batches = [tuple(sorted(p for one in b for p in one.positions)) for b in bins]
     if not balance:
         return tuple(tuple(micro_batches[rank::dp_size]) for rank in range(dp_size))
     weights = _costs_of(bins)
     shares = _balanced_differencing(weights, dp_size)
-    # Most expensive first on every rank: expert parallelism waits for the slowest rank in each micro-batch.
+    # Most expensive first on every rank, because expert parallelism waits for the slowest rank in each micro-batch.
     ordered = [sorted(share, key=lambda i: (-weights[i], i)) for share in shares]
     return tuple(tuple(micro_batches[i] for i in share) for share in ordered)
 
 
 def _balanced_differencing(weights: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Splits items into `num_shares` lists of equal length and nearly equal weight; returns item indices.
+    """Partitions item indices into `num_shares` lists of equal length and nearly equal weight.
 
-    Starts from tuples of `num_shares` items of neighbouring weight, then merges the two tuples of largest spread, heavy
-    side with light side, until one tuple is left.
+    Sorts the items by weight, groups them into tuples of `num_shares`, and repeatedly merges the two tuples with the
+    largest spread, heaviest share with lightest, until one tuple is left.
     """
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []

@@ -1,18 +1,18 @@
-"""Packing: sequences of unequal length laid end to end in one row, with the indices to take the row apart again.
+"""Packs variable-length sequences end to end into one row, with the indices needed to unpack it.
 
-A token at index `t` of a sequence is *predicted* at index `t - 1`: every per-token quantity of the loss (mask, rollout
-log-prob, advantage) belongs to the predicting position, at which the model outputs it.
+The model predicts the token at index `t` of a sequence at index `t - 1`. So every per-token quantity of the loss (mask,
+rollout log-prob, advantage) belongs to the predicting position.
 
-Samples may share a prefix (`slime.data.shared_prefixes`). Then a sequence of the row has only the tokens that a
-sample does not share with an earlier sample.
+If samples share a prefix (`slime.data.shared_prefixes`), a sequence contains only the tokens that its sample does not
+share with an earlier one.
 
 Invariants
-1. Sequences are contiguous and in the given order; `cu_seqlens` starts at 0 and ends at T.
-2. A position id is a token's index in its sample, so it restarts in every sequence: at 0, or after the shared tokens.
-3. Padding of the row is a trailing sequence; padding of a sequence (`pad_each_to`) follows its end. Neither predicts a
-   response token, and no real token sees padding, because attention is causal.
-4. `response_positions` has duplicates only for tokens that samples share; without duplicates, scattering and then
-   gathering is the identity.
+1. Sequences are contiguous and in input order; `cu_seqlens` starts at 0 and ends at T.
+2. A position id is a token's index in its sample. It restarts in every sequence, at 0 or after the shared tokens.
+3. Row padding is a sequence at the end of the row; sequence padding (`pad_each_to`) is at the end of the sequence.
+   Neither predicts a response token, and attention is causal, so no real token sees padding.
+4. `response_positions` has duplicates only for shared tokens. Without duplicates, a scatter followed by a gather is the
+   identity.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from slime.data.shared_prefixes import NOTHING, Shared
 
 Int64s = npt.NDArray[np.int64]
 PAD_TOKEN = 0
-"""Filler id; never trained or attended to, so any id works."""
+"""Padding id. Any id works, because padding is neither trained nor attended to."""
 _NONE = np.zeros(0, np.int64)
 _ID_BITS = 32
-"""The number of bits for the token id in a combined (position, token) number."""
+"""Number of low bits that hold the token id in a packed (position, token) integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,19 @@ class PackedBatch:
     tokens: Int64s
     """[T]"""
     position_ids: Int64s
-    """[T] index within its sample."""
+    """[T] index of each token in its sample."""
     cu_seqlens: npt.NDArray[np.int32]
-    """[N + 1], or [N + 2] if the last sequence is padding: the start of each sequence, then T. A sequence includes its
-    padding.
-    """
+    """[N + 1], or [N + 2] if the last sequence is padding: start of each sequence, then T. Lengths include padding."""
     max_seqlen: int
-    """Tokens of the longest sequence, padding included."""
+    """Length of the longest sequence, including padding."""
     target_tokens: Int64s
     """[R_total] response tokens, sample by sample."""
     response_positions: Int64s
-    """[R_total] the position that predicts each response token."""
+    """[R_total] row position that predicts each response token."""
     token_rows: tuple[Int64s, ...]
-    """N arrays [T_s]: the position in the row of each token of a sample."""
+    """N arrays [T_s]: row position of each token of a sample."""
     num_shared: tuple[int, ...]
-    """[N] tokens that each sample shares with an earlier one; its own sequence does not contain them."""
+    """[N] number of tokens that each sample shares with an earlier one. They are not in its own sequence."""
 
     @property
     def prefixes(self) -> tuple[Int64s, ...] | None:
@@ -68,11 +66,10 @@ class PackedBatch:
         return *own, *[_NONE] * (len(self.cu_seqlens) - 1 - len(own))
 
     def log_prob_requests(self) -> tuple[Int64s, Int64s, Int64s | None]:
-        """Returns the log-probs to compute, each once: (positions [U], tokens [U], answers [R_total] or None).
+        """Returns the log-probs to compute, without duplicates: (positions [U], tokens [U], answers [R_total] or None).
 
-        Entry i requests the log-prob of `tokens[i]` at `positions[i]`. `answers` is the index of the entry for each
-        response token; None: one entry per response token, in order. Samples that share a response token share its
-        entry.
+        Entry i is the log-prob of `tokens[i]` at `positions[i]`. `answers` maps each response token to its entry, and
+        a shared response token has only one; None means one entry per response token, in order.
         """
         if not any(self.num_shared):
             return self.response_positions, self.target_tokens, None
@@ -88,11 +85,11 @@ def pack(
     pad_each_to: int = 1,
     shared: Sequence[Shared] | None = None,
 ) -> PackedBatch:
-    """Lays samples end to end. Pads each to a multiple of `pad_each_to` tokens, the row to one of `pad_to_multiple`.
+    """Packs samples into a row. Pads each sample to a multiple of `pad_each_to`, and the row to `pad_to_multiple`.
 
-    With context parallelism, `pad_each_to` is twice the context-parallel size. With sequence parallelism, a rank's part
-    of the row must be divisible by the tensor-parallel size. `shared`: the tokens that each sample shares with an
-    earlier one; None: nothing is shared. Without samples the row is a dummy: one padding sequence and N = 0. Raises
+    With context parallelism, `pad_each_to` is twice the context-parallel size. With sequence parallelism, each rank's
+    share of the row must be divisible by the tensor-parallel size. `shared` is the prefix that each sample shares with
+    an earlier one; None shares nothing. Without samples, the row is a dummy: one padding sequence and N = 0. Raises
     `DataError` for a sample without tokens, or without a token before its response.
     """
     if pad_to_multiple < 1 or pad_each_to < 1:
@@ -136,6 +133,6 @@ def _check_sample(sample: TrainSample) -> None:
         raise DataError(f"sample {sample.index} has no tokens; a sequence needs at least one")
     if sample.response_length >= sample.num_tokens:
         raise DataError(
-            f"sample {sample.index} has {sample.response_length} response tokens of {sample.num_tokens}, but the first "
-            "response token is predicted from the token before it; give every sample a prompt"
+            f"sample {sample.index} has {sample.response_length} response tokens out of {sample.num_tokens} tokens, so "
+            "nothing predicts the first one; give every sample a prompt"
         )

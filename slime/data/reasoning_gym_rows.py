@@ -1,8 +1,8 @@
-"""The child process that makes rows of a reasoning-gym task: a JSON request on stdin, rows as JSON lines on stdout.
+"""Child process that generates the rows of a reasoning-gym task: reads a JSON request from stdin, writes JSON lines.
 
-The request has `task`, `size`, `seed`, `split`, `system` and `settings`. The response is `{"row": ...}` for each row,
-or `{"error": message}`. The parent (`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, because some tasks
-order words by hash.
+The request has the keys `task`, `size`, `seed`, `split`, `system` and `settings`. The response is one `{"row": ...}`
+per row, or `{"error": message}`. The parent (`slime.data.schemes.reasoning_gym`) fixes `PYTHONHASHSEED`, because some
+tasks order words by hash.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from slime.core.text import nearest
 HELD_OUT_OF = 4
 """One in this many questions is held out."""
 MOST_ROUNDS = 7
-"""The number of drawn entries is doubled at most this many times before a task counts as too small."""
+"""Maximum number of attempts to find enough entries. Each draws twice as many as the one before."""
 
 
 def is_held_out(question: str) -> bool:
-    """Returns whether a question is held out, which depends only on its text."""
+    """Returns whether a question is held out. Depends only on its text."""
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % HELD_OUT_OF == 0
 
 
 def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the requested rows. Raises `ConfigError` for an unknown task or setting, and if rows cannot be made."""
-    _import_when_used("cellpylib")  # it imports matplotlib, which doubles the start-up time for a single task
+    """Generates the requested rows. Raises `ConfigError` for an unknown task or setting, or if generation fails."""
+    _import_when_used("cellpylib")  # only one task needs it, but it imports matplotlib and doubles the start-up time
     from reasoning_gym.factory import DATASETS, create_dataset
 
     name, size, split = request["task"], int(request["size"]), request["split"]
@@ -56,18 +56,18 @@ def rows(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                     found.append(entry)
                 if len(found) == size:
                     return (_row(name, settings, one, system) for one in found)
-        except Exception as error:  # tasks use assertions as checks, and their generators raise anything
+        except Exception as error:  # tasks check settings with assertions, and their generators can raise anything
             said = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the task refuses these settings ({said}); correct them") from error
+            raise ConfigError(f"the task rejects these settings ({said}); correct them") from error
         num_drawn *= 2
     raise ConfigError(
-        f"only {len(found)} of {num_drawn // 2} drawn entries are in the split {split}; lower size, change the task's "
+        f"only {len(found)} of {num_drawn // 2} generated entries are in split {split}; lower size, change the task's "
         "settings, or set split=all if no other data of this task is held out"
     )
 
 
 def _import_when_used(name: str) -> None:
-    """Delays the import of the module until its first use."""
+    """Defers the import of a module until its first use."""
     spec = importlib.util.find_spec(name)
     if name in sys.modules or spec is None or spec.loader is None:
         return
@@ -77,20 +77,20 @@ def _import_when_used(name: str) -> None:
 
 
 def _settings(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts settings to tuples where the task's defaults are tuples. Raises `ConfigError` for an unknown setting."""
+    """Converts lists to tuples where the task's default is a tuple. Raises `ConfigError` for an unknown setting."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ("size", "seed")}
     out = {}
     for name, value in given.items():
         if name not in fields:
             near = nearest(name, fields)
             hint = f"did you mean {near}? " if near else ""
-            raise ConfigError(f"the task has no setting {name!r}; {hint}it has {', '.join(fields)}")
+            raise ConfigError(f"the task has no setting {name!r}; {hint}use one of {', '.join(fields)}")
         out[name] = tuple(value) if isinstance(value, list) and isinstance(fields[name].default, tuple) else value
     return out
 
 
 def _system(name: str | None) -> str | None:
-    """Returns the text of a system prompt. Raises `ConfigError` for an unknown name."""
+    """Returns the text of the named system prompt. Raises `ConfigError` for an unknown name."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name is not None and name not in SYSTEM_PROMPTS:
@@ -110,7 +110,7 @@ def _row(name: str, settings: Mapping[str, Any], entry: Mapping[str, Any], syste
 
 
 def main() -> None:
-    """Answers one request."""
+    """Serves one request."""
     out, request = sys.stdout, json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()):  # some tasks print to stdout
         try:

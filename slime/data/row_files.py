@@ -1,7 +1,7 @@
-"""Raw rows of a data set: from jsonl (plain or .zst) and parquet files, or made by a scheme; with `@[a:b]` slices.
+"""Reads the raw rows of a dataset from jsonl (plain or .zst) or parquet files, or a scheme. Supports slices, `@[a:b]`.
 
 Invariants
-1. A slice counts the rows of all its files (non-blank lines), usable or not; negative indices count from the end.
+1. A slice counts all rows (non-blank lines) across all files, usable or not. Negative indices count from the end.
 2. Every selected row is yielded exactly once, as a value or as an error.
 """
 
@@ -20,21 +20,21 @@ from slime.settings.data_files import count_file_rows, files_of, open_lines, sch
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row: its value, or the reason why it could not be read."""
+    """One row: its value, or why it could not be read."""
 
     file: str
-    """Name of the file or of the scheme's data."""
+    """Name of the file, or the scheme with its arguments."""
     line: int
-    """Line of a text file, row of a parquet file or of a scheme, from 1."""
+    """1-based line of a text file, or row of a parquet file or scheme."""
     value: dict[str, Any] | None
     error: str | None = None
 
 
 def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
-    """Yields the rows of a data set (`slime.settings.data_files`), or of its slice, in order.
+    """Yields the rows of a dataset or slice (`slime.settings.data_files`), in order.
 
-    `held_out`: the rows are not for training; only schemes use this. Raises `ConfigError` for an unknown name or kind
-    of file, `DataError` for a broken file.
+    `held_out`: the rows are not for training (only schemes use this). Raises `ConfigError` for an unknown name or file
+    type, `DataError` for a damaged file.
     """
     name, rows = split_spec(spec)
     found = scheme_of(spec)
@@ -48,14 +48,14 @@ def read_rows(spec: str, *, held_out: bool = False) -> Iterator[RawRow]:
 
 
 def _read_files(files: list[Path], rows: slice) -> Iterator[RawRow]:
-    """Yields each file's part of a slice over all files."""
+    """Yields the rows of a slice that counts rows across all files."""
     if len(files) == 1 or rows == slice(None):
         for path in files:
             yield from _read_file(path, rows)
         return
     try:
         sizes = [count_file_rows(path) for path in files]
-    except Exception as error:  # zstandard and pyarrow have their own errors
+    except Exception as error:  # zstandard and pyarrow raise their own exception types
         raise DataError(f"{files[0].parent} cannot be read: {type(error).__name__}: {error}") from error
     start, stop, _ = rows.indices(sum(sizes))
     for path, size in zip(files, sizes, strict=True):
@@ -76,27 +76,27 @@ def _read_file(path: Path, rows: slice) -> Iterator[RawRow]:
 def _read_jsonl(path: Path, rows: slice) -> Iterator[RawRow]:
     lines = ((n, text) for n, text in enumerate(open_lines(path), start=1) if text.strip())
     from_the_start = all(bound is None or bound >= 0 for bound in (rows.start, rows.stop))
-    try:  # a slice from the start does not read the whole file
+    try:  # without negative indices, only the file up to the end of the slice is read
         for n, text in itertools.islice(lines, rows.start, rows.stop) if from_the_start else list(lines)[rows]:
             yield _parse_line(path.name, n, text)
-    except Exception as error:  # zstandard has its own errors
+    except Exception as error:  # zstandard raises its own exception types
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _parse_line(file: str, line: int, text: bytes) -> RawRow:
     try:
         value = json.loads(text.decode("utf-8-sig" if line == 1 else "utf-8"), parse_constant=_refuse_constant)
-        if b"\\u" in text:  # rejects half a surrogate pair, which no tokenizer can encode
+        if b"\\u" in text:  # reject lone surrogates, which no tokenizer can encode
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         return RawRow(file, line, None, f"not valid JSON: {error}")
     if not isinstance(value, dict):
-        return RawRow(file, line, None, f"the row is a JSON {type(value).__name__}; it must be an object")
+        return RawRow(file, line, None, f"the row must be a JSON object, got {type(value).__name__}")
     return RawRow(file, line, value)
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not allowed in JSON")
 
 
 def _read_parquet(path: Path, rows: slice) -> Iterator[RawRow]:

@@ -1,17 +1,16 @@
-"""Supervised fine-tuning: turns a conversation into samples in which each turn follows the prompt that the model gets.
+"""Supervised fine-tuning: converts a conversation into samples with the same prompts as at inference.
 
-The prompt of a turn is the conversation before the turn plus the generation prompt, as the template renders both at
-that point. The turn is the text that the template writes after its prompt, up to the first token at which an engine
-stops. In some families (GLM) that token opens the next turn. As long as a template only appends, all turns of a
-conversation are one sample. If the template rewrites history (Qwen3 drops earlier thoughts), the turn gets its own
-sample, with the history as the model would see it. All samples of a row share the row's execution, so together they
-count as one row (`slime.algorithms.aggregation`).
+The prompt of a turn is what the template renders for the preceding messages plus the generation prompt. The turn is the
+text that the template writes after that, up to the first stop token of the engine, which in some families (GLM) is the
+token that opens the next turn. If the template only appends, all turns of a conversation go into one sample. If it
+rewrites history (Qwen3 drops earlier thoughts), the turn gets its own sample, with the history as the model would see
+it. All samples of a row share one execution, so they count as one row in the loss (`slime.algorithms.aggregation`).
 
 Invariants
-1. The ids before a trained position are exactly those after which the model would sample it: the prompt of the turn,
-   and the turn so far.
-2. Each trained turn of a row is trained once. The turn contains everything in its message that the template writes
-   (`slime.data.template_spelling`). An engine stops at the last id of a turn, and at no other.
+1. The ids before a trained token are exactly the context in which the model would sample it: the prompt of the turn and
+   the turn so far.
+2. Each trained turn of a row is trained once and contains everything that the template writes of its message
+   (`slime.data.template_spelling`). Its last id is a stop token of the engine, and no other id is.
 3. The response of a sample starts and ends with a trained id.
 """
 
@@ -41,17 +40,17 @@ from slime.data.template_spelling import (
 
 Message = Mapping[str, Any]
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
-"""A thought, or the end of one, at the beginning of a turn."""
+"""A thought, or the rest of one, at the start of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class SftTokens:
-    """One training sample of T ids. The response is its last R ids and starts with the first trained id."""
+    """One training sample of T ids. The last R ids are the response, which starts at the first trained id."""
 
     tokens: tuple[int, ...]
     """[T] ids up to the last trained one."""
     loss_mask: tuple[int, ...]
-    """[R] 1 if the token is trained, 0 between trained turns."""
+    """[R] 1 for trained tokens, 0 between trained turns."""
 
     @property
     def response_length(self) -> int:
@@ -68,17 +67,17 @@ class SftRow:
 @dataclass(frozen=True, slots=True)
 class _Turn:
     prompt: str
-    """In the form of `Rendered.marked`, like `text`."""
+    """Contains stand-ins, like `text` (see `Rendered.marked`)."""
     text: str
     """Includes the end token."""
     is_thoughtless: bool
-    """Whether the template leaves out the message's thought."""
+    """Whether the template omits the message's thought."""
 
 
 def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[Any] | None:
-    """Returns a row's messages: its prompt, or a text prompt as the user's and a text label as the assistant's message.
+    """Returns the messages of a row: its prompt, or a user message (text prompt) and an assistant message (text label).
 
-    None for any other row, and for a text that a chat template has already rendered (`rendered`).
+    Returns None for any other row, and for a text prompt that is already `rendered`.
     """
     if isinstance(prompt, str) and isinstance(label, str) and prompt and label and not rendered:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": label}]
@@ -86,26 +85,26 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Returns the indices of the messages to train. Assistant messages at the start are context: they answer nothing.
+    """Returns the indices of the messages to train. Leading assistant messages answer nothing, so they are context.
 
-    Raises `DataError` if there is no message to train.
+    Raises `DataError` if there are none.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
     if not found:
         raise DataError(
-            f"none of {len(messages)} messages can be trained: an assistant message must follow a message of a "
-            "different role and have no mask of 0; add one, or leave this row out"
+            f"none of the {len(messages)} messages can be trained; add an assistant message that follows a message of "
+            "another role and has no mask of 0, or remove this row"
         )
     return found
 
 
 def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[Any] | None = None) -> SftRow:
-    """Converts a conversation to ids and masks. Trains every assistant message whose mask (`MASK_KEYS`) is absent or 1.
+    """Converts a conversation to ids and masks. Trains every assistant message without a mask of 0 (`MASK_KEYS`).
 
-    A turn ends at a token of `chat.ends`. Raises `DataError` if no message is trained, or if the template refuses the
-    messages, leaves out part of a message, or writes no generation prompt, no end after a trained turn, or a turn that
-    does not follow its prompt.
+    A turn ends at a token of `chat.ends`. Raises `DataError` if no message can be trained, or if the template rejects
+    the messages, omits part of a message, writes no generation prompt, writes no end after a trained turn, or writes a
+    turn that does not continue its prompt.
     """
     trained = set(trained_turns(messages))
     if problem := _generation_prompt_problem(chat):
@@ -127,13 +126,12 @@ class _Conversation:
         self._messages = self._talk.messages
 
     def turn(self, number: int) -> _Turn:
-        """Returns the prompt and the turn of a message, as the model would read and write them. Raises `DataError`."""
+        """Renders the prompt and the turn of a message, as the model would see and write them. Raises `DataError`."""
         prompt = self._write(self._messages[:number], add_prompt=True)
         body = self._body(self._messages[: number + 1], prompt)
         if body is None:
-            # Some templates write a message differently after earlier ones: gpt-oss drops thoughts before an answer,
-            # and DeepSeek-V3 omits the header of a second call. So the message is rendered again, alone after a
-            # question.
+            # Some templates render a message differently in context: gpt-oss drops thoughts before an answer, and
+            # DeepSeek-V3 omits the header of a second call. So render the message again, right after a question.
             fresh = self._write([QUESTION], add_prompt=True)
             header = fresh[len(self._write([QUESTION], add_prompt=False)) :]
             if prompt.endswith(header) or prompt == self._write(self._messages[:number], add_prompt=False):
@@ -143,20 +141,20 @@ class _Conversation:
             raise DataError(self._unprompted(number, prompt))
         text = self._ended(number, body)
         missing = unsaid(self._messages[number], text)
-        # DeepSeek-R1's prompt begins a thought after a question, but not after the result of a call.
+        # DeepSeek-R1's generation prompt opens a thought after a question, but not after a tool result.
         no_thought = _spelling_of(self._chat).thought_key is None and THOUGHT_BEGINS.search(prompt) is None
         if missing == [REASONING] and no_thought:
             return _Turn(prompt, text, is_thoughtless=True)
         if missing:
             raise DataError(
-                f"the chat template leaves out {', '.join(missing)} of message {self._rows[number]}, whose turn reads "
-                f"{self._plain(text)[:200]!r}; use a template that writes it (--chat-template FILE), or write the "
-                "message in the form that this template reads (some read reasoning in <think> tags of the content)"
+                f"the chat template omits {', '.join(missing)} of message {self._rows[number]}, which it renders as "
+                f"{self._plain(text)[:200]!r}; use a template that writes it (--chat-template FILE), or store the "
+                "message in the format that this template reads (for example, reasoning in <think> tags)"
             )
         return _Turn(prompt, text, is_thoughtless=False)
 
     def samples(self, turns: Sequence[_Turn]) -> Iterator[SftTokens]:
-        """Joins consecutive turns into one sample while each prompt continues the previous turn."""
+        """Joins consecutive turns into one sample as long as each prompt continues the previous turn."""
         runs: list[list[_Turn]] = []
         for turn in turns:
             if runs and turn.prompt.startswith(runs[-1][-1].prompt + runs[-1][-1].text):
@@ -168,8 +166,8 @@ class _Conversation:
             yield from [joined] if joined is not None else (self._single(turn) for turn in run)
 
     def require_context(self, stop: int, prompt: str) -> None:
-        """Raises `DataError` if a message of another role than assistant is missing from the prompt of the last trained
-        turn: templates silently skip unknown roles.
+        """Raises `DataError` if the prompt of the last trained turn lacks one of its non-assistant messages, because
+        templates silently skip unknown roles.
         """
         for message, row in zip(self._messages[:stop], self._rows, strict=False):
             content = message.get("content")
@@ -177,8 +175,8 @@ class _Conversation:
             if message["role"] == "assistant" or any(spelling in prompt for spelling in _spellings(text)):
                 continue
             raise DataError(
-                f"the chat template leaves out message {row} (role {message['role']}): {text[:80]!r} is not in the "
-                "prompt after it; change its role to one that the template knows, or set --chat-template FILE"
+                f"the chat template omits message {row} (role {message['role']}): {text[:80]!r} is not in the prompt "
+                "after it; use a role that the template supports, or set --chat-template FILE"
             )
 
     def _write(self, messages: Sequence[Message], *, add_prompt: bool) -> str:
@@ -188,9 +186,9 @@ class _Conversation:
         return self._talk.rendered(marked).text
 
     def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
-        """Returns the text of the last message after its prompt; None if the template does not write it there.
+        """Returns what the template writes of the last message after `prompt`; None if it does not continue the prompt.
 
-        `thinks`: whether to include a thought that the prompt begins.
+        `thinks`: whether to include a thought that the prompt opens.
         """
         whole = self._write(messages, add_prompt=False)
         if whole.startswith(prompt):
@@ -203,11 +201,10 @@ class _Conversation:
         return self._with_thought(messages[-1], written, begun.group()) if thinks else written
 
     def _with_thought(self, message: Message, written: str, begun: str) -> str:
-        """Adds the thought that the model would write to a turn, if the template has left it out.
+        """Restores a thought that the model would write but the template omits.
 
-        `begun`: the text with which the prompt begins the thought; the turn continues after that text. Some templates
-        (DeepSeek-R1) remove the thought from all turns. Some (MiniMax-M2) leave out an empty thought, although the
-        prompt begins one.
+        `begun` is the end of the prompt that opens the thought, or empty. Some templates (DeepSeek-R1) remove the
+        thought from every turn, and some (MiniMax-M2) omit an empty thought although the prompt opens one.
         """
         thought, content = thought_of(message), str(message.get("content"))
         ended = _THOUGHT.match(written)
@@ -223,7 +220,7 @@ class _Conversation:
         return written
 
     def _ended(self, number: int, body: str) -> str:
-        """Returns the turn including its end token. Raises `DataError` if it has no end token."""
+        """Returns the turn up to and including its end token. Raises `DataError` if there is none."""
         if found := first_end(body, self._chat):
             return body[: sum(found)]
         message = self._messages[number]
@@ -234,14 +231,14 @@ class _Conversation:
         if end is None:
             ends = ", ".join(self._chat.ends) or "none is known"
             raise DataError(
-                f"the chat template writes no token at which engines stop ({ends}) after message {self._rows[number]}, "
-                f"whose turn ends with {self._plain(body)[-60:]!r}, so the model would not learn to stop; add the "
-                "token that ends a turn to eos_token_id in the checkpoint's generation_config.json"
+                f"the chat template writes no stop token ({ends}) after message {self._rows[number]}, which ends with "
+                f"{self._plain(body)[-60:]!r}, so the model would not learn to stop; add the token that ends a turn to "
+                "eos_token_id in the checkpoint's generation_config.json"
             )
         return body + end
 
     def _end_of_calls(self, message: Message, body: str) -> str | None:
-        """Finds the end of a turn with calls by repeating a call: DeepSeek-V3 omits the end after a single call."""
+        """Finds the end of a turn with calls by repeating the last call: DeepSeek-V3 omits the end after one call."""
         calls = message.get("tool_calls")
         if not calls:
             return None
@@ -254,7 +251,7 @@ class _Conversation:
         return tail[: sum(found)] if found else None
 
     def _joined(self, run: Sequence[_Turn]) -> SftTokens | None:
-        """Joins turns into one sample. Returns None if a prompt gets different ids when it is encoded alone."""
+        """Joins turns into one sample. Returns None if the last prompt has different ids when tokenized as a whole."""
         if len(run) == 1:
             return self._single(run[0])
         tokens: list[int] = []
@@ -282,30 +279,30 @@ class _Conversation:
         own = set(self._chat.ends.values())
         if ids[-1] not in own or own & set(ids[:-1]):
             raise DataError(
-                f"the turn {self._plain(text)[:200]!r} contains a token at which engines stop "
-                f"({', '.join(self._chat.ends)}) before its end; leave this row out"
+                f"the turn {self._plain(text)[:200]!r} must contain a stop token ({', '.join(self._chat.ends)}) only "
+                "at its end; remove this row"
             )
         return ids
 
     def _context(self, text: str, end: Sequence[int]) -> list[int]:
-        """Returns the ids of the text after an end token. The text is encoded together with that token, because some
-        tokenizers merge the token with a newline.
+        """Returns the ids of the text after an end token. Tokenizes both together, because some tokenizers treat a
+        newline after a special token differently.
         """
         token = next((text for text, own in self._chat.ends.items() if [own] == list(end)), "")
         ids = self._ids(token + text)
         return ids[1:] if token and ids[:1] == list(end) else self._ids(text)
 
     def _checked(self, tokens: list[int], mask: list[int], marked: str) -> SftTokens:
-        """Builds a sample whose prompts and turns were encoded separately, as in generation.
+        """Builds a sample from prompts and turns that were tokenized separately, as in generation.
 
-        If its ids differ from those of the whole text, they must still decode to that text; else raises `DataError`.
+        The ids may differ from those of the whole text, but must decode to it. Otherwise raises `DataError`.
         """
         text = self._talk.rendered(marked)
         if tokens != self._chat.encode(text) and self._chat.decode(tokens) != text.text:
             raise DataError(
-                f"the joined ids of prompt and turns decode to {self._chat.decode(tokens)[:200]!r} instead of "
-                f"{text.text[:200]!r}, because this tokenizer encodes a text differently when it is split; leave this "
-                "row out"
+                f"the ids of prompt and turns decode to {self._chat.decode(tokens)[:200]!r} instead of "
+                f"{text.text[:200]!r}, because this tokenizer encodes text differently when it is split; remove this "
+                "row"
             )
         return SftTokens(tuple(tokens), tuple(mask[mask.index(1) :]))
 
@@ -315,33 +312,33 @@ class _Conversation:
         low = max(same - 30, 0)
         return (
             f"the generation prompt for message {self._rows[number]} is {self._plain(prompt[low:])[-90:]!r}, but the "
-            f"chat template writes the message as {self._plain(whole[low : same + 80])!r}, so the model would learn an "
-            "answer to a different prompt; with --chat-template FILE or --apply-chat-template-kwargs, make the turn "
-            "continue its prompt"
+            f"chat template renders the message as {self._plain(whole[low : same + 80])!r}, so training and inference "
+            "prompts would differ; use --chat-template FILE or --apply-chat-template-kwargs to make the turn continue "
+            "its prompt"
         )
 
 
 def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
-    """Returns (position, length) of the first token at which an engine stops, ignoring control strings in the data."""
+    """Returns (position, length) of the first stop token, ignoring control strings in the data."""
     found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
 
 
 def _spellings(text: str) -> tuple[str, ...]:
-    """Returns the text unchanged and as JSON, because some templates write tool results as JSON."""
+    """Returns the text as it is and as a JSON string, because some templates write tool results as JSON."""
     return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
 @functools.lru_cache(maxsize=8)
 def _spelling_of(chat: ChatRenderer) -> Spelling:
     found = Spelling.of(lambda messages, tools, add_prompt: chat.write(messages, tools, add_prompt=add_prompt))
-    assert found is not None, "this template can be run"
+    assert found is not None, "chat.write always returns a text"
     return found
 
 
 @functools.lru_cache(maxsize=32)
 def _opening(chat: ChatRenderer, calling: bool, role: str) -> str | None:
-    """Returns the token that opens a turn of `role` and so ends the previous turn; None if there is none."""
+    """Returns the stop token that opens a turn of `role`, and so ends the previous turn; None if there is none."""
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calling else {})
     follows = {"role": role, "content": "c"} | ({"tool_call_id": call["id"]} if role == "tool" else {})
@@ -361,17 +358,17 @@ def _generation_prompt_problem(chat: ChatRenderer) -> str | None:
 
 
 def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str | None]) -> str | None:
-    """Returns why a template that ignores `add_generation_prompt` cannot be used for training; None if it can.
+    """Returns why a template that ignores `add_generation_prompt` cannot be used for training, or None.
 
-    Such a template can be used if it writes no header before an answer, as Mistral's does. `render`: (messages, with a
-    generation prompt) -> text; None if unknown.
+    It can be used if it writes no header before an answer, like Mistral's. `render` maps (messages, whether to add a
+    generation prompt) to text, or None if unknown.
     """
     question: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     answered = [*question, {"role": "assistant", "content": "b"}]
     try:
         prompt, plain = render(question, True), render(question, False)
         turn, further = render(answered, False), render([*answered, *question], False)
-    except DataError:  # the template may accept other conversations; rendering the row will show its errors
+    except DataError:  # the template may accept real conversations; rendering the row reports any error
         return None
     if prompt != plain or prompt is None or turn is None or further is None:
         return None
@@ -379,6 +376,6 @@ def generation_prompt_problem(render: Callable[[list[dict[str, Any]], bool], str
         return None
     return (
         f"the chat template ignores add_generation_prompt: it writes {prompt[-60:]!r} after a question and "
-        f"{turn[-60:]!r} after an answer, so nothing shows where an answer begins; use a template that writes a "
+        f"{turn[-60:]!r} after an answer, so it is unclear where an answer begins; use a template that writes a "
         "generation prompt on request (--chat-template FILE)"
     )

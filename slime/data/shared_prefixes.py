@@ -1,13 +1,13 @@
-"""Shared prefixes: samples of one prompt begin with the same tokens, and a row computes these once.
+"""Shared prefixes: samples of a group start with the same tokens, which are computed once per row.
 
-A sample adds to its row only the tokens that no earlier sample of its group has in that row. So the row is the tree of
-the group's prefixes: it contains the prompt and each shared turn only once. The result for a token is valid for every
-sample that contains the token, because no token sees later ones.
+A sample adds only the tokens that it does not share with an earlier sample of its group in the row. So the row is a
+prefix tree of the group and contains the prompt and each shared turn once. Attention is causal, so the result for a
+shared token is valid for every sample that contains it.
 
 Invariants
-1. Tokens are shared only if everything that a forward pass reads of them, and of all tokens before them, is equal.
-2. The last token of a sample is never shared, so that each sample has a sequence in its row.
-3. Only samples of one group share tokens.
+1. Tokens are shared only if all inputs of the forward pass are equal, for them and for all tokens before them.
+2. The last token of a sample is never shared, so every sample has a sequence in its row.
+3. Tokens are shared only within a group.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import numpy.typing as npt
 from slime.core.batch import Elsewhere, TrainSample
 
 LEAST_SHARED = 16
-"""Shorter prefixes are not worth sharing, because the keys of a row with shared tokens are copied."""
+"""Minimum length of a shared prefix. Sharing copies the keys of the row, so shorter prefixes do not pay off."""
 MOST_READ = 8
-"""Maximum number of a rank's keys, as a multiple of its token limit. Keys are copied for each sample that sees them.
-This limit bounds the memory for copies, but still allows an eightfold reduction of the computation.
+"""Maximum number of keys per rank, as a multiple of its token limit. Shared keys are copied for each sample that reads
+them. The limit bounds the memory for these copies and still allows an eightfold reduction in compute.
 """
 
 Tokens = npt.NDArray[np.int32]
 Record = npt.NDArray[Any] | Elsewhere
-"""[at most T - 1, ...] the experts of a sample's tokens; later tokens have no record."""
+"""[at most T - 1, ...] recorded experts of a sample's first tokens; the others have none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The prefix that a sample of a row shares with an earlier one."""
+    """The prefix that a sample shares with an earlier sample of the row."""
 
     source: int
-    """Index of the earlier sample in the row; -1 without one."""
+    """Index of the earlier sample in the row, or -1."""
     num_tokens: int
     """Length of the common prefix."""
 
@@ -53,19 +53,19 @@ class Prefixes:
     tokens_S: Sequence[Tokens]
     group_S: Sequence[int]
     record_S: Sequence[Record] | None = None
-    """Recorded experts; None if the tokens up to a token determine its experts."""
+    """Recorded experts; None if experts are not replayed, so that equal prefixes imply equal experts."""
     least: int = LEAST_SHARED
-    """Shorter prefixes are not shared."""
+    """Minimum length of a shared prefix."""
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample], *, replays: bool) -> Prefixes:
-        """`replays`: recorded experts are replayed (`--use-rollout-routing-replay`), so they must be equal as well."""
+        """`replays`: recorded experts are replayed (`--use-rollout-routing-replay`), so they must match, too."""
         records = [_NO_RECORD if s.routed_experts is None else s.routed_experts for s in samples]
         return cls([s.tokens for s in samples], [s.group_index for s in samples], records if replays else None)
 
     def longest(self, position: int, others: Sequence[int]) -> Shared:
-        """Returns the longest prefix that a sample shares with one of `others`; the first of equally long ones.
-        `source` is an index into `others`.
+        """Returns the longest prefix that a sample shares with one of `others`, the first one on ties. `source` is an
+        index into `others`.
         """
         own, best = self.tokens_S[position], NOTHING
         for place, other in enumerate(others):
@@ -81,7 +81,7 @@ class Prefixes:
         return best
 
     def _alike(self, position: int, other: int, common: int) -> int:
-        """Returns the number of tokens, at most the first `common`, whose experts are equal as well."""
+        """Returns how many of the first `common` tokens also have the same experts."""
         if self.record_S is None:
             return common
         a, b = (_comparable(self.record_S[p])[:common] for p in (position, other))
@@ -98,14 +98,14 @@ _NO_RECORD = np.zeros(0, np.uint64)
 
 
 def _comparable(record: Record) -> npt.NDArray[Any]:
-    """Returns comparable rows, [rows, ...]: digests for a remote record, which then need not be fetched."""
+    """Returns rows to compare, [rows, ...]: digests for a remote record, if it has them, to avoid fetching it."""
     if isinstance(record, np.ndarray):
         return record
     return np.asarray(record) if record.digests is None else record.digests
 
 
 def _may_exceed(known: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    """Returns whether more than `known` tokens can be equal; compares only one token."""
+    """Returns whether the common prefix can be longer than `known`, by comparing a single token."""
     return known < min(len(a), len(b)) and bool(a[known] == b[known])
 
 

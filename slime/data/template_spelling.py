@@ -1,16 +1,16 @@
-"""Rewrites conversations into the spelling that a chat template reads.
+"""Rewrites conversations into the message format that a chat template expects, its spelling.
 
-Data sets write the same content in several ways: a thought in `reasoning_content`, in `thinking` or within the content;
-the arguments of a call as an object or as JSON text; content beside a call as null, as "" or not at all. A template
-reads one of these spellings. Given a different one, it raises an error or silently leaves content out. Some templates
-write only one call per turn, and some leave out thoughts or tools. `Spelling.of` finds this out once per template, by
-rendering conversations of two messages.
+Datasets represent the same content in different ways: a thought in `reasoning_content`, in `thinking` or inside the
+content; tool call arguments as an object or as JSON text; empty content next to a call as null, "" or absent. Given a
+format that it does not expect, a template raises an error or silently omits content. Some templates write only one call
+per turn, and some omit thoughts or tools. `Spelling.of` probes each template once by rendering two-message
+conversations.
 
 Invariants
-1. A message keeps everything that the template writes. Content that the template leaves out is listed
-   (`Spelled.left_out`), and is never a call or an answer.
-2. The calls of one message are spread over several messages only if the template writes fewer calls per turn. Each of
-   these messages follows the results of the earlier calls, as if the model had made the calls in turn.
+1. Rewriting loses nothing that the template can write. Content that it omits is listed in `Spelled.left_out`, and is
+   never a call or an answer.
+2. The calls of a message are split over several messages only if the template writes fewer calls per turn. Each new
+   message follows the results of the calls before it, as if the model had made the calls sequentially.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slime.core.errors import DataError
 Message = Mapping[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which data sets store reasoning; a template reads at most one of them."""
+"""Message fields that datasets use for reasoning. A template reads at most one of them."""
 _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"separators": (",", ":")},
@@ -39,10 +39,10 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def unsaid(message: Message, turn: str) -> list[str]:
-    """Returns the parts of a message that are missing in its turn: reasoning, content, calls, arguments of calls.
+    """Returns the parts of a message that are missing from its rendered turn: reasoning, content, calls or arguments.
 
-    Training on such a row would teach the model to leave these parts out. They are searched in this order, each after
-    the previous one, so that a function's name in the content does not count as a call.
+    Training on such a turn would teach the model to omit them. Each part is searched after the previous one, so that a
+    function name in the content is not mistaken for a call.
     """
     missing: list[str] = []
     at = 0
@@ -68,7 +68,7 @@ def unsaid(message: Message, turn: str) -> list[str]:
 
 
 def functions(entries: Any) -> list[Mapping[str, Any]]:
-    """Returns tools or calls without the `function` level."""
+    """Unwraps the `function` level of tools or calls."""
     return [e.get("function", e) for e in entries or () if isinstance(e, Mapping)]
 
 
@@ -81,7 +81,7 @@ def _reasoning(message: Message) -> list[str]:
 
 
 def thought_of(message: Message) -> str:
-    """Returns the message's thought, from its own field or the content; empty if there is none."""
+    """Returns the thought of a message, from a reasoning field or `<think>` tags; empty if there is none."""
     return next(iter(_reasoning(message)), "")
 
 
@@ -90,7 +90,7 @@ def _content(message: Message) -> list[str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """Returns the texts in a message's content, which is a text or a list of parts."""
+    """Returns the texts in a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -100,14 +100,14 @@ def _texts(content: Any) -> list[str]:
 
 
 def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
-    """Returns the end position of the arguments in `turn`, searched from `start` on; None if some are missing."""
+    """Searches `turn` from `start` for the arguments. Returns their end position; None if any are missing."""
     spellings = [arguments] if isinstance(arguments, str) else list(_spellings(arguments or {}))
     ends = [turn.find(text, start) + len(text) for text in spellings if text in turn[start:]]
     if ends:
         return min(ends)
     if not isinstance(arguments, Mapping):
         return None if arguments else start
-    if arguments and str(dict(arguments)) in turn[start:]:  # pasted as a Python object instead of JSON
+    if arguments and str(dict(arguments)) in turn[start:]:  # written as a Python repr instead of JSON
         return None
     end = start
     for key, value in arguments.items():
@@ -122,14 +122,14 @@ def _end_of_arguments(arguments: Any, turn: str, start: int) -> int | None:
 
 def _end_of_leaf(leaf: Any, turn: str, start: int) -> int | None:
     texts = [str(leaf), *(json.dumps(leaf, ensure_ascii=ascii_only) for ascii_only in (False, True))]
-    # A number must not be part of a longer one.
+    # Do not match a number inside a longer one.
     edge = "" if isinstance(leaf, str) else r"\b"
     found = [re.compile(edge + re.escape(text) + edge).search(turn, start) for text in texts]
     return min((match.end() for match in found if match), default=None)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields all keys and values in a nested value, because a template may write an object in any layout."""
+    """Yields all keys and values of a nested value, because templates lay out objects differently."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)
@@ -148,30 +148,30 @@ def _spellings(value: Any) -> Iterator[str]:
 
 
 def decoded(arguments: Any) -> Any:
-    """Returns the arguments of a call as an object, for templates that encode them."""
+    """Returns call arguments as an object, for templates that serialize them."""
     if not isinstance(arguments, str):
         return arguments
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:  # the model wrote text that is not JSON
+    except ValueError:  # the model wrote invalid JSON
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def encoded(arguments: Any) -> Any:
-    """Returns the arguments of a call as JSON text, for templates that only paste them."""
+    """Returns call arguments as JSON text, for templates that paste them verbatim."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
 
 
 Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
-"""(messages, tools, with a generation prompt) -> text; None if unknown. Raises `DataError` if the template does."""
+"""(messages, tools, whether to add a generation prompt) -> text; None if unknown. Raises `DataError` on rejection."""
 
 MASK_KEYS = ("step_loss_mask", "weight")
-"""`0` in an assistant message makes it context that is not trained. `weight` comes from OpenAI's fine-tuning files."""
+"""An assistant message with a value of 0 is context and not trained. OpenAI's fine-tuning files use `weight`."""
 REASONING, WORDS, TOOLS = "reasoning", "words beside a call", "tools"
-"""The kinds of content that templates may leave out."""
+"""Kinds of content that a template may omit."""
 THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
-"""The end of a generation prompt that begins, or ends, the model's thought."""
+"""Match the end of a generation prompt that opens, or closes, a thought."""
 
 QUESTION: Message = {"role": "user", "content": "probe of a question"}
 _ANSWER, _THOUGHT, _INSTRUCTION = "probe of an answer", "probe of a thought", "probe of an instruction"
@@ -187,66 +187,66 @@ _TOOL = {"type": "function", "function": _FUNCTION}
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a template reads messages with calls."""
+    """The format in which a template expects messages with calls."""
 
     empty: Mapping[str, Any] = field(default_factory=lambda: {"content": ""})
-    """The content of a message with calls and no text."""
+    """The content field of a message that has calls but no text."""
     as_text: bool = False
     """Whether arguments must be JSON text."""
     by_id: bool = False
-    """The template writes a call's id in place of its name, so the id must contain it (Kimi-K2:
+    """Whether the template writes a call's id instead of its name, so that the id must contain the name (Kimi-K2:
     `functions.NAME:NUMBER`).
     """
     most: int | None = None
-    """The maximum number of calls per message; None: any number."""
+    """Maximum number of calls per message; None for no limit."""
     with_text: bool = True
-    """Whether a message may have text and a call."""
+    """Whether a message can have both text and a call."""
     with_text_and_thought: bool = True
-    """Whether a message may have text, a thought and a call."""
+    """Whether a message can have text, a thought and a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
     messages: list[dict[str, Any]]
     rows: list[int]
-    """For each message, the index of its original."""
+    """For each message, the index of the original message."""
     left_out: list[frozenset[str]]
-    """For each original message, the kinds of content that the template leaves out."""
+    """For each message, the kinds of content that the template omits."""
     tools: list[Any] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The spelling that a template reads."""
+    """The message format that a template expects."""
 
     thought_key: str | None = None
-    """The field from which the template takes a thought."""
+    """The field from which the template reads thoughts."""
     thought_end: str = ""
-    """The text that the template writes between thought and answer."""
+    """The text that the template writes between a thought and the answer."""
     splits_thoughts: bool = False
-    """The template removes thoughts from the content of earlier turns, so thoughts belong in the content."""
+    """Whether the template strips thoughts from the content of earlier turns, so thoughts belong in the content."""
     pastes_thoughts: bool = False
-    """The template writes thoughts that are in the content, although it has a field for thoughts."""
+    """Whether the template also writes thoughts in the content, although it has a field for them."""
     begins_thoughts: bool = False
-    """The generation prompt ends with `<think>`."""
+    """Whether the generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
-    """The generation prompt ends with `</think>`, which requests an answer without a thought."""
+    """Whether the generation prompt ends with `</think>`, which requests an answer without a thought."""
     calls: Calls | None = None
-    """How the template reads calls; None if it does not write them."""
+    """The format of calls; None if the template does not write calls."""
     reads_developer: bool = False
     reads_bare_tools: bool = False
-    """The template also writes tools without the `function` level."""
+    """Whether the template accepts tools without the `function` level."""
 
     @classmethod
     def of(cls, render: Render) -> Spelling | None:
-        """Finds the spelling by rendering conversations of two messages; None if `render` does not know the text."""
+        """Probes a template by rendering two-message conversations. Returns None if `render` returns None."""
         try:
             return _probed(_Probe(render))
         except _NotKnownError:
             return None
 
     def spell(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Spelled:
-        """Rewrites a conversation. Raises `DataError` for calls whose results are missing."""
+        """Rewrites a conversation. Raises `DataError` if calls must be split but their results are missing."""
         plain = [self._message(m) for m in messages]
         apart = list(_apart([m for m, _ in plain], self.calls or Calls()))
         spelled = [m for m, _ in apart]
@@ -261,7 +261,7 @@ class Spelling:
 
     @property
     def _roles(self) -> Mapping[str, str]:
-        """Role of OpenAI that the template ignores -> the role to use instead."""
+        """OpenAI role that the template ignores -> replacement."""
         return {"function": "tool"} | ({} if self.reads_developer else {"developer": "system"})
 
     def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
@@ -270,7 +270,7 @@ class Spelling:
         if kept["role"] != "assistant":
             kept["role"] = self._roles.get(kept["role"], kept["role"])
             return kept, frozenset()
-        if isinstance(called := kept.pop("function_call", None), Mapping):  # OpenAI's older form
+        if isinstance(called := kept.pop("function_call", None), Mapping):  # OpenAI's legacy format
             kept.setdefault("tool_calls", [called])
         calls = kept.pop("tool_calls", None)
         left_out = self._thought(kept)
@@ -279,9 +279,9 @@ class Spelling:
         return kept, frozenset(left_out)
 
     def _thought(self, message: dict[str, Any]) -> set[str]:
-        """Moves the thought to the field that the template reads. Returns the kinds of content that are left out."""
+        """Moves the thought to the field that the template reads. Returns the kinds of content that are omitted."""
         thoughts = {message[k] for k in REASONING_KEYS if isinstance(message.get(k), str) and message[k].strip()}
-        if len(thoughts) > 1:  # it is unclear which one is the thought
+        if len(thoughts) > 1:  # ambiguous
             return set()
         for key in REASONING_KEYS:
             message.pop(key, None)
@@ -322,15 +322,15 @@ class Spelling:
 
 
 def is_trained(message: Message) -> bool:
-    """Returns whether the message is trained. Raises `DataError` for a weight other than 0 and 1."""
+    """Returns whether the message is trained. Raises `DataError` for a weight other than 0 or 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
-            raise DataError(f'a message has "{key}": {value!r}; write 1 if the message is trained, 0 if it is not')
+            raise DataError(f'"{key}" of a message must be 1 (trained) or 0 (not trained), got {value!r}')
     return message.get("role") == "assistant" and all(message.get(key) != 0 for key in MASK_KEYS)
 
 
 def _joined(content: Any) -> Any:
-    """Joins parts if all are text, because some templates ignore parts and some write them as Python objects."""
+    """Joins text parts into a string, because some templates ignore parts and some write their Python repr."""
     if content is None:
         return ""
     if isinstance(content, list | tuple):
@@ -354,7 +354,7 @@ def _call(call: Any, as_text: bool) -> Any:
 
 
 def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yields (message, its index) with at most `form.most` calls per message, followed by their results."""
+    """Splits messages that have more than `form.most` calls. Yields (message, index of the original), results last."""
     most, at = form.most, 0
     while at < len(messages):
         message, row = messages[at], at
@@ -372,10 +372,9 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             is_last = first + most >= len(calls)
             if len(own) < len(some) and not is_last:
                 raise DataError(
-                    f"message {row} has {len(calls)} calls, but this chat template writes {most} per turn, "
-                    f"and there are {len(own)} results for the first {len(some)}, so it is unclear after which result "
-                    "the model would make the next call; add a tool message for each call after it, or leave this row "
-                    "out"
+                    f"message {row} has {len(calls)} calls, but this chat template writes only {most} per turn. To "
+                    f"split the message, {len(some)} calls need results before the next call, but only {len(own)} have "
+                    "one; add a tool message for each call, or remove this row"
                 )
             for i in [*results] if is_last else own:
                 results.remove(i)
@@ -383,17 +382,17 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
 
 
 def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence[Message]) -> list[int]:
-    """Returns the indices of the tool messages that answer these calls: by id, otherwise in order."""
+    """Returns the indices of the tool messages for these calls, matched by id if possible, else by order."""
     ids = {call.get("id") for call in calls if isinstance(call, Mapping)} - {None}
     by_id = [i for i in results if messages[i].get("tool_call_id") in ids]
     return by_id if len(by_id) == len(calls) else list(results[: len(calls)])
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sets each call's id to its function's name and a running number, and each result's id to that of its call."""
+    """Replaces call ids with the function name and a running number, and updates the ids of the results."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
-    """Old id -> new ids that still wait for a result."""
+    """Old id -> new ids whose results have not been seen yet."""
     out = []
     for message in messages:
         if message.get("tool_calls"):
@@ -414,17 +413,17 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _NotKnownError(Exception):
-    """The text that the template writes is unknown."""
+    """The output of the template is unknown."""
 
 
 class _Probe:
-    """Renders conversations of two messages."""
+    """Renders two-message conversations."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
 
     def text(self, messages: Sequence[Message], tools: Any = None, *, add_prompt: bool = False) -> str | None:
-        """Renders the messages. Returns None if the template refuses them."""
+        """Renders the messages. Returns None if the template rejects them."""
         try:
             text = self._render(messages, tools, add_prompt)
         except DataError:
@@ -434,7 +433,7 @@ class _Probe:
         return text
 
     def turn(self, message: Message, tools: Any = None) -> str:
-        """Renders an assistant's message after a question. Returns "" if the template refuses the message."""
+        """Renders an assistant message after a question. Returns "" if the template rejects it."""
         prompt, whole = self.text([QUESTION], tools), self.text([QUESTION, message], tools)
         if prompt is None or whole is None:
             return ""
@@ -442,7 +441,7 @@ class _Probe:
         return whole[same:]
 
     def says(self, spelling: Spelling, message: Message) -> bool:
-        """Returns whether the template writes all of a message in this spelling, with or without tools."""
+        """Returns whether the template writes the complete message in this spelling, with or without tools."""
         (spelled,) = spelling.spell([message]).messages
         turns = [self.turn(spelled, tools) for tools in ([_TOOL], None)]
         return any(turn and not unsaid(message, turn) and _is_even(turn) for turn in turns)
@@ -484,8 +483,8 @@ def _probed(probe: _Probe) -> Spelling:
 
 
 def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
-    """Returns the first form in which a turn contains its call. Arguments are tried as objects before text, because
-    some templates encode text again.
+    """Returns the first format in which the template writes a call. Tries arguments as objects before JSON text,
+    because some templates would encode the text again.
     """
     empties: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
     for by_id, empty, as_text in itertools.product((False, True), empties, (False, True)):
@@ -498,7 +497,7 @@ def _probed_calls(probe: _Probe, spelling: Spelling) -> Calls | None:
 
 
 def _is_even(turn: str) -> bool:
-    """Returns whether the text between calls is always the same: DeepSeek-V3 ends a turn of three calls twice."""
+    """Returns whether the text between calls is always the same. DeepSeek-V3 ends a turn of three calls twice."""
     places = [(turn.find(place), turn.find(place) + len(place)) for place in _PLACES if place in turn]
     between = {re.sub(r"\d", "", turn[end:start]) for (_, end), (start, _) in itertools.pairwise(places)}
     return len(between) < 2
@@ -517,5 +516,5 @@ def _calling(num: int, **fields: Any) -> Message:
 
 
 def writes_tools(tools: Sequence[Any] | None, prompt: str) -> bool:
-    """Returns whether a prompt names all tools."""
+    """Returns whether the prompt contains the names of all tools."""
     return all(str(function.get("name", "")) in prompt for function in functions(tools))

@@ -1,17 +1,17 @@
-"""Data schemes: data sets with a name instead of a file, `--prompt-data NAME:REST` (and `--eval-prompt-data`).
+"""Data schemes: datasets selected by name instead of by file, `--prompt-data NAME:REST` (also `--eval-prompt-data`).
 
     @SCHEMES.register("my_tasks")
     class MyTasks(DataScheme):
-        "What its rows are."
+        "What the rows are."
         def count(self, rest): ...
         def rows(self, rest, *, held_out): ...
 
-Each scheme is one module of this package: `reasoning_gym` (`rg:`). A slice counts rows as in a file: `NAME:REST@[a:b]`.
-Command-line parsing imports the modules, so they import libraries for making rows only inside functions.
+Each scheme is a module of this package: `reasoning_gym` (`rg:`). Slices work as for files: `NAME:REST@[a:b]`. Parsing
+the command line imports these modules, so they import the libraries that generate rows only inside functions.
 
 Invariants
-1. The same name yields the same rows in every process, so that a data cursor in a checkpoint stays valid.
-2. Training rows (`held_out` False) and held-out rows share no prompt, unless the name itself requests it.
+1. The same name yields the same rows in every process, so the data cursor of a checkpoint stays valid.
+2. Training rows (`held_out` False) and held-out rows have no prompt in common, unless the name asks for it.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from typing import Any, ClassVar
 from slime.core.registry import Registry
 
 INPUT, LABEL, METADATA, TOOLS = "input", "label", "metadata", "tools"
-"""The columns of a row; `--input-key` and the like do not rename them."""
+"""Column names of every scheme; `--input-key` and similar flags do not apply."""
 
 
 class DataScheme(ABC):
-    """Rows made from a name. Methods raise `ConfigError` with what is wrong, why, and what to do."""
+    """Generates rows from a name. All methods raise `ConfigError` for an invalid name."""
 
     name: ClassVar[str]
     grader: ClassVar[str | None] = None
-    """The default grader of its rows."""
+    """The default grader for these rows."""
 
     @abstractmethod
     def count(self, rest: str) -> int:
-        """Returns the number of rows, without making any. `rest`: the name after the colon, without a slice."""
+        """Returns the number of rows without generating any. `rest` is the name after the colon, without the slice."""
 
     @abstractmethod
     def rows(self, rest: str, *, held_out: bool) -> Iterator[Mapping[str, Any]]:
-        """Yields rows with `input` (text or messages), and optionally `label`, `metadata` and `tools`."""
+        """Yields rows with `input` (text or messages) and optionally `label`, `metadata` and `tools`."""
 
     def makes_messages(self, rest: str) -> bool:
-        """Returns whether prompts are messages, which need a chat template. Makes no rows."""
+        """Returns whether the prompts are messages, which need a chat template. Generates no rows."""
         return False
 
     def check(self, rest: str, *, held_out: bool) -> None:
-        """Raises `ConfigError` for a name without rows. Called before any process starts."""
+        """Raises `ConfigError` if the name yields no rows. Called before any process starts."""
         next(self.rows(rest, held_out=held_out), None)
 
 

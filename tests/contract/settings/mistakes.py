@@ -35,7 +35,7 @@ MISTAKES = (
     Mistake("the wrong label key", "--label-key answer", ("'answer'", "--label-key to one of input, label")),
     Mistake("no label for a grader", "--label-key none", ("math", "--label-key to one of input, label")),
     Mistake("a CSV file", "--prompt-data {csv}", ("read_csv", ".parquet")),
-    Mistake("a JSON array", "--prompt-data {json}", ("one JSON object on each line", ".jsonl")),
+    Mistake("a JSON array", "--prompt-data {json}", ("one JSON object per line", ".jsonl")),
     Mistake("rows that are no objects", "--prompt-data {strings}", ("each row as one JSON object",)),
     Mistake("an empty file", "--prompt-data {empty}", ("no rows", "correct the file")),
     Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "pass a .jsonl or .parquet file")),
@@ -43,7 +43,7 @@ MISTAKES = (
     Mistake(
         "a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",), quick=True
     ),
-    Mistake("weights alone", "--hf-checkpoint {weights} --apply-chat-template", ("tokenizer.json", "all files")),
+    Mistake("weights alone", "--hf-checkpoint {weights} --apply-chat-template", ("tokenizer.json", "whole checkpoint")),
     Mistake(
         "a template that refuses the messages",
         "--hf-checkpoint {no_system} --prompt-data {messages} --apply-chat-template",
@@ -53,7 +53,7 @@ MISTAKES = (
     Mistake(
         "prompts longer than the context",
         "--prompt-data {long}",
-        ("too long", "the model's context of 1024 less a response of 8", "shorten the prompts"),
+        ("too long", "the model's context of 1024 minus a response of 8", "shorten the prompts"),
     ),
     Mistake(
         "a task with a base model",
@@ -68,18 +68,20 @@ MISTAKES = (
     Mistake(
         "a template that is not Jinja",
         "--apply-chat-template --chat-template {broken}",
-        ("broken.jinja is not Jinja at line 2", "correct it"),
+        ("broken.jinja is not valid Jinja (line 2", "correct it"),
     ),
     Mistake(
         "a prompt limit for conversations",
         "--loss-type sft_loss --rollout-max-prompt-len 64 --prompt-data {talks}",
         ("rollout_max_prompt_len 64 cannot be applied", "drop that limit"),
     ),
-    Mistake("fine-tuning on text", "--loss-type sft_loss --prompt-data {texts}", ("lists of messages", "--input-key")),
+    Mistake(
+        "fine-tuning on text", "--loss-type sft_loss --prompt-data {texts}", ("column of message lists", "--input-key")
+    ),
     Mistake(
         "nothing to learn from",
         "--loss-type sft_loss --prompt-data {messages}",
-        ("an assistant message must follow", "add one"),
+        ("can be trained; add an assistant message",),
     ),
     Mistake("a GPU that is not there", "--device cuda", ("--device cpu",), quick=True),
     Mistake(

@@ -158,7 +158,7 @@ def test_behind_any_end_token_stands_what_the_template_writes_before_the_next_ro
             try:
                 want = family.ids(family.whole([ASKED, answer, *new]))
             except Exception:
-                with pytest.raises(DataError, match="the chat template refuses the messages"):
+                with pytest.raises(DataError, match="the chat template rejects the messages"):
                     session.open_turn([ASKED, answer, *new], family.tools)
             else:
                 again = session.open_turn([ASKED, answer, *new], family.tools).branch

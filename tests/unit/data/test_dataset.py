@@ -94,15 +94,15 @@ BAD_LINES = {
     "NaN": b'{"input": "x", "label": NaN}',
     "not JSON: 'utf-8'": b'{"input": "\xff\xfe"}',
     "surrogates": b'{"input": "\\ud800", "label": 1}',
-    "JSON list": b"[1]",
+    "JSON object, got list": b"[1]",
     "no column 'input'": b'{"prompt": "x", "label": 1}',
     "no column 'label'": b'{"input": "x"}',
-    "not empty": b'{"input": "", "label": 1}',
-    "text or messages": b'{"input": 5, "label": 1}',
+    "must be a non-empty string": b'{"input": "", "label": 1}',
+    "or list of messages": b'{"input": 5, "label": 1}',
     "role": b'{"input": [{"content": "x"}], "label": 1}',
-    "must have content": b'{"input": [{"role": "user", "content": 3}], "label": 1}',
-    "'metadata' is a list": b'{"input": "x", "label": 1, "metadata": [1]}',
-    "'metadata' is text": b'{"input": "x", "label": 1, "metadata": "{"}',
+    "needs content": b'{"input": [{"role": "user", "content": 3}], "label": 1}',
+    "'metadata' must be a dict": b'{"input": "x", "label": 1, "metadata": [1]}',
+    "'metadata' is a string": b'{"input": "x", "label": 1, "metadata": "{"}',
     "'tools'": b'{"input": "x", "label": 1, "tools": [1]}',
     "different tools": b'{"input": "x", "label": 1, "tools": [{"a": 1}], "metadata": {"tools": [{"a": 2}]}}',
 }
@@ -124,7 +124,9 @@ def test_a_malformed_row_is_named_and_left_out(tmp_path: Path, reason: str, capl
 
 def test_many_malformed_rows_are_an_error_that_names_them(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [{"question": "x"}] * 9 + [GOOD])
-    with pytest.raises(DataError, match=r"9 malformed rows of 10.*d.jsonl:1: there is no column 'input'.*question"):
+    with pytest.raises(
+        DataError, match=r"9 of the 10 rows .* are malformed.*d.jsonl:1: there is no column 'input'.*question"
+    ):
         PromptDataset.load(path)
     assert len(PromptDataset.load(path, max_bad_fraction=0.9)) == 1
     with pytest.raises(DataError, match="no usable row"):
@@ -134,7 +136,7 @@ def test_many_malformed_rows_are_an_error_that_names_them(tmp_path: Path) -> Non
 def test_one_malformed_row_is_never_too_many(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [GOOD] * 3 + [{"question": "x"}])
     assert len(PromptDataset.load(path).quarantined) == 1
-    with pytest.raises(DataError, match="1 malformed rows of 4"):
+    with pytest.raises(DataError, match="1 of the 4 rows"):
         PromptDataset.load(path, max_bad_fraction=0.0)
     with pytest.raises(DataError, match=r"no usable row.*d\.jsonl:4: there is no column 'input'"):
         PromptDataset.load(f"{path}@[3:]")

@@ -103,16 +103,16 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"problem": "what?", "images": ["red.png"]}, r"the prompt has places for 0 images .* its row has 1"),
-        ({"problem": "<image>?", "images": []}, r"the prompt has places for 1 images .* its row has 0"),
+        ({"problem": "what?", "images": ["red.png"]}, r"the prompt refers to 0 images .* its row has 1"),
+        ({"problem": "<image>?", "images": []}, r"the prompt refers to 1 images .* its row has 0"),
         ({"problem": "<image>"}, r"there is no column 'images'; the row has \['answer', 'problem'\]"),
-        ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt has places for 2 images .* its row has 1"),
+        ({"problem": "<image><image>", "images": ["red.png"]}, r"the prompt refers to 2 images .* its row has 1"),
         ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png cannot be read"),
-        ({"problem": "<image>", "images": ["https://host/red.png"]}, r"is a URL, and slime downloads nothing"),
-        ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read the 7 bytes"),
-        ({"problem": "<image>", "images": [7]}, r"it is a int; store bytes, a data URI or a path"),
+        ({"problem": "<image>", "images": ["https://host/red.png"]}, r"is a URL, but slime downloads no images"),
+        ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read these 7 bytes"),
+        ({"problem": "<image>", "images": [7]}, r"expected bytes, a data URI or a path, got int"),
         ({"problem": "<image>", "images": ["narrow.png"]}, r"image 0 of 'images': too narrow"),
-        ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"its data URI is not base64"),
+        ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"the data URI is not valid base64"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(

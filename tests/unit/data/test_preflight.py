@@ -45,7 +45,7 @@ def test_one_usable_row_is_enough(tmp_path: Path, tiny: CheckpointTemplate) -> N
     rows = [{"other": 1}] * 50 + [{"input": 7}] * 50 + [{"input": "x" * 90}] * 50 + [{"input": "fits"}]
     assert check_rows(look(tmp_path, rows, max_prompt_tokens=4), tiny) is None
     told = check_rows(look(tmp_path, rows[:-1], max_prompt_tokens=4, limit="rollout_max_prompt_len"), tiny)
-    assert told is not None and "the shortest has 90 tokens, more than 4 (rollout_max_prompt_len)" in told
+    assert told is not None and "the shortest has 90 tokens, but at most 4 are allowed (rollout_max_prompt_len)" in told
 
 
 def test_bytes_are_not_taken_for_tokens(tmp_path: Path, tiny: CheckpointTemplate) -> None:
@@ -92,9 +92,9 @@ def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
     [
         ({"prompt": "a"}, {}, "there is no column 'input'; set --input-key to one of prompt"),
         ({"input": "a"}, {"label_key": "label"}, "there is no column 'label'; set --label-key to one of input"),
-        ({"input": "a"}, {"grader": "math"}, "the grader math needs one"),
+        ({"input": "a"}, {"grader": "math"}, "the grader math needs a label"),
         ({"input": ["a"]}, {}, "must be an object with a role"),
-        ({"input": "a", "metadata": "{"}, {}, "is text, but not JSON"),
+        ({"input": "a", "metadata": "{"}, {}, "is a string but not valid JSON"),
         ({"input": [{"role": "user", "content": "a"}]}, {}, "add --apply-chat-template"),
         (
             {"input": [{"role": "user", "content": "a"}]},
@@ -106,8 +106,12 @@ def test_the_template_counts(tmp_path: Path, tiny: CheckpointTemplate) -> None:
             {"conversations": True, "row_limit": "eval_max_prompt_len 9"},
             "drop that limit",
         ),
-        ({"input": "a"}, {"conversations": True}, "a column with lists of messages"),
-        ({"input": [{"role": "user", "content": "a"}]}, {"conversations": True}, "an assistant message must follow"),
+        ({"input": "a"}, {"conversations": True}, "a column of message lists"),
+        (
+            {"input": [{"role": "user", "content": "a"}]},
+            {"conversations": True},
+            "add an assistant message",
+        ),
     ],
 )
 def test_what_is_wrong_with_all_rows_is_told(
@@ -171,7 +175,7 @@ def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, t
         "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
-    for behind, told in ((results, None), (results[:0], "2 calls, but this chat template writes 1")):
+    for behind, told in ((results, None), (results[:0], "2 calls, but this chat template writes only 1")):
         at = look(tmp_path, [{"input": [{"role": "user", "content": "a"}, answer, *behind]}], conversations=True)
         found = check_rows(at, checkpoint_of(str(tiny_qwen3), str(file)))
         assert found is None if told is None else found is not None and told in found
@@ -180,8 +184,8 @@ def test_calls_at_once_pass_where_a_template_writes_one_a_turn(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "own.jinja is not Jinja at line 2"),
-        (b"{% for m in messages %}", "own.jinja is not Jinja at line 1"),
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "own.jinja is not valid Jinja (line 2"),
+        (b"{% for m in messages %}", "own.jinja is not valid Jinja (line 1"),
         (b"{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
         (b"\xff{{ messages }}", "own.jinja is not UTF-8"),
     ],

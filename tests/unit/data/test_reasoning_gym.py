@@ -67,7 +67,7 @@ def test_a_task_that_cannot_be_made_is_refused_with_its_own_words(task: str, set
 def test_a_task_with_too_few_questions_says_so() -> None:
     (row,) = made("count_bits", "all", size=1, min_n=7, max_n=7)
     nowhere = "train" if is_held_out(row["input"]) else "eval"
-    with pytest.raises(ConfigError, match=rf"only 0 of \d+ drawn entries are in the split {nowhere}"):
+    with pytest.raises(ConfigError, match=rf"only 0 of \d+ generated entries are in split {nowhere}"):
         made("count_bits", nowhere, size=2, min_n=7, max_n=7)
 
 

@@ -220,7 +220,7 @@ def test_an_end_that_the_checkpoint_does_not_name_is_not_guessed() -> None:
     """Llama 3's tokenizer alone knows another end than its turns have."""
     from slime.data.chat import ChatRenderer
 
-    with pytest.raises(DataError, match=r"engines stop \(<\|end_of_text\|>\).*generation_config\.json"):
+    with pytest.raises(DataError, match=r"no stop token \(<\|end_of_text\|>\).*generation_config\.json"):
         sft_row(TALK, ChatRenderer(published_tokenizer("llama3")))
 
 

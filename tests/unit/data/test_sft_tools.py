@@ -50,11 +50,11 @@ def test_a_masked_turn_is_context(key: str) -> None:
     row = sft_row(messages, published_chat("qwen3", enable_thinking=False), tools=TOOLS)
     assert spans(tokenizer, row) == ["4.<|im_end|>"] and "calculate" in tokenizer.decode(row.samples[0].tokens)
     messages[5][key] = 0.5
-    with pytest.raises(DataError, match=f'a message has "{key}": 0.5'):
+    with pytest.raises(DataError, match=f'"{key}" of a message must be 1 .* got 0.5'):
         sft_row(messages, published_chat("qwen3"), tools=TOOLS)
 
 
 def test_a_call_that_the_template_leaves_out_is_refused() -> None:
     """Law: no row trains an empty turn because a template knows no calls."""
-    with pytest.raises(DataError, match="leaves out tool call calculate"):
+    with pytest.raises(DataError, match="omits tool call calculate"):
         sft_row(conversation("", as_text=True), published_chat("smollm2"), tools=TOOLS)

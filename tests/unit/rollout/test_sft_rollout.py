@@ -88,7 +88,7 @@ def test_a_turn_ends_with_a_token_of_the_generation_config(tmp_path: Path) -> No
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<eos>", "<unk>\n"))
     generation = folder / "generation_config.json"
-    with pytest.raises(DataError, match="writes no token at which engines stop"):
+    with pytest.raises(DataError, match="writes no stop token"):
         step(args.replace(hf_checkpoint=str(folder)))
     generation.write_text(json.dumps({"eos_token_id": [1, 3]}))
     batch, _, _ = step(args.replace(hf_checkpoint=str(folder)))
