@@ -1,6 +1,6 @@
-"""The Data Buffer: new prompts, unfinished groups, and an account of every prompt ever issued.
+"""The Data Buffer: issues new prompts, holds unfinished groups, and accounts for every group ever issued.
 
-`data_buffer` is the buffer, `groups` its contents, `prompts` the endless walk over a dataset, `account` the ledger, and
-`snapshot` its checkpoint. `sources` is the registry of data sources; `data_source` is the buffer for sources that serve
-samples themselves. Imports no torch.
+`data_buffer` is the buffer itself, `groups` its contents, `prompts` the iteration over a dataset, `account` the ledger,
+and `snapshot` the checkpoint. `sources` is the registry of data sources, and `data_source` the buffer for sources that
+produce samples themselves. Does not import torch.
 """

@@ -1,9 +1,9 @@
-"""The account of the Data Buffer: the next ids, the groups in flight, and how each settled group ended.
+"""Bookkeeping of the Data Buffer: the next ids, the groups in flight, and the outcome of every settled group.
 
 Invariants
-1. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
-2. A group is settled once, and only while it is in flight. Otherwise a `LedgerError` names the group's state.
-3. Every group is trained, filtered, failed, waiting or in flight:
+1. `group_index` and `index` only increase over a run and are never reused, even after a resume.
+2. A group is settled once, and only while in flight. Anything else raises a `LedgerError` with the group's state.
+3. Every group is trained, filtered, failed, buffered or in flight:
    `issued == trained + sum(filtered) + sum(failed) + buffered + in_flight`.
 """
 
@@ -20,7 +20,7 @@ from slime.core.errors import LedgerError
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot of the account: the number of groups in each state, counted over the whole run, across resumes."""
+    """A snapshot of the number of groups in each state, counted over the whole run, including resumes."""
 
     issued: int
     trained: int
@@ -29,11 +29,11 @@ class Ledger:
     failed: Mapping[str, int]
     """Reason -> groups that failed."""
     buffered: int
-    """Groups that wait to be issued again."""
+    """Groups waiting to be issued again."""
     in_flight: int
-    """Groups issued and not settled: in generation, or generated and not yet trained."""
+    """Issued groups that are not settled: being generated, or generated but not yet trained."""
     returned: Mapping[str, int]
-    """Reason -> how often a group was put back. Not part of invariant 3."""
+    """Reason -> number of times that a group was put back. Not part of invariant 3."""
 
     @property
     def accounted(self) -> int:
@@ -45,8 +45,8 @@ class Ledger:
         """Raises `LedgerError` if invariant 3 does not hold."""
         if self.issued != self.accounted:
             raise LedgerError(
-                f"{self.issued} groups were issued but {self.accounted} are accounted for ({self}), so a group was "
-                "lost or counted twice, and the next checkpoint cannot be trusted; report this with the run folder"
+                f"{self.issued} groups were issued, but {self.accounted} are accounted for ({self}). A group was lost "
+                "or counted twice, so the next checkpoint cannot be trusted; report this with the run folder"
             )
 
     def metrics(self) -> dict[str, float]:
@@ -63,10 +63,10 @@ class Ledger:
 
 
 class Account:
-    """The numbers of groups, counted over the whole run. Buffered groups are counted by the buffer."""
+    """Counters for the whole run. The buffer itself counts buffered groups."""
 
     def __init__(self, is_buffered: Callable[[int], bool]) -> None:
-        """`is_buffered`: whether the buffer has a group. Only error messages use it."""
+        """`is_buffered` tells whether a group is in the buffer. Used only for error messages."""
         self._is_buffered = is_buffered
         self.next_group_index = 0
         self.next_index = 0
@@ -78,10 +78,10 @@ class Account:
         self.in_flight: dict[int, Issued] = {}
         """Groups in flight, in the order in which they were issued."""
         self.origins: dict[int, Origin] = {}
-        """The origins of unsettled groups that were made from a prompt."""
+        """Origins of unsettled groups that the buffer made itself."""
 
     def add_group(self, num_executions: int) -> tuple[int, int]:
-        """Counts a new group. Returns its `group_index` and the first `index` of its executions."""
+        """Counts a new group. Returns its `group_index` and the `index` of its first execution."""
         ids = self.next_group_index, self.next_index
         self.next_group_index += 1
         self.next_index += num_executions
@@ -89,18 +89,18 @@ class Account:
         return ids
 
     def add_foreign_group(self, group_index: int, last_index: int) -> None:
-        """Counts a new group that already has ids, which must be above all earlier ids."""
+        """Counts a new group that already has ids, which must be higher than all earlier ones."""
         self.next_group_index, self.next_index = group_index + 1, last_index + 1
         self.num_issued += 1
 
     def drop(self, group_indices: Iterable[int], reason: str) -> None:
-        """Counts buffered groups that were dropped on purpose."""
+        """Counts buffered groups dropped on purpose."""
         for index in group_indices:
             self.origins.pop(index, None)
             self.filtered[reason] += 1
 
     def settle(self, group_indices: Iterable[int], verb: str) -> int:
-        """Removes groups from `in_flight`. Returns their number. Raises `LedgerError` if a group is not in flight."""
+        """Removes groups from `in_flight` and returns their number. Raises `LedgerError` if one is not in flight."""
         indices = list(group_indices)
         self.require_in_flight(indices, verb)
         for index in indices:
@@ -112,19 +112,19 @@ class Account:
         """Raises `LedgerError` unless each group is in flight and listed once."""
         repeated = sorted(index for index, count in Counter(group_indices).items() if count > 1)
         if repeated:
-            raise LedgerError(f"groups {repeated} are listed more than once to be {verb}; settle each group once")
+            raise LedgerError(f"groups {repeated} would be {verb} more than once; list each group once")
         stray = [index for index in group_indices if index not in self.in_flight]
         if not stray:
             return
         states = {index: self._state_of(index) for index in stray[:8]}
         raise LedgerError(
-            f"groups {states} cannot be {verb}, because only groups in flight can be; settle each issued group once"
+            f"groups {states} are not in flight and cannot be {verb}; settle each issued group exactly once"
         )
 
     def _state_of(self, group_index: int) -> str:
         if self._is_buffered(group_index):
             return "buffered"
-        return "settled before" if 0 <= group_index < self.next_group_index else "never issued"
+        return "already settled" if 0 <= group_index < self.next_group_index else "never issued"
 
     def ledger(self, *, num_buffered: int) -> Ledger:
         return Ledger(
@@ -138,7 +138,7 @@ class Account:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Returns the account for a checkpoint, as a JSON-serialisable dict without the groups in flight."""
+        """Returns the counters for a checkpoint as a JSON-serializable dict, without the groups in flight."""
         return {
             "next_group_index": self.next_group_index,
             "next_index": self.next_index,
@@ -151,7 +151,7 @@ class Account:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores saved `figures`, with nothing in flight."""
+        """Restores saved `figures`. No group is in flight afterwards."""
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
         self.num_issued, self.num_trained = state["issued"], state["trained"]
         self.filtered, self.failed = Counter(state["filtered"]), Counter(state["failed"])

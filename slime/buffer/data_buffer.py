@@ -1,22 +1,22 @@
-"""The Data Buffer: issues prompt groups, takes them back with their partial work, and accounts for each.
+"""The Data Buffer: issues groups of samples, takes them back with partial work, and accounts for every one.
 
-The rollout gets groups to work on (`get_groups`), returns them (`put_back`), drops them (`mark_filtered`,
-`mark_failed`) or finishes them ahead of a step (`put_finished`, `take_finished`). The driver confirms after the
-optimizer step (`mark_trained`), then saves. One lock, held briefly, guards the state, so that a user's rollout function
-may call the buffer from its own thread. Calls wait only for this lock.
+The rollout takes groups to generate (`get_groups`), returns them (`put_back`), drops them (`mark_filtered`,
+`mark_failed`), or finishes them ahead of a step (`put_finished`, `take_finished`). After the optimizer step, the driver
+confirms the trained groups (`mark_trained`), then saves. A single lock, held briefly, guards the state, so a user's
+rollout function can call the buffer from its own thread. Calls block only on this lock.
 
-Life of a group: issued -> in flight -> trained | filtered | failed, or -> buffered (unfinished, or finished and waiting
-to be trained) -> in flight again.
+Life cycle: issued -> in flight -> trained | filtered | failed, or -> buffered (unfinished, or finished and waiting to
+be trained) -> in flight again.
 
 Invariants
 1. Each group is in exactly one of these states: `ledger().check()` passes after every call.
-2. `group_index` and `index` increase over the whole run and are never used twice, also after a resume.
-3. Returned groups are served before new prompts, first in, first out.
-4. A resumed run continues as if it had never stopped. Groups in flight at the save are issued again first, in the
+2. `group_index` and `index` only increase over a run and are never reused, even after a resume.
+3. Returned groups are issued before new prompts, in FIFO order.
+4. A resumed run continues as if it had never stopped. Groups that were in flight at the save are issued first, in the
    state in which they were last issued or noted. No prompt is skipped, and none is trained twice, because training is
    confirmed before saving.
-5. With `max_staleness`, no group that leaves the buffer has a token from weights more than that many versions before
-   `weight_version`; an older group starts over from its prompt and counts as returned for the reason "stale".
+5. With `max_staleness`, no group leaves the buffer with a token sampled more than that many versions before
+   `weight_version`. An older group is reset to its prompt and counts as returned with the reason "stale".
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataBuffer:
-    """Issues groups of samples of `prompts`, or of blank samples if `prompts` is None."""
+    """Issues groups of samples for `prompts`, or blank samples if `prompts` is None."""
 
     def __init__(
         self,
@@ -75,20 +75,20 @@ class DataBuffer:
         self._buffer_filter = buffer_filter
         self.max_staleness: int | None = None
         self.weight_version = 1
-        """The weight version on which the next batch is trained. Each trained step produces the next version."""
+        """The weight version that the next batch will train. Each trained step produces the next version."""
         self._lock = threading.RLock()
         self._queue: list[GroupRecord] = []
         self._finished: list[GroupRecord] = []
         self._shown: dict[int, Group] = {}
-        """Queued groups that the user's filter has seen and may have changed, so their records are stale."""
+        """Queued groups that the user's filter has seen and may have modified, so their records are outdated."""
         self._account = Account(self._is_buffered)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
     def get_groups(self, n: int) -> list[Group]:
-        """Issues exactly `n` groups: first returned groups in the order of their return, then new prompts."""
+        """Issues exactly `n` groups: returned groups first, in FIFO order, then new prompts."""
         if n < 0:
-            raise DataError(f"{n} groups were requested; the number must not be negative")
+            raise DataError(f"the number of requested groups must not be negative, got {n}")
         with self._lock:
             taken = self._take_buffered(n)
             groups = [self._not_stale(group) for group in taken + self._new_groups(n - len(taken))]
@@ -102,11 +102,11 @@ class DataBuffer:
                 sample.started_version = self.weight_version
 
     def _issue(self, group: Group, record: GroupRecord | None = None) -> None:
-        """`record`: the record of the group in its current state, if there is one."""
+        """Marks a group as in flight. `record` is its record, if one exists for the current state."""
         self._account.in_flight[group.group_index] = Issued(group.attempts, record or GroupRecord.of(group))
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Calls `get_groups` for users' rollout functions. Returns a list of samples per prompt."""
+        """Issues groups as lists of samples, for users' rollout functions."""
         return [list(group.samples) for group in self.get_groups(num_samples)]
 
     def _new_groups(self, n: int) -> list[Group]:
@@ -125,7 +125,7 @@ class DataBuffer:
         return make_group(row, group_index, origin, attempts)
 
     def _take_buffered(self, n: int) -> list[Group]:
-        """Issues up to `n` queued groups; the user's filter, if any, chooses them."""
+        """Issues up to `n` queued groups, chosen by the user's filter if there is one."""
         if self._buffer_filter is None or not self._queue or n == 0:
             taken, self._queue = self._queue[:n], self._queue[n:]
             return [self._issue_again(record) for record in taken]
@@ -146,7 +146,7 @@ class DataBuffer:
         return group
 
     def start_over(self, group: Group) -> Group:
-        """Discards the work on a group in flight. Raises `LedgerError` for a group that is not in flight."""
+        """Resets a group in flight to its prompt. Raises `LedgerError` if the group is not in flight."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "started over")
             fresh = self._fresh(group, self._account.in_flight[group.group_index].attempts)
@@ -155,7 +155,7 @@ class DataBuffer:
             return fresh
 
     def note(self, group: GroupOrRecord) -> None:
-        """Records the current state of a group in flight, for a resumed run. Raises like `put_back`."""
+        """Records the current state of a group in flight, so a resumed run continues there. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
             self._account.in_flight[group.group_index] = Issued(group.attempts, record_of(group))
@@ -172,7 +172,7 @@ class DataBuffer:
         return self.start_over(group)
 
     def _fresh(self, group: Group, attempts: int) -> Group:
-        """Makes the group again from its dataset row, or resets one without a row. Keeps its number of quarantines."""
+        """Recreates a group from its dataset row, or resets one without a row. Keeps the number of quarantines."""
         origin = self._account.origins.get(group.group_index)
         if origin is not None:
             return note_quarantines(self._make(group.group_index, origin, attempts), num_quarantines(group))
@@ -181,10 +181,10 @@ class DataBuffer:
     # ---- taking back and settling --------------------------------------------------------------------------------
 
     def put_back(self, groups: Sequence[GroupOrRecord], reason: str) -> None:
-        """Takes back groups in flight, with their work, to be issued before new prompts; adds one to `attempts`.
+        """Takes back groups in flight with their partial work, to issue them before new prompts. Increments `attempts`.
 
-        Takes all groups or none: raises `LedgerError` for a group that is not in flight, and `DataError` for a group
-        that is not JSON-serialisable and so could not be saved.
+        All or nothing: raises `LedgerError` if a group is not in flight, and `DataError` if a group is not
+        JSON-serializable and so cannot be saved.
         """
         with self._lock:
             self._account.require_in_flight([g.group_index for g in groups], "put back")
@@ -199,16 +199,16 @@ class DataBuffer:
             self._keep(back)
 
     def put_finished(self, group: GroupOrRecord) -> None:
-        """Takes a finished group that was in flight, to be trained later. Raises like `put_back`."""
+        """Buffers a finished group, which must be in flight, until it is trained. Raises like `put_back`."""
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
             self._finished.append(record_of(group, finished=True))
             del self._account.in_flight[group.group_index]
 
     def take_finished(self, n: int) -> list[GroupRecord]:
-        """Issues `n` finished groups, oldest weights first, and returns their records; [] if fewer are finished.
+        """Issues the `n` finished groups with the oldest weights and returns their records; [] if there are too few.
 
-        Stale finished groups are queued again and start over from their prompt.
+        Finished groups that have become stale are reset to their prompts and queued again.
         """
         with self._lock:
             stale = [record.group() for record in self._finished if self._is_too_old(record.oldest)]
@@ -225,9 +225,9 @@ class DataBuffer:
             return taken
 
     def add_samples(self, groups: Sequence[Sequence[Any]]) -> None:
-        """Calls `put_back` for users' rollout functions, with a list of samples per prompt. Flattens fan-out nests.
+        """Puts back groups given as lists of samples, for users' rollout functions. Flattens nested fan-out lists.
 
-        Samples without a `group_index` are new work: they get ids and join the queue.
+        Samples without a `group_index` form a new group, which is assigned ids and queued.
         """
         for nest in groups:
             samples = flatten(nest)
@@ -239,13 +239,13 @@ class DataBuffer:
                 self.put_back([Group(group_index=index, samples=tuple(samples))], "add_samples")
 
     def _adopt(self, nest: Sequence[Any]) -> tuple[Group, GroupRecord]:
-        """Assigns ids to samples from outside, one per execution (a sample or a list of siblings)."""
+        """Assigns ids to foreign samples, one `index` per execution (a sample or a list of siblings)."""
         group_index, first_index = self._account.next_group_index, self._account.next_index
         for i, execution in enumerate(nest):
             for sample in flatten([execution]):
                 sample.group_index, sample.index = group_index, first_index + i
         group = Group(group_index=group_index, samples=tuple(flatten(nest)))
-        record = GroupRecord.of(group)  # may raise, so before the group is counted
+        record = GroupRecord.of(group)  # can raise, so serialize before counting the group
         self._account.add_group(len(nest))
         return group, record
 
@@ -253,24 +253,24 @@ class DataBuffer:
         self._queue.extend(record for _, record in groups)
 
     def mark_trained(self, group_indices: Iterable[int]) -> None:
-        """Settles groups that an optimizer step used. Raises `LedgerError` if one is not in flight (trained twice)."""
+        """Settles groups as trained. Raises `LedgerError` if one is not in flight, for example if trained twice."""
         with self._lock:
             self._account.num_trained += self._account.settle(group_indices, "trained")
 
     def mark_filtered(self, group_indices: Iterable[int], reason: str) -> None:
-        """Settles groups dropped on purpose. Raises `LedgerError` for a group that is not in flight."""
+        """Settles groups that were dropped on purpose. Raises `LedgerError` if one is not in flight."""
         with self._lock:
             self._account.filtered[reason] += self._account.settle(group_indices, "filtered")
 
     def mark_failed(self, group_indices: Iterable[int], reason: str) -> None:
-        """Settles failed groups. Raises `LedgerError` for a group that is not in flight."""
+        """Settles failed groups. Raises `LedgerError` if one is not in flight."""
         with self._lock:
             self._account.failed[reason] += self._account.settle(group_indices, "failed")
 
     def _is_buffered(self, group_index: int) -> bool:
         return any(group.group_index == group_index for group in self._queue + self._finished)
 
-    # ---- the account ---------------------------------------------------------------------------------------------
+    # ---- bookkeeping ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Returns the number of usable rows of the dataset; 0 without a dataset."""
@@ -278,23 +278,23 @@ class DataBuffer:
 
     @property
     def epoch(self) -> int:
-        """Completed passes over the dataset, counted by issued prompts."""
+        """Number of completed passes over the dataset, by issued prompts."""
         return 0 if self._walk is None else self._walk.epoch
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Group indices, in the order in which the groups were issued."""
+        """Indices of the groups in flight, in the order of issue."""
         with self._lock:
             return tuple(self._account.in_flight)
 
     @property
     def num_buffered(self) -> int:
-        """Groups waiting to be issued again, finished ones included."""
+        """Number of groups waiting to be issued again, including finished ones."""
         return len(self._queue) + len(self._finished)
 
     @property
     def num_finished(self) -> int:
-        """Groups waiting to be trained."""
+        """Number of finished groups waiting to be trained."""
         return len(self._finished)
 
     def ledger(self) -> Ledger:
@@ -309,11 +309,11 @@ class DataBuffer:
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the JSON-serialisable state, a deep copy. Raises `LedgerError` if the ledger does not balance."""
+        """Returns a JSON-serializable deep copy of the state. Raises `LedgerError` if the ledger does not balance."""
         return self._snapshot().plain()
 
     def _snapshot(self) -> Snapshot:
-        """Returns the current state. Raises `LedgerError` if the ledger does not balance."""
+        """Takes a snapshot of the state. Raises `LedgerError` if the ledger does not balance."""
         with self._lock:
             self.ledger().check()
             return Snapshot(
@@ -351,15 +351,15 @@ class DataBuffer:
             self.weight_version = state.get("weight_version", self.weight_version)
             self.ledger().check()
         if again:
-            logger.info("%d groups were in flight when the buffer was saved; they are issued again first", len(again))
+            logger.info("reissuing the %d groups that were in flight when the buffer was saved", len(again))
 
     def begin_save(self, path: Path, *, rollout_id: int | None = None) -> Callable[[], None]:
-        """Takes a snapshot. Returns a function that writes the snapshot to `path` and beside it, in any thread."""
+        """Takes a snapshot. Returns a function that writes it to `path` and files next to it, from any thread."""
         snapshot = self._snapshot()
         return lambda: snapshot.write(path)
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores a save. Raises `CheckpointError` if the file is missing or damaged, or the dataset differs."""
+        """Restores a saved state. Raises `CheckpointError` if it is missing or damaged, or the dataset differs."""
         try:
             self._load(SavedState.of(read_checkpoint_json(path), path))
         except (KeyError, TypeError, ValueError) as error:

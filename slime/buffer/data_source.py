@@ -1,7 +1,7 @@
-"""The Data Buffer over a source that serves samples (`sources.SampleSource`, or a class at `--data-source-path`).
+"""The Data Buffer for a source that produces samples itself (`sources.SampleSource` or a `--data-source-path` class).
 
-The source's `add_samples` decides when returned work is served again. The buffer keeps the ids, the ledger and the
-groups in flight. It calls the source's methods under its lock, so other calls wait for them.
+The source stores returned groups and decides when to serve them again. The buffer manages the ids, the ledger and the
+groups in flight. It calls the source while holding its lock, so a slow source blocks other calls.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import Group
 
 METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
-"""The methods that a user's class must have. The class need not derive from `SampleSource`."""
+"""Methods that a user's class must define. It need not derive from `SampleSource`."""
 
 
 class DataSourceBuffer(DataBuffer):
-    """A `DataBuffer` whose new prompts and returned groups live in a user's source.
+    """A `DataBuffer` that gets new groups from a user's source and stores returned ones there.
 
-    A group that the source serves is either new (its ids are None, or above all known ids) or was returned to the
-    source earlier. Any other group raises a `LedgerError`.
+    A group from the source must be new (ids None, or higher than all known ids) or one that was returned to the source.
+    Any other group raises a `LedgerError`.
     """
 
     def __init__(self, source: SampleSource) -> None:
         """Raises `HookError` if a method of `source` is missing."""
         if missing := [name for name in METHODS if not callable(getattr(source, name, None))]:
-            raise HookError(f"the data source {type(source).__name__} has no {missing}; define all of {METHODS}")
+            raise HookError(f"the data source {type(source).__name__} lacks {missing}; define all of {METHODS}")
         super().__init__(None)
         self._source = source
         self._lent: dict[int, int] = {}
@@ -43,7 +43,7 @@ class DataSourceBuffer(DataBuffer):
         nests = self._source.get_samples(n)
         if len(nests) != n:
             raise DataError(
-                f"{type(self._source).__name__}.get_samples returned {len(nests)} of {n} groups; it must return all"
+                f"{type(self._source).__name__}.get_samples must return exactly {n} groups, got {len(nests)}"
             )
         groups = [self._receive(nest) for nest in nests]
         for group, record in groups:
@@ -62,17 +62,17 @@ class DataSourceBuffer(DataBuffer):
             return again, record
         if index < self._account.next_group_index:
             raise LedgerError(
-                f"the data source returned group {index}, which was issued before and not put back; get_samples must "
+                f"the data source returned group {index}, which was already issued and not put back; get_samples must "
                 "return each group once, with increasing ids or None"
             )
         executions = [s.index for s in samples if s.index is not None]
         if len(executions) != len(samples) or min(executions) < self._account.next_index:
             raise LedgerError(
-                f"the data source returned group {index} with execution ids {executions}; get_samples must set "
-                "ids above all known ids for all samples, or None"
+                f"the data source returned group {index} with execution ids {executions}; for a new group, get_samples "
+                "must set the ids of all samples to None, or to ids higher than all known ones"
             )
         group = Group(group_index=index, samples=tuple(samples))
-        record = GroupRecord.of(group)  # may raise, so before the group is counted
+        record = GroupRecord.of(group)  # can raise, so serialize before counting the group
         self._account.add_foreign_group(index, max(executions))
         return group, record
 
@@ -104,7 +104,7 @@ class DataSourceBuffer(DataBuffer):
         Raises `DataError` without a `rollout_id`.
         """
         if rollout_id is None:
-            raise DataError("a custom data source saves its state by step, but rollout_id is None; pass a step")
+            raise DataError("a custom data source saves its state by step and needs a rollout_id, got None")
         with self._lock:
             self._saved_at = rollout_id
             write = super().begin_save(path)
@@ -112,15 +112,15 @@ class DataSourceBuffer(DataBuffer):
         return write
 
     def load(self, path: Path, *, rollout_id: int | None = None) -> None:
-        """Restores the state from `path`, and calls the source's `load` with the step of that save."""
+        """Restores the state from `path`, then calls the source's `load` with the step of that save."""
         super().load(path, rollout_id=rollout_id)
         self._source.load(self._saved_at if rollout_id is None else rollout_id)
 
 
 def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuffer:
-    """Returns the buffer over a source that serves samples. Raises `HookError` with `--buffer-filter-path`."""
+    """Creates the buffer for a source that produces samples. Raises `HookError` with `--buffer-filter-path`."""
     if buffer_filter is not None:
         raise HookError(
-            "--buffer-filter-path has no effect on a custom data source, whose get_samples chooses; leave it out"
+            "--buffer-filter-path has no effect with a custom data source, which chooses groups in get_samples; drop it"
         )
     return DataSourceBuffer(source)

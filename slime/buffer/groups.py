@@ -1,7 +1,7 @@
-"""Groups in the Data Buffer: ids, starting over, age, the user's buffer filter, and `GroupRecord`.
+"""Groups in the Data Buffer: creation, reset, staleness, the user's buffer filter, and serialization (`GroupRecord`).
 
 Invariants
-1. A record does not change, and shares no mutable state with its group or with later users of the group.
+1. A record is immutable and shares no mutable state with its group or with later users of the group.
 2. `GroupRecord.of(group).group()` equals the group.
 """
 
@@ -27,16 +27,16 @@ from slime.core.sample import PER_TOKEN, TURN_COUNTS, Group, PromptRow, Sample, 
 logger = logging.getLogger(__name__)
 
 MAX_SAVED_TEXT = 2**24
-"""Maximum number of characters of a response's text in a checkpoint. A million tokens rarely have more."""
+"""Maximum length of a response text in a checkpoint, in characters. A million tokens rarely exceed it."""
 BufferFilter = Callable[[list[list[Sample]], int], list[list[Sample]]]
-"""`(buffered groups, n) -> at most n groups to issue`; removes the groups that it takes or drops from the list."""
+"""`(buffered groups, n) -> at most n groups to issue`. Removes those and any dropped groups from the list in place."""
 
 
 def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) -> tuple[list[Group], list[Group]]:
-    """Runs a user's buffer filter. Returns (chosen groups, groups left in the list). The filter dropped all others.
+    """Runs the user's buffer filter. Returns (chosen groups, groups left in the queue); all others were dropped.
 
-    Raises `LedgerError` if the filter chooses more than `n` groups, makes up a group, or leaves a chosen group in the
-    list.
+    Raises `LedgerError` if the filter chooses more than `n` groups, returns an unknown group, or leaves a chosen group
+    in the list.
     """
     by_index = {group.group_index: group for group in queue}
     left = [list(group.samples) for group in queue]
@@ -45,8 +45,8 @@ def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) ->
     both = chosen + remaining
     if len(chosen) > n or len(set(both)) < len(both) or not set(both) <= set(by_index):
         raise LedgerError(
-            f"the buffer filter took groups {chosen} and left {remaining} of {sorted(by_index)}, but it must take at "
-            f"most {n} and remove those from the list in place; correct the function of --buffer-filter-path"
+            f"the buffer filter chose groups {chosen} and left {remaining} of {sorted(by_index)}; correct the function "
+            f"of --buffer-filter-path: it must choose at most {n} and remove them from the list in place"
         )
     return [by_index[index] for index in chosen], [by_index[index] for index in remaining]
 
@@ -56,16 +56,16 @@ def flatten(nest: Sequence[Any]) -> list[Sample]:
 
 
 def group_index_of(samples: Sequence[Sample]) -> int:
-    """Returns the `group_index` that all samples share. Raises `DataError` if they differ or have none."""
+    """Returns the common `group_index` of the samples. Raises `DataError` if they differ or have none."""
     found = {s.group_index for s in samples}
     index = next(iter(found), None)
     if len(found) != 1 or index is None:
-        raise DataError(f"the samples of a group have group_index {sorted(map(str, found))}; they must share one")
+        raise DataError(f"all samples of a group must have the same group_index, got {sorted(map(str, found))}")
     return index
 
 
 def reset(sample: Sample) -> Sample:
-    """Returns the sample as it was before generation."""
+    """Returns the sample in its state before generation."""
     metadata = {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}
     return dataclasses.replace(
         sample,
@@ -89,26 +89,26 @@ def reset(sample: Sample) -> Sample:
 
 
 def reset_group(group: Group) -> Group:
-    """Returns the group as it was before generation: the first sample of each execution, reset."""
+    """Returns the group in its state before generation, with one reset sample per execution."""
     first = {s.index: s for s in reversed(group.samples)}
     return group.with_samples([reset(s) for s in reversed(first.values())])
 
 
 def oldest_version(group: Group) -> int | None:
-    """Returns the weight version of the group's oldest token; None without a sampled token."""
+    """Returns the oldest weight version among the group's tokens; None if no token was sampled."""
     return min((v for s in group.samples for v in s.weight_versions), default=None)
 
 
 def with_bounded_text(sample: Sample, finished: bool) -> Sample:
-    """Returns the sample for a checkpoint: text beyond `MAX_SAVED_TEXT` is truncated if no grader will read it again.
+    """Returns the sample to save in a checkpoint, with the response text truncated to `MAX_SAVED_TEXT`.
 
-    This applies to scored samples and to all samples of a `finished` group. Other samples with long texts start over
-    after a resume, because otherwise they would be graded, or continued, with only a part of their text.
+    A sample that no grader will read again (it is scored, or its group is `finished`) is only truncated. Any other
+    sample is reset, because after a resume it would be graded or continued with a truncated text.
     """
     if len(sample.response) <= MAX_SAVED_TEXT:
         return sample
-    logger.warning("checkpoint: truncated a text of %d characters of sample %s", len(sample.response), sample.index)
-    bounded = sample.copy()  # reading the original's fields would turn its arrays into lists
+    logger.warning("checkpoint: truncated the %d characters of text of sample %s", len(sample.response), sample.index)
+    bounded = sample.copy()  # reading fields of the original would convert its arrays to lists
     bounded.response = sample.response[:MAX_SAVED_TEXT]
     return bounded if finished or sample.reward is not None else reset(bounded)
 
@@ -116,12 +116,12 @@ def with_bounded_text(sample: Sample, finished: bool) -> Sample:
 # ---- group records -----------------------------------------------------------------------------------------------
 
 LEVEL = 1
-"""zlib level. It halves the size of answers, at 60 MB/s."""
+"""zlib level: halves the size of responses at 60 MB/s."""
 EXPERTS = "rollout_routed_experts"
 
 
 class Body(Protocol):
-    """The text and arrays of a record, in memory or in a checkpoint."""
+    """The content of a record, in memory or in a checkpoint."""
 
     def read(self) -> Content: ...
 
@@ -129,14 +129,14 @@ class Body(Protocol):
 @dataclass(frozen=True, slots=True)
 class Content:
     text: bytes
-    """Compressed JSON of the group, in which indices stand for arrays."""
+    """Compressed JSON of the group, with indices into `arrays` in place of arrays."""
     arrays: tuple[Numbers, ...]
 
     def read(self) -> Content:
         return self
 
     def owned(self) -> Content:
-        """Returns a copy that owns its arrays."""
+        """Returns a copy that owns the memory of its arrays."""
         return Content(self.text, tuple(np.array(array) for array in self.arrays))
 
     @property
@@ -146,9 +146,9 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A waiting group as text and arrays. It is packed once, and checkpoints write it unchanged.
+    """A serialized group: JSON text and arrays. It is serialized once, and every checkpoint writes it as it is.
 
-    A record from a checkpoint reads the group from its file when the group is needed.
+    A record loaded from a checkpoint reads its content from the file on demand.
     """
 
     group_index: int
@@ -157,13 +157,13 @@ class GroupRecord:
     """See `oldest_version`."""
     body: Body
     saved: Body
-    """The content for checkpoints; differs from `body` if a text is too long (`with_bounded_text`)."""
+    """The content to save in checkpoints. Differs from `body` if a text is too long (`with_bounded_text`)."""
 
     @classmethod
     def of(cls, group: Group, *, finished: bool = False) -> GroupRecord:
-        """Packs and records a group. `finished`: no grader will read its texts again.
+        """Packs and serializes a group. `finished`: no grader will read its texts again.
 
-        Raises `DataError` if the group is not JSON-serialisable.
+        Raises `DataError` if the group is not JSON-serializable.
         """
         group.pack()
         body = saved = _content(group, group.samples)
@@ -173,16 +173,16 @@ class GroupRecord:
         return cls(group.group_index, group.attempts, oldest_version(group), body, saved)
 
     def owned(self) -> GroupRecord:
-        """Returns a copy that owns its arrays. Arrays from another process may be views of a larger message."""
+        """Returns a copy that owns its arrays. Arrays from another process can be views into a larger message."""
         body = self.body.read().owned()
         return replace(self, body=body, saved=body if self.saved is self.body else self.saved.read().owned())
 
     def group(self) -> Group:
-        """Builds the group. Raises `CheckpointError` if its checkpoint file cannot be read."""
+        """Deserializes the group. Raises `CheckpointError` if its checkpoint file cannot be read."""
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
-        """Returns the group as a checkpoint stores it. Raises like `group`."""
+        """Deserializes the group as saved in checkpoints. Raises like `group`."""
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
@@ -191,16 +191,16 @@ class GroupRecord:
 
 
 GroupOrRecord = Group | GroupRecord
-"""A group or its record, because many uses need not unpack a record."""
+"""A group or its record; many callers never need to deserialize the record."""
 
 
 def group_of(group: GroupOrRecord) -> Group:
-    """Returns the group, read from a record if needed. Raises like `GroupRecord.group`."""
+    """Returns the group, deserialized from its record if necessary. Raises like `GroupRecord.group`."""
     return group if isinstance(group, Group) else group.group()
 
 
 def record_of(group: GroupOrRecord, *, finished: bool = False) -> GroupRecord:
-    """Returns the record, made from a group if needed. Raises like `GroupRecord.of`."""
+    """Returns the record, serialized from the group if necessary. Raises like `GroupRecord.of`."""
     return GroupRecord.of(group, finished=finished) if isinstance(group, Group) else group
 
 
@@ -212,20 +212,20 @@ def _read_json(text: bytes) -> Any:
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
-    """Packs the group with these samples. Raises like `GroupRecord.of`."""
+    """Serializes the group with these samples. Raises like `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
         texts = [fields_to_json(_fields(sample, arrays)) for sample in samples]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"group {group.group_index} contains a value that is not JSON ({error}), but the buffer is part of every "
-            "checkpoint; store only plain numbers, strings, lists and dicts in the fields of samples"
+            f"group {group.group_index} cannot be saved in checkpoints, because it contains a value that is not JSON "
+            f"({error}); store only plain numbers, strings, lists and dicts in the fields of samples"
         ) from error
     return Content(zlib.compress(b"[" + b",".join(texts) + b"]", LEVEL), tuple(arrays))
 
 
 def _fields(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
-    """Returns the fields of a sample for JSON. Appends the sample's arrays to `arrays`."""
+    """Returns the fields of a sample for JSON, and appends its arrays to `arrays`."""
 
     def index_of(array: Numbers) -> int:
         arrays.append(array)
@@ -257,30 +257,30 @@ def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
     return sample
 
 
-# ---- the buffer's record of an unsettled group -------------------------------------------------------------------
+# ---- unsettled groups --------------------------------------------------------------------------------------------
 BLANK = PromptRow(prompt="", prompt_tokens=None, label=None, metadata={}, source="")
-"""The prompt of every group without a dataset. The rollout function replaces it."""
+"""Placeholder prompt when there is no dataset. The rollout function replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     row: int | None
-    """Number of the dataset row; None without a dataset."""
+    """Index of the dataset row; None without a dataset."""
     first_index: int
     num_executions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A group in flight, as it was when issued."""
+    """A group in flight, in the state in which it was issued."""
 
     attempts: int
     record: GroupRecord | None
-    """None for a new group, which can be made again from its origin."""
+    """None for a new group, which can be recreated from its origin."""
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:
-    """Makes a new group, whose samples share no containers."""
+    """Creates a new group. Its samples share no mutable state."""
     samples = [
         Sample(
             group_index=group_index,
@@ -301,7 +301,7 @@ def num_quarantines(group: Group) -> int:
 
 
 def note_quarantines(group: Group, times: int) -> Group:
-    """Writes the number of quarantines into the samples, which are saved."""
+    """Stores the number of quarantines in the samples, so that it is saved."""
     for sample in group.samples if times else ():
         sample.num_quarantined = times
     return group

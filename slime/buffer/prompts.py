@@ -1,7 +1,7 @@
-"""The endless walk over a dataset: every row once per epoch, in an order that depends only on seed and epoch.
+"""Endless iteration over a dataset: every row once per epoch, in an order determined by seed and epoch.
 
 Invariants
-1. Epoch `e` visits each row exactly once; with shuffling in the order of a generator seeded by `seed + e`.
+1. Epoch `e` visits each row exactly once. With shuffling, a generator seeded with `seed + e` determines the order.
 2. A walk restored to (`epoch`, `offset`) over the same dataset continues identically.
 """
 
@@ -37,12 +37,12 @@ class Prompts(Protocol):
 
 
 class PromptWalk:
-    """Position in an endless sequence of epochs over `prompts`."""
+    """A cursor into an endless sequence of epochs over `prompts`."""
 
     def __init__(self, prompts: Prompts, *, shuffle: bool, seed: int) -> None:
         """Raises `DataError` on an empty dataset."""
         if len(prompts) == 0:
-            raise DataError("the dataset has no rows, so there is nothing to generate from; use a dataset with rows")
+            raise DataError("the dataset has no rows; use a dataset with at least one")
         self.prompts = prompts
         self.epoch = 0
         self.offset = 0
@@ -51,7 +51,7 @@ class PromptWalk:
         self._order_of: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def next_row(self) -> int:
-        """Advances by one row. Returns the number of that row."""
+        """Returns the index of the next row and advances the cursor."""
         row = int(self._order()[self.offset])
         self.offset += 1
         if self.offset == len(self.prompts):
@@ -72,7 +72,7 @@ class PromptWalk:
         return hashlib.sha256(self._order().tobytes()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position with the identity of the dataset and its order, as a JSON-serialisable dict."""
+        """Returns the position and the fingerprints of dataset and order, as a JSON-serializable dict."""
         return {
             "epoch": self.epoch,
             "offset": self.offset,
@@ -83,31 +83,31 @@ class PromptWalk:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position. Raises `CheckpointError` if data or order differ."""
+        """Moves to a saved position. Raises `CheckpointError` if the dataset or its order has changed."""
         saved, here = Fingerprint.from_dict(state["fingerprint"]), self.prompts.fingerprint
         if not saved.same_data(here):
             raise CheckpointError(
                 f"the dataset has {here.num_rows} rows ({here.source}, {here.digest[:12]}), but the checkpoint was "
-                f"saved with {saved.num_rows} rows ({saved.source}, {saved.digest[:12]}); the file, its slice, the "
-                "template or a filter has changed, so the saved position would skip or repeat prompts; restore them, "
-                "or start a new run from the saved weights"
+                f"saved with {saved.num_rows} rows ({saved.source}, {saved.digest[:12]}). The file, its slice, the "
+                "template or a filter has changed, and resuming would skip or repeat prompts; restore the original "
+                "data, or start a new run from the saved weights"
             )
         if (state["shuffle"], state["seed"]) != (self._shuffle, self._seed):
             raise CheckpointError(
-                f"the run has shuffle={self._shuffle} seed={self._seed}, but the checkpoint was saved with "
-                f"shuffle={state['shuffle']} seed={state['seed']}, and a different order would skip or repeat prompts; "
+                f"this run has shuffle={self._shuffle} seed={self._seed}, but the checkpoint was saved with "
+                f"shuffle={state['shuffle']} seed={state['seed']}. A different order would skip or repeat prompts; "
                 "resume with the saved --rollout-shuffle and --rollout-seed"
             )
         self.epoch, self.offset = int(state["epoch"]), int(state["offset"])
         if self._order_digest() != state["order_digest"]:
             raise CheckpointError(
-                "the same seed now shuffles the rows in a different order from the checkpoint's, because NumPy's "
-                "generator has changed; resume with the NumPy version that saved the checkpoint"
+                "the same seed no longer produces the row order of the checkpoint, because NumPy's generator has "
+                "changed; resume with the NumPy version that saved the checkpoint"
             )
 
 
 def image_column(args: Args) -> ImageColumn | None:
-    """Returns the column of `--multimodal-keys`, if set. Raises `ConfigError` if the model cannot read images."""
+    """Returns the column of `--multimodal-keys`; None if unset. Raises `ConfigError` if the model takes no images."""
     if args.multimodal_keys is None:
         return None
     config, folder = read_hf_config(args.hf_checkpoint), Path(args.hf_checkpoint)

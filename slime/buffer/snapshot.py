@@ -1,11 +1,11 @@
-"""The saved state of the Data Buffer: a snapshot, and the files written from it.
+"""The saved state of the Data Buffer: a snapshot and its files.
 
-    data_buffer.json                     the account, and which groups wait, are finished or in flight
-    data_buffer.<save>.1.safetensors     their records: texts and arrays by group; further files have 2, 3, ...
+    data_buffer.json                     the ledger, and which groups are queued, finished or in flight
+    data_buffer.<save>.1.safetensors     the records of these groups (text and arrays); further files are 2, 3, ...
 
-Taking the snapshot is quick, because groups are already records. Any thread may write the snapshot. The records are on
-disk before the JSON that names their files; after that the files of earlier saves are removed. A record is read when
-its group is needed.
+Taking a snapshot is fast, because groups are already serialized, and any thread can write it. The record files are
+flushed to disk before the JSON that names them is written; then the files of earlier saves are deleted. Records are
+loaded lazily.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from slime.core.files import sync_to_disk, write_json
 from slime.core.sample import Group
 
 FORMAT = 2
-"""Version of the saved state. Format 1, which can still be read, has the groups in the JSON."""
+"""Version of the saved state. Format 1 is still supported and stores the groups in the JSON."""
 MOST_BYTES = 256 * 2**20
-"""Maximum bytes of records per file, unless a single record is larger. Writing needs this much memory."""
+"""Maximum size of a record file, unless a single record is larger. Writing needs this much memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The buffer's state at one moment. Shares no mutable state with the live buffer."""
+    """The state of the buffer at one point in time. Shares no mutable state with the live buffer."""
 
     figures: Mapping[str, Any]
-    """The walk, the account and the weight version."""
+    """The dataset position, the counters and the weight version."""
     buffered: Sequence[GroupRecord]
     finished: Sequence[GroupRecord]
     """Groups waiting to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
-    """(`group_index`, group) of the groups in flight, in the order of issue."""
+    """(`group_index`, group) of each group in flight, in the order of issue."""
 
     def plain(self) -> dict[str, Any]:
-        """Returns everything as one JSON-serialisable dict, in format 1."""
+        """Returns the state as a single JSON-serializable dict, in format 1."""
         return {"format": 1, **self._state("group", lambda record: record.saved_group().to_dict())}
 
     def _state(self, entry: str, describe: Callable[[GroupRecord], Any]) -> dict[str, Any]:
-        """Returns the figures, and the groups as converted by `describe`. `entry`: the key of a group in flight."""
+        """Returns the figures and the groups, converted with `describe`. `entry` is the key for groups in flight."""
         in_flight = [
             {
                 "group_index": index,
@@ -65,7 +65,7 @@ class Snapshot:
         return {**self.figures, **groups, "in_flight": in_flight}
 
     def write(self, path: Path) -> None:
-        """Writes the records, then the JSON at `path`, durably."""
+        """Writes the record files, then the JSON at `path`, and flushes them to disk."""
         path.parent.mkdir(parents=True, exist_ok=True)
         issued = [one.record for _, one in self.in_flight if one.record is not None]
         records = [*self.buffered, *self.finished, *issued]
@@ -80,7 +80,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A saved state of either format, with its groups as records."""
+    """A saved state of either format, with groups as records."""
 
     state: Mapping[str, Any]
     buffered: list[GroupRecord]
@@ -89,17 +89,17 @@ class SavedState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], path: Path | None = None) -> SavedState:
-        """Reads a state of format 1, or of format 2 with its files beside `path`. Raises `CheckpointError`."""
+        """Reads a state of format 1, or of format 2 with its files next to `path`. Raises `CheckpointError`."""
         if state.get("format") not in (1, FORMAT):
             raise CheckpointError(
-                f"the buffer state has format {state.get('format')}, but this version of slime reads 1 and {FORMAT}; "
-                "resume with the version that saved it"
+                f"the buffer state has format {state.get('format')}, but this version of slime supports only 1 and "
+                f"{FORMAT}; resume with the version that saved it"
             )
         read: Callable[[Mapping[str, Any]], GroupRecord] = _of_group
         if state["format"] == FORMAT:
             if path is None:
                 raise CheckpointError(
-                    "the records of a buffer state are in files beside its JSON; pass the path of the JSON"
+                    "the records of a buffer state are in files next to its JSON; pass the path of the JSON"
                 )
             read = _Files([path.with_name(name) for name in state["files"]]).record
         entry = "record" if state["format"] == FORMAT else "group"
@@ -119,7 +119,7 @@ def _described(record: GroupRecord) -> dict[str, Any]:
 
 
 def _in_files(records: Sequence[GroupRecord]) -> Iterator[dict[str, Numbers]]:
-    """Yields the tensors of each file."""
+    """Splits the records into files. Yields the tensors of each."""
     tensors: dict[str, Numbers] = {}
     size = 0
     for record in records:
@@ -135,7 +135,7 @@ def _in_files(records: Sequence[GroupRecord]) -> Iterator[dict[str, Numbers]]:
 
 
 def _write(path: Path, tensors: dict[str, Numbers]) -> str:
-    """Writes one file of records and returns its name."""
+    """Writes one record file and returns its name."""
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
     sync_to_disk(path)
     return path.name
@@ -143,11 +143,11 @@ def _write(path: Path, tensors: dict[str, Numbers]) -> str:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a saved state, kept open because a checkpoint may be pruned while its records are still needed."""
+    """The open record files of a saved state. They stay readable even if the checkpoint is pruned."""
 
     paths: Sequence[Path]
     handles: dict[str, Any] = field(default_factory=dict)
-    """Name of a tensor -> its file."""
+    """Tensor name -> open file."""
 
     def __post_init__(self) -> None:
         for path in self.paths:
@@ -159,8 +159,7 @@ class _Files:
         name = str(described["group_index"])
         if name not in self.handles:
             raise CheckpointError(
-                f"the record of group {name} is missing in {[str(p) for p in self.paths]}, where it was saved; load an "
-                "earlier checkpoint"
+                f"the record of group {name} is missing from {[str(p) for p in self.paths]}; load an earlier checkpoint"
             )
         body = _OnDisk(self, name)
         return GroupRecord(body=body, saved=body, **described)
@@ -184,18 +183,18 @@ class _OnDisk:
 
 @contextlib.contextmanager
 def _readable(*paths: Path) -> Iterator[None]:
-    """Turns the errors of a damaged or missing file into `CheckpointError`."""
+    """Converts errors from a damaged or missing file to `CheckpointError`."""
     try:
         yield
     except (OSError, SafetensorError, ValueError) as error:
         names = ", ".join(map(str, paths))
         raise CheckpointError(
-            f"the records in {names} cannot be read ({error}), so the checkpoint is incomplete; load an earlier one"
+            f"the checkpoint is incomplete: the records in {names} cannot be read ({error}); load an earlier checkpoint"
         ) from error
 
 
 def check_dataset(state: Mapping[str, Any], *, has_walk: bool) -> None:
-    """Raises `CheckpointError` if only one of the runs has a dataset."""
+    """Raises `CheckpointError` if only one of this run and the saved run has a dataset."""
     if (state["walk"] is not None) != has_walk:
         has, missing = ("this run", "the saved one") if has_walk else ("the saved run", "this one")
         raise CheckpointError(f"{has} has a dataset, but {missing} has none; resume with the same data settings")

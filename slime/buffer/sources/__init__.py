@@ -1,4 +1,4 @@
-"""Data sources: the sources of prompts behind the Data Buffer.
+"""Data sources: where the Data Buffer gets its prompts.
 
     @SOURCES.register("my_source")
     @dataclass(kw_only=True)
@@ -9,10 +9,10 @@
         def get_samples(self, num_samples): ...
 
 `--data-source` is a registered name or the import path of a user's source. This module defines `prompt_data` (the file
-of `--prompt-data`) and `user_class` (any class at `--data-source-path`); other sources are modules of this package. A
-run opens its source once, as a `DataBuffer`, which assigns ids, keeps the ledger and records the groups in flight. Most
-sources need only `SampleSource`, with the methods of a class at `--data-source-path` and their own settings. The
-settings import this package, so code that reads data is imported only inside functions.
+at `--prompt-data`) and `user_class` (any class at `--data-source-path`); other sources are modules of this package. A
+run opens its source once, as a `DataBuffer`, which assigns ids, keeps the ledger and tracks the groups in flight. Most
+sources only need to implement `SampleSource`: the methods of a `--data-source-path` class, plus settings of their own.
+The settings import this package, so code that reads data is imported only inside functions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceContext:
-    """The run that a source is opened for."""
+    """The run that opens a source."""
 
     args: Args
     tokenizer: Any
     """The tokenizer of `--hf-checkpoint`; None without one."""
     buffer_filter: Callable[..., list[list[Sample]]] | None = None
-    """The function of `--buffer-filter-path`: fn(args, rollout_id, buffer, num_samples)."""
+    """The `--buffer-filter-path` function: fn(args, rollout_id, buffer, num_samples)."""
 
 
 class DataSource(ABC):
@@ -50,31 +50,31 @@ class DataSource(ABC):
 
     @abstractmethod
     def open(self, context: SourceContext) -> DataBuffer:
-        """Returns the buffer over this source. Called once per run."""
+        """Creates the buffer for this source. Called once per run."""
 
     def check(self, args: Args) -> str | None:
-        """Returns what is wrong with the settings, why, and what to do; None if they are valid. Called at start."""
+        """Returns an error message if the settings are invalid, else None. Called before the run starts."""
         return None
 
 
 class SampleSource(DataSource):
-    """A source that makes groups of samples itself, and takes back unfinished ones."""
+    """A source that produces groups of samples itself and takes unfinished ones back."""
 
     @abstractmethod
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Returns exactly `num_samples` groups, each a list of samples of one prompt. Ids of new groups may be None."""
+        """Returns exactly `num_samples` groups, each the samples of one prompt. New groups may have None as ids."""
 
     @abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Takes groups back with their partial work; `get_samples` serves them again with the same ids."""
+        """Takes back groups with partial work. `get_samples` must return them again with the same ids."""
 
     @abstractmethod
     def save(self, rollout_id: int) -> None:
-        """Saves the source's state for this step."""
+        """Saves the state of the source for this step."""
 
     @abstractmethod
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the source's state for this step."""
+        """Restores the state that was saved for this step."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ SOURCES: Registry[DataSource] = Registry(
 
 @SOURCES.register("prompt_data")
 class PromptData(DataSource):
-    """Prompts from a file, epoch after epoch. Without a file, they are blank, and the rollout function writes them."""
+    """Prompts from a file, epoch after epoch. Without a file, prompts are blank and the rollout function fills them."""
 
     reads_prompt_data = True
 
@@ -106,7 +106,7 @@ class PromptData(DataSource):
         args, hook = context.args, context.buffer_filter
 
         def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
-            assert hook is not None, "a buffer without a filter called it"
+            assert hook is not None, "called only if there is a buffer filter"
             return hook(args, None, buffer, n)
 
         return DataBuffer(
@@ -125,7 +125,7 @@ class PromptData(DataSource):
 
 @SOURCES.register("user_class")
 class UserClass(DataSource):
-    """A class with the methods of `SampleSource`, built as `cls(args)`. It need not derive from any class of slime."""
+    """A class with the methods of `SampleSource`, created as `cls(args)`. It need not derive from a slime class."""
 
     def check(self, args: Args) -> str | None:
         if args.data_source_path is not None:

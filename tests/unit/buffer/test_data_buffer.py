@@ -150,7 +150,7 @@ def test_a_group_is_settled_once(verb: str) -> None:
     for indices in ([a.group_index], [b.group_index, b.group_index], [99], [b.group_index, a.group_index]):
         with pytest.raises(LedgerError):
             getattr(buffer, verb)(indices, *reason)
-    with pytest.raises(LedgerError, match="settled before"):
+    with pytest.raises(LedgerError, match="already settled"):
         buffer.put_back([a], "again")
     buffer.put_back([b], "later")
     with pytest.raises(LedgerError, match="buffered"):
@@ -250,7 +250,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             make().load(cut)
     with pytest.raises(CheckpointError, match="missing"):
         make().load(tmp_path / "missing.json")
-    with pytest.raises(CheckpointError, match="files beside its JSON"):
+    with pytest.raises(CheckpointError, match="files next to its JSON"):
         make().load_state_dict(json.loads(text))
     state = buffer.state_dict()
     state["trained"] += 1

@@ -137,7 +137,7 @@ def test_broken_contracts_are_refused() -> None:
         def get_samples(self, num_samples: int) -> list[list[Sample]]:
             return []
 
-    with pytest.raises(LedgerError, match="issued before"):
+    with pytest.raises(LedgerError, match="already issued"):
         DataSourceBuffer(Repeats(None)).get_groups(2)
     with pytest.raises(DataError, match="get_samples"):
         DataSourceBuffer(Short(None)).get_groups(1)
