@@ -1,8 +1,8 @@
-"""Algorithms: advantages, KL, policy losses, off-policy corrections, aggregation.
+"""Algorithms: advantages, KL, policy losses, off-policy corrections and loss aggregation.
 
-Each file implements one method and cites its source. Advantages, returns and token weights are NumPy float64 on the
-host, computed from the whole batch. Whatever needs a gradient is torch, in the dtype of its inputs.
+Each file implements one method and cites its source. Advantages, returns and token weights are computed on the host
+from the whole batch, in NumPy float64. Everything differentiable is torch, in the dtype of its inputs.
 
-Shapes: `_R` means the response tokens of any number of samples, end to end; `_S` means samples. Ranks, micro-batches
-and engines do not appear here, so results cannot depend on them.
+Shapes: `_R` is response tokens, of one sample or of several concatenated; `_S` is samples. Nothing here depends on
+ranks, micro-batches or engines, so neither do the results.
 """

@@ -1,4 +1,4 @@
-"""`Algorithm`: the registry entries that the settings choose, built once."""
+"""`Algorithm`: the registry entries selected by the settings, instantiated once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One entry of each registry, and any number of corrections."""
+    """One entry from each registry, and any number of corrections."""
 
     estimator: AdvantageEstimator
     policy_loss: PolicyLoss
@@ -44,5 +44,5 @@ class Algorithm:
 
 
 def samples_top_p_set(args: Args) -> bool:
-    """Returns whether tokens are sampled from only a part of the vocabulary (`--rollout-top-p`, `--rollout-top-k`)."""
+    """Returns whether sampling is restricted to part of the vocabulary (`--rollout-top-p`, `--rollout-top-k`)."""
     return not fine_tunes(args) and (args.rollout_top_p < 1.0 or args.rollout_top_k > 0)

@@ -1,9 +1,9 @@
-"""Computes on the host, from a whole batch: token weights of each optimizer step, advantages and returns.
+"""Whole-batch computations on the host: token weights of each optimizer step, advantages and returns.
 
-Every rank computes the same float64 numbers from all samples. So groups, denominators, whitening and recursions cannot
-depend on how the batch is split later. The formulas are in `advantages` and `aggregation`; this module adds what is the
-same for every formula: the KL in the reward, the teacher, whitening, and users' functions
-(`--custom-advantage-function-path`, `--rollout-data-postprocess-path`).
+Every rank computes the same float64 values from all samples, so groups, denominators, whitening and recursions cannot
+depend on how the batch is split later. The formulas are in `advantages` and `aggregation`. This module adds what all of
+them share: the KL in the reward, distillation, whitening, and users' functions (`--custom-advantage-function-path`,
+`--rollout-data-postprocess-path`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """The batch that users' functions receive: a dict of lists with one entry per sample. Per-token values are CPU
-    tensors.
+    """The batch as users' functions see it: a dict of lists with one entry per sample, with per-token CPU tensors.
 
-    The functions set `advantages` (and with a critic `returns`) in it.
+    The functions set `advantages` in the dict and, with a critic, `returns`.
     """
 
     batch: TrainBatch
@@ -46,7 +45,7 @@ class RolloutView:
     """[R] 1.0 where the token is trained."""
     log_probs: BatchLogProbs
     values: Arrays | None
-    """[R] the critic's values; None without a critic."""
+    """[R] values of the critic; None without a critic."""
     kl: Arrays | None
     """[R] KL to the reference; None without --kl-coef."""
 
@@ -68,7 +67,7 @@ class RolloutView:
         }
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
-        """Returns the advantages, and with a critic the returns, that the function of `flag` set in `data`."""
+        """Reads the advantages and, with a critic, the returns that the function of `flag` set in `data`."""
         advantages = _checked(data.get("advantages"), "advantages", self.masks, flag)
         return Estimate(
             advantages, None if self.values is None else _checked(data.get("returns"), "returns", self.masks, flag)
@@ -90,7 +89,7 @@ def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
 
 
 def _tensors(arrays: Sequence[Any] | None) -> list[Tensor] | None:
-    """Copies the arrays into CPU tensors, one per sample."""
+    """Copies each array into a CPU tensor."""
     import torch
 
     return None if arrays is None else [torch.from_numpy(np.array(x)) for x in arrays]
@@ -100,30 +99,30 @@ def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
     left = f"a list of {len(values)}" if isinstance(values, (list, tuple)) else type(values).__name__
     if not isinstance(values, (list, tuple)) or [len(v) for v in values] != [len(m) for m in masks]:
         raise HookError(
-            f"{flag} left {left} in rollout_data[{name!r}], which needs one value per response token of each sample"
+            f"{flag} must set rollout_data[{name!r}] to one value per response token of each sample, got {left}"
         )
     kept = where_trained([np.asarray(v, np.float64) for v in values], masks)
     if not all(np.isfinite(v).all() for v in kept):
-        raise HookError(f"{flag} left a non-finite number in rollout_data[{name!r}]; return finite numbers")
+        raise HookError(f"{flag} set rollout_data[{name!r}] to values that are not finite; return finite numbers")
     return kept
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLogProbs:
-    """Log-probs [R] of each sample before the update, for all samples on every rank; None if not needed."""
+    """Log-probs before the update, [R] for each sample of the whole batch, on every rank; None if not needed."""
 
     old: Arrays | None = None
-    """The policy's log-probs, under the distribution that tokens were sampled from."""
+    """Log-probs of the policy, under the distribution from which tokens were sampled."""
     ref: Arrays | None = None
-    """The reference's log-probs, under the full distribution."""
+    """Log-probs of the reference, under the full distribution."""
     teacher: Arrays | None = None
-    """The teacher's log-probs (on-policy distillation), under the full distribution."""
+    """Log-probs of the teacher (on-policy distillation), under the full distribution."""
     old_full: Arrays | None = None
-    """`old` under the full distribution, if tokens were sampled from a top-p set."""
+    """`old` under the full distribution; None unless tokens were sampled from a top-p set."""
 
     @property
     def student(self) -> Arrays | None:
-        """The policy's old log-probs under the full distribution, for comparison with reference and teacher."""
+        """Old log-probs of the policy under the full distribution, comparable to those of reference and teacher."""
         return self.old if self.old_full is None else self.old_full
 
 
@@ -133,33 +132,31 @@ class AdvantagesAndReturns:
 
     advantages: Arrays
     returns: Arrays | None
-    """The returns that the critic learns to predict; None without a critic."""
+    """The returns that the critic is trained to predict; None without a critic."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWeights:
-    """The denominators of one optimizer step."""
+    """The loss weights and denominators of one optimizer step."""
 
     weights: Mapping[int, npt.NDArray[np.float32]]
-    """Position of a scored sample -> weight [R] of each response token in the loss."""
+    """Position of each scored sample -> loss weight [R] of its response tokens."""
     token_share: float
-    """1 / trained tokens of the step. Diagnostics are means over tokens for every aggregation."""
+    """1 / trained tokens of the step. Diagnostics are token means, whatever the aggregation."""
     unit: float
-    """1 / executions of the step (or 1 / trained tokens, by the aggregation): the factor for the sum of a user's
+    """1 / executions of the step, or 1 / trained tokens, depending on the aggregation. Scales the sum of a user's
     reducer.
     """
 
 
 def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorithm) -> None:
-    """Raises `DataError` if a sample has no log-probs or no finite reward, and the policy loss needs them."""
+    """Raises `DataError` if a sample lacks log-probs or a finite reward that the policy loss needs."""
     if not minimises_policy_loss(args):
         return
     for s in samples:
         if math.isinf(s.reward):
-            raise DataError(
-                f"sample {s.index} of group {s.group_index} has the reward {s.reward}, which must be a finite number"
-            )
+            raise DataError(f"the reward of sample {s.index} in group {s.group_index} must be finite, got {s.reward}")
     if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
         return
     for s in samples:
@@ -168,7 +165,7 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
             lacks = lacks & (s.token_versions == NOT_SAMPLED) & args.use_rollout_logprobs
         if lacks.any():
             raise DataError(
-                f"sample {s.index} has trained tokens without rollout log-probs, because no engine sampled them; "
+                f"sample {s.index} has trained tokens without rollout log-probs, because no engine sampled them, but "
                 "--use-rollout-logprobs and the off-policy corrections need them"
             )
 
@@ -176,14 +173,14 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
 def step_weights(
     batch: TrainBatch, positions: Sequence[int], aggregation: Aggregation, *, count_masked: bool
 ) -> StepWeights:
-    """Weights of the step that trains the samples at `positions`. `count_masked`: see `Aggregation.token_weights`.
+    """Computes the weights of a step with the samples at `positions`. `count_masked`: see `Aggregation.token_weights`.
 
     Unscored executions do not count. Raises `DataError` if no sample has a reward.
     """
     samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
-        raise DataError(f"none of the {len(positions)} samples of an optimizer step has a reward; check the grader")
+        raise DataError(f"none of the {len(positions)} samples in an optimizer step has a reward; check the grader")
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
     num_trained = sum(int((m > 0).sum()) for m in masks)
@@ -200,10 +197,10 @@ def step_weights(
 def advantages_and_returns(
     batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
 ) -> AdvantagesAndReturns:
-    """Computes advantages and returns with the estimator or the user's functions. `values` [R]: the critic's, before
+    """Computes advantages and returns with the estimator or users' functions. `values` [R] are from the critic before
     its update.
 
-    Raises `HookError` if a function breaks its contract, `DataError` if a sample has no log-probs of the teacher.
+    Raises `HookError` if a function violates its contract, `DataError` if a sample lacks the teacher's log-probs.
     """
     masks = tuple(s.loss_mask for s in batch.samples)
     zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
@@ -253,7 +250,7 @@ def _rewarded(
 
 
 def _mean(values: Arrays, masks: Arrays) -> float:
-    """Returns the mean over trained tokens of values that are zero elsewhere."""
+    """Averages over trained tokens. The values must be zero elsewhere."""
     return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
 
 
@@ -276,7 +273,7 @@ def _teacher(samples: Sequence[TrainSample], args: Args, log_probs: BatchLogProb
         case "sglang":
             return _teacher_of_samples(samples)
         case None:
-            raise AssertionError("--use-opd needs --opd-type")
+            raise AssertionError("--use-opd requires --opd-type")
         case _ as never:
             assert_never(never)
 
@@ -286,8 +283,8 @@ def _teacher_of_samples(samples: Sequence[TrainSample]) -> Arrays:
     for s in samples:
         if s.teacher_log_probs is None:
             raise DataError(
-                f"sample {s.index} of group {s.group_index} has no teacher_log_probs, which --opd-type sglang needs "
-                "for each response token; write them in the generate function or the reward hook"
+                f"sample {s.index} in group {s.group_index} has no teacher_log_probs, but --opd-type sglang needs one "
+                "per response token; set them in the generate function or the reward hook"
             )
         out.append(s.teacher_log_probs)
     return tuple(out)

@@ -1,11 +1,11 @@
-"""Estimators that compare the rewards of one prompt's executions: GRPO with or without the standard deviation, RLOO,
-and GSPO, CISPO and SAPO, which use GRPO's advantages.
+"""Estimators that compare rewards within a group: GRPO with or without the standard deviation, RLOO, and GSPO, CISPO
+and SAPO, which use GRPO's advantages.
 
 Invariants
 1. Groups are formed by `group_index`, never by position.
-2. An execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
-3. A group of one, and a group whose executions have equal rewards, have advantage exactly 0.
-4. A reward of NaN means unscored: no statistic includes it, and its sample has advantage 0.
+2. Each execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
+3. If a group has a single execution or all its rewards are equal, its advantages are exactly 0.
+4. A reward of NaN means unscored. It is excluded from all statistics, and the sample has advantage 0.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 EQUAL_TOLERANCE = 1e-12
-"""Relative tolerance for equal rewards. The mean over siblings has rounding errors, and dividing them by a tiny
-standard deviation would amplify noise."""
+"""Relative tolerance for equal rewards. Means over siblings have rounding errors, which a division by the resulting
+tiny standard deviation would amplify."""
 
 
 def _hook_of_rewards(s: Any) -> str | None:
-    """Returns the flag of the given hook whose rewards are used without normalisation, or None."""
+    """Returns the flag of the hook that computes the final rewards, if one is set, else None."""
     names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(AdvantageEstimator):
-    """One advantage per sample, from the rewards of its group, minus the KL to the reference at each token."""
+    """Computes one advantage per sample by comparing rewards within its group, minus the KL penalty at each token."""
 
     compares_within_group: ClassVar[bool] = True
 
     rewards_normalization: bool = derived(
         lambda s: _hook_of_rewards(s) is None,
         lambda s: (
-            f"{hook} returns the rewards to train on"
+            f"{hook} returns the final rewards"
             if (hook := _hook_of_rewards(s))
             else "rewards are compared within a group"
         ),
@@ -54,19 +54,19 @@ class GroupEstimator(AdvantageEstimator):
         needs=OWN_ADVANTAGES,
         asks=always,
     )
-    """Subtract the group's mean reward. Off with --custom-reward-post-process-path and
-    --custom-convert-samples-to-train-data-path, whose rewards are used unchanged."""
+    """Subtract the mean reward of the group. Off with --custom-reward-post-process-path or
+    --custom-convert-samples-to-train-data-path, which return the final rewards."""
 
     @abstractmethod
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
-        """Rewards [S] minus their baseline; 0 if there is nothing to compare."""
+        """Returns each reward minus its baseline [S]; 0 if there is nothing to compare."""
 
     def check(self, args: Args) -> str | None:
         if not (args.custom_reward_post_process_path and self.rewards_normalization):
             return None
         return (
-            "--rewards-normalization would normalise the rewards of --custom-reward-post-process-path again; drop the "
-            "switch and normalise in the hook"
+            "--rewards-normalization would normalize the rewards from --custom-reward-post-process-path again; drop it "
+            "and normalize in the hook"
         )
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
@@ -83,8 +83,7 @@ def iter_groups(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Array]]:
-    """Yields for each group: (positions of its scored samples, index of each sample's execution, reward per
-    execution)."""
+    """Yields (positions of the scored samples, execution index of each, reward of each execution) per group."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
     scored = ~np.isnan(rewards)
@@ -95,14 +94,14 @@ def iter_groups(
 
 
 def nothing_to_compare(own: Array) -> bool:
-    """Returns whether a group has one execution, or equal rewards."""
+    """Returns whether a group has fewer than two executions or equal rewards."""
     return len(own) < 2 or bool(np.ptp(own) <= EQUAL_TOLERANCE * np.abs(own).max())
 
 
 STD_EPSILON = 1e-6
 """Added to the (unbiased) standard deviation."""
 Scale = Literal["group", "batch", "none"]
-"""Which samples the standard deviation is computed over."""
+"""The samples over which the standard deviation is computed."""
 
 _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
 
@@ -110,9 +109,9 @@ _COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_no
 @ESTIMATORS.register("grpo")
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(GroupEstimator):
-    """GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - mean of the group) / (std of the group + eps).
+    """GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): A = (R - group mean) / (group std + eps).
 
-    Without the division it is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+    Without the division, this is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
     """
 
     grpo_std_normalization: bool = derived(
@@ -120,27 +119,27 @@ class GroupRelative(GroupEstimator):
         lambda s: (
             "a group of one sample has no standard deviation"
             if s.n_samples_per_prompt == 1
-            else "rewards are divided by the group's standard deviation"
+            else "rewards are divided by the standard deviation of the group"
         ),
         off_names=("--disable-grpo-std-normalization",),
         needs=_COMPARES,
         asks=always,
     )
-    """Divide group rewards by their standard deviation (off: Dr. GRPO, arXiv:2503.20783)."""
+    """Divide by the standard deviation of the group's rewards (off: Dr. GRPO, arXiv:2503.20783)."""
     advantage_scale: Scale = derived(
         lambda s: "group" if s.grpo_std_normalization else "none",
         lambda s: f"grpo_std_normalization {s.grpo_std_normalization}",
         needs=_COMPARES,
     )
-    """Which standard deviation divides the rewards of grpo, gspo, cispo and sapo. Default: group, or none with
-    --disable-grpo-std-normalization."""
+    """Which standard deviation to divide by (grpo, gspo, cispo, sapo): of the group, of the batch, or none. Default:
+    group, or none with --disable-grpo-std-normalization."""
     advantage_epsilon: float = opt(
         STD_EPSILON,
         needs=(*_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
         ge=0,
         le=1_000,
     )
-    """Added to the standard deviation that divides the rewards."""
+    """Added to the standard deviation before dividing by it."""
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         return group_advantages(rewards, groups, executions, scale=self.advantage_scale, epsilon=self.advantage_epsilon)
@@ -163,10 +162,10 @@ def group_advantages(
     scale: Scale = "group",
     epsilon: float = STD_EPSILON,
 ) -> Array:
-    """Returns each sample's reward minus the mean of its group [S], divided according to `scale`.
+    """Returns each reward minus its group mean [S], divided by the standard deviation of `scale` plus `epsilon`.
 
-    group: by the group's standard deviation + epsilon; batch: by the standard deviation over all executions of the
-    batch; none: undivided.
+    group: standard deviation of the group. batch: standard deviation over all executions of the batch. none: no
+    division.
     """
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
@@ -216,7 +215,7 @@ class SapoAdvantages(GroupRelative):
 class LeaveOneOut(GroupEstimator):
     """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A = R - mean of the other executions = G / (G - 1) * (R - mean).
 
-    The baseline excludes the execution's own reward, so it adds no bias.
+    The baseline does not include the execution's own reward, so it adds no bias.
     """
 
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
@@ -228,7 +227,7 @@ def leave_one_out(
     group_index_S: Sequence[int] | npt.NDArray[np.int64],
     execution_S: Sequence[int] | npt.NDArray[np.int64],
 ) -> Array:
-    """Returns each reward minus the mean of the group's other executions [S]; 0 if there are no others."""
+    """Returns each reward minus the mean of the other executions in the group [S]; 0 if there are none."""
     rewards = np.asarray(rewards_S, np.float64)
     out = np.zeros_like(rewards)
     for members, which, own in iter_groups(rewards, group_index_S, execution_S):

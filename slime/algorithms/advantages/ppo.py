@@ -1,7 +1,7 @@
-"""PPO's advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438) as an exact chunked scan.
+"""PPO advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438) as an exact chunked scan.
 
-delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; the return is A + V. V and A are 0 after
-the last token.
+delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; return = A + V. V and A are 0 after the
+last token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         assert batch.values is not None, "ppo needs the critic's values"
-        assert self.observation_returns != "reset", "`check` refuses it"
+        assert self.observation_returns != "reset", "rejected by `check`"
         pairs = [
             generalized_advantages(r, v, m, self.gamma, self.lambd, self.observation_returns)
             for r, v, m in zip(rewards_of_tokens(batch), batch.values, batch.masks, strict=True)
@@ -39,7 +39,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
     def check(self, args: Args) -> str | None:
         if self.observation_returns == "reset":
-            return "ppo cannot bootstrap with --observation-returns reset; use skip or through"
+            return "--advantage-estimator ppo does not support --observation-returns reset; use skip or through"
         return None
 
 
@@ -52,9 +52,9 @@ def generalized_advantages(
     observations: Literal["skip", "through"] = "skip",
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[Array, Array]:
-    """Returns (advantages [R], returns [R]) of one sample; all inputs [R].
+    """Returns (advantages [R], returns [R]) of one sample. All inputs are [R].
 
-    skip: observation tokens are not time steps. V_{t+1} is the value of the next trained token, and both results are 0
+    skip: observation tokens are not time steps; V_{t+1} is the value at the next trained token, and both results are 0
     at observation tokens. through: every token is a time step with its own value.
     """
     trained = np.asarray(mask) > 0

@@ -31,7 +31,7 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 def discounted_returns(
     token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
-    """Returns R_t = r_t + gamma * R_{t+1} over a sample's tokens [R]. Values at masked positions are not trained."""
+    """Computes R_t = r_t + gamma * R_{t+1} over a sample [R]. Values at masked positions are meaningless."""
     trained = np.asarray(mask) > 0
     rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
     if observations == "through":
@@ -49,7 +49,7 @@ def discounted_returns(
 @ESTIMATORS.register("reinforce_plus_plus_baseline")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaseline(GroupEstimator):
-    """A = R - mean of the group at every token, then whitened over the batch (Hu 2025, arXiv:2501.03262)."""
+    """A = R - group mean at every token, then whitened over the batch (Hu 2025, arXiv:2501.03262)."""
 
     whitens: ClassVar[bool] = True
 

@@ -1,8 +1,8 @@
-"""Token rewards, and what estimators that sum them share: returns, the reverse scan and whitening.
+"""Building blocks of the estimators: token rewards, the reverse scan for returns, distillation and whitening.
 
-Observation tokens (masked, inside a response) are not steps of the policy. `observation_returns` says how returns treat
-them. skip (default): they are not time steps; the next trained token is the next step. through: they are discounted
-like any other token. reset: no reward flows back across them.
+Observation tokens (masked tokens inside a response, such as tool results) are not actions of the policy.
+`observation_returns` sets how returns treat them. skip (default): they are not time steps, so the next step is the next
+trained token. through: they are discounted like any other token. reset: no reward flows back across them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Observations = Literal["skip", "through", "reset"]
 @dataclass(frozen=True, kw_only=True)
 class ReturnSettings:
     gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
-    """Discount of later tokens' rewards (ppo, reinforce_plus_plus)."""
+    """Discount factor for later rewards (ppo, reinforce_plus_plus)."""
     observation_returns: Observations = opt("skip", needs=OWN_ADVANTAGES)
-    """How returns treat tokens that the policy did not write (tool results): skip them, count them as time steps
-    (through), or end the discounted sum there (reset, only reinforce_plus_plus)."""
+    """How returns treat tokens that the policy did not sample, such as tool results: skip them, count them as time
+    steps (through), or end the discounted sum at them (reset, reinforce_plus_plus only)."""
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
-    """Returns the token rewards [R] of each sample, including the KL penalty. An unscored sample has no reward."""
+    """Returns the token rewards [R] of each sample, including the KL penalty. Unscored samples get a reward of 0."""
     return [
         token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
         for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
@@ -49,7 +49,7 @@ def token_rewards(
     Raises `DataError` if the reward is not finite: an unscored sample must be masked first.
     """
     if not math.isfinite(reward):
-        raise DataError(f"an unscored sample has reward {reward}; mask it before its returns are computed")
+        raise DataError(f"the reward {reward} is not finite; mask unscored samples before computing returns")
     out = spread_advantage(0.0, mask, kl, kl_coef)
     trained = np.flatnonzero(np.asarray(mask) > 0)
     if len(trained):
@@ -60,9 +60,9 @@ def token_rewards(
 def spread_advantage(
     advantage: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
 ) -> Array:
-    """Returns the advantage of a sample minus kl_coef * kl, at each trained token [R]; zero where masked.
+    """Returns advantage - kl_coef * kl at each trained token [R], zero where masked.
 
-    Estimators that compare rewards within a group apply the KL penalty this way, after subtracting the baseline.
+    This is how estimators that compare rewards within a group apply the KL penalty: after subtracting the baseline.
     """
     values = np.full(np.shape(mask), float(advantage))
     if kl is not None and kl_coef:
@@ -75,15 +75,15 @@ CHUNK_TOKENS = 128
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
-    """Returns y [R] with y_t = x_t + decay * y_{t+1}, exact, in float64.
+    """Computes y_t = x_t + decay * y_{t+1} [R], exactly, in float64.
 
-    Within a chunk the recursion is a product with the upper triangular matrix of the powers of `decay`, for all chunks
-    together. Only the carry from each chunk to the previous chunk is serial.
+    Within a chunk, the recursion is a product with an upper triangular matrix of powers of `decay`, computed for all
+    chunks at once. Only the carry from chunk to chunk is sequential.
     """
     assert chunk > 0, chunk
     num = -(-len(x) // chunk)
     padded = np.zeros(num * chunk, np.float64)
-    padded[: len(x)] = x  # zeros after the end do not change the recursion
+    padded[: len(x)] = x  # trailing zeros do not change the recursion
     powers = _powers(float(decay), chunk)
     out: Floats = padded.reshape(num, chunk) @ powers.T
     to_next = decay * powers[:, -1]
@@ -94,7 +94,7 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
 
 @lru_cache(maxsize=8)
 def _powers(decay: float, chunk: int) -> Floats:
-    """Returns decay^(j - i) [chunk, chunk] at row i and column j >= i; zero below the diagonal."""
+    """Returns the matrix [chunk, chunk] with decay^(j - i) at row i, column j >= i, and zeros below the diagonal."""
     index = np.arange(chunk)
     exponent = index[None, :] - index[:, None]
     return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
@@ -107,10 +107,10 @@ def distilled(
     mask: npt.NDArray[Any],
     coef: float,
 ) -> Array:
-    """Returns A - coef * (log student - log teacher), zero where masked; all [R]. Call it before whitening.
+    """Returns A - coef * (log student - log teacher) [R], zero where masked. Apply it before whitening.
 
-    On-policy distillation as a term of the advantage (Agarwal et al. 2023, GKD, arXiv:2306.13649; Lu et al. 2025,
-    "On-policy distillation"): each token is rewarded by the teacher's log-prob minus the student's.
+    On-policy distillation as part of the advantage (Agarwal et al. 2023, GKD, arXiv:2306.13649; Lu et al. 2025,
+    "On-policy distillation"): the reward of each token is the teacher's log-prob minus the student's.
     """
     trained = np.asarray(mask) > 0
     out = np.zeros(trained.shape)
@@ -124,13 +124,13 @@ WHITEN_EPSILON = 1e-8
 
 
 def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[Floats]:
-    """Advantages with zero mean and unit variance over all trained tokens of the batch (REINFORCE++, arXiv:2501.03262);
-    per sample [R], zero where masked.
+    """Normalizes advantages to zero mean and unit variance over all trained tokens of the batch (REINFORCE++,
+    arXiv:2501.03262). Returns one array per sample [R], zero where masked.
 
-    All zeros if there are fewer than two trained tokens or all have the same advantage. Statistics are over tokens, so
-    long responses count more. The mask of an unscored sample must be zero. Two passes with exact sums (Shewchuk 1997,
-    `math.fsum`) avoid the difference of two large moments, which fails at an offset of 1000 in float32, and make the
-    order of samples irrelevant. The variance divides by N - 1.
+    Returns zeros if there are fewer than two trained tokens or all advantages are equal. Statistics are over tokens, so
+    long responses weigh more. Unscored samples must be fully masked. The two passes use exact sums (Shewchuk 1997,
+    `math.fsum`): subtracting two large moments would fail at an offset of 1000 in float32, and the result would depend
+    on the order of samples. The variance divides by N - 1.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
     keep = [np.asarray(m) > 0 for m in mask_S]

@@ -1,10 +1,10 @@
-"""Aggregations of token losses: a weight per token, computed from the whole step before it is split.
+"""Loss aggregation: one weight per token, computed from the whole step before it is split.
 
-The loss of a step is sum(weight * token_loss). The weights contain the denominators of the whole step, so any partition
-into ranks, micro-batches and packed rows gives the same sum and the same gradient.
+The loss of a step is sum(weight * token_loss). The weights include the denominators of the whole step, so every split
+into ranks, micro-batches and packed rows has the same loss and gradient.
 
-To add an aggregation, derive a frozen dataclass from `Aggregation`, whose fields are its settings, and register it. To
-use your own aggregation, pass its import path: `--loss-aggregation my_pkg.mine`.
+To add an aggregation, derive a frozen dataclass from `Aggregation` and register it. Its fields become settings. Your
+own aggregation is selected by its import path, `--loss-aggregation my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Array = npt.NDArray[np.float64]
 
 
 class Aggregation(ABC):
-    """Assigns weights to the token losses of one optimizer step."""
+    """Weights the token losses of one optimizer step."""
 
     name: ClassVar[str]
     counts_executions: ClassVar[bool] = True
-    """Whether the denominator is the number of executions; otherwise it is the number of trained tokens."""
+    """Whether the denominator is the number of executions rather than the number of trained tokens."""
 
     @abstractmethod
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """Returns the weight of every response token of one optimizer step, per sample [R] float64; zero where masked.
+        """Returns the weight of every response token in an optimizer step: float64 [R] per sample, zero where masked.
 
-        `mask_S`: trained tokens of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each
-        sample. An execution without trained tokens contributes zero but counts in N, unless `count_masked` is false.
-        Unscored samples are not passed.
+        `mask_S`: loss mask of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each sample.
+        An execution without trained tokens contributes nothing but counts towards N, unless `count_masked` is False.
+        Unscored samples must not be passed.
         """
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
+        """Returns an error message if the settings conflict, else None. Called before the run starts."""
         return None
 
 
@@ -57,12 +57,12 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
-    """Returns the number of trained tokens (or the sum of their weights) of each sample."""
+    """Returns the number of trained tokens of each sample, or the sum of their weights."""
     return [math.fsum(np.asarray(m, np.float64).tolist()) for m in mask_S]
 
 
 def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int]) -> dict[int, float]:
-    """Maps each execution id to the number of trained tokens in all its samples."""
+    """Maps each execution id to the number of trained tokens across its samples."""
     assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
     per_execution: dict[int, float] = {}
     for execution, total in zip(execution_S, trained_tokens(mask_S), strict=True):
@@ -76,7 +76,7 @@ def num_counted(per_execution: dict[int, float], count_masked: bool) -> int:
 
 
 def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
-    """Returns mask / denominator; zeros if the denominator is zero."""
+    """Returns mask / denominator, or zeros if the denominator is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
     weights: Array = np.asarray(mask, np.float64) / denominator
@@ -86,9 +86,9 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
 class SequenceMean(Aggregation):
-    """m / (tokens of its execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
+    """m / (tokens of the execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
 
-    Every execution has the same weight. Its mean is over the tokens of all its samples.
+    Every execution has equal weight. Its token mean is over the tokens of all its samples.
     """
 
     def token_weights(
@@ -117,7 +117,7 @@ class TokenMean(Aggregation):
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
 class SequenceSum(Aggregation):
-    """m / N: the token sum of each execution, averaged over executions, so long responses count more."""
+    """m / N: the sum over the tokens of an execution, averaged over executions. Long responses weigh more."""
 
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
@@ -129,7 +129,7 @@ class SequenceSum(Aggregation):
 @AGGREGATIONS.register("constant_length")
 @dataclass(frozen=True, kw_only=True)
 class ConstantLength(Aggregation):
-    """m / (N * constant_length): the same divisor for all executions, so there is no length bias (Dr. GRPO,
+    """m / (N * constant_length): all executions have the same divisor, which avoids a length bias (Dr. GRPO,
     arXiv:2503.20783)."""
 
     loss_constant_length: int = derived(
@@ -138,14 +138,14 @@ class ConstantLength(Aggregation):
         gt=0,
         le=100_000_000,
     )
-    """Divisor of every execution with constant_length (Dr. GRPO, arXiv:2503.20783). Default:
-    --rollout-max-total-response-len if that is given, else --rollout-max-response-len."""
+    """Divisor for every execution with constant_length (Dr. GRPO, arXiv:2503.20783). Default:
+    --rollout-max-total-response-len if set, else --rollout-max-response-len."""
 
     def __post_init__(self) -> None:
         if not self.loss_constant_length or self.loss_constant_length < 0:
             raise ConfigError(
-                f"constant_length divides by --loss-constant-length, which is {self.loss_constant_length}; set it to a "
-                "number of tokens, such as the longest response"
+                f"constant_length divides by --loss-constant-length, which must be positive, got "
+                f"{self.loss_constant_length}; set it to a number of tokens, such as the maximum response length"
             )
 
     def token_weights(

@@ -1,13 +1,13 @@
 """Per-token estimators of KL(policy || reference) (Schulman 2020, "Approximating KL divergence").
 
-An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it. To
-use your own estimator, pass its import path: `--kl-loss-type my_pkg.mine`.
+An estimator is a function of d = log policy - log reference. To add one, derive from `KLEstimator` and register it.
+Your own estimator is selected by its import path, `--kl-loss-type my_pkg.mine`.
 
-With `old_log_probs` the estimate is multiplied by the ratio policy / old, and the gradient flows through both factors
+With `old_log_probs`, the estimate is multiplied by the ratio policy / old, and the gradient flows through both factors
 (DeepSeek-V3.2, arXiv:2512.02556). Value and gradient are then unbiased for tokens sampled from the old policy.
 
-A bound applies to the product of estimate and ratio, not to the estimate alone: k3 clamped to 10, times a rising ratio,
-would push the policy away. A token at a bound has no gradient.
+Bounds apply to the product of estimate and ratio, not to the estimate alone: with k3 clamped to 10, the gradient of the
+ratio would push the policy away from the reference. A token at a bound has no gradient.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
 
 class KLEstimator(ABC):
-    """A per-token estimate of the KL. Its mean over tokens sampled from the policy is the KL, exactly or
-    approximately."""
+    """A per-token estimator. Its mean over tokens sampled from the policy is the KL, exactly or approximately."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def of_log_ratio(self, d: Tensor) -> Tensor:
-        """Returns the estimate [R] for d = log policy - log reference [R]; differentiable, 0 for d = 0."""
+        """Returns the estimate [R] for d = log policy - log reference [R]. Must be differentiable, and 0 at d = 0."""
 
     def estimate(
         self,
@@ -44,14 +43,14 @@ class KLEstimator(ABC):
         old_log_probs: Tensor | None = None,
         log_ratio_limit: float = LOG_RATIO_LIMIT,
     ) -> Tensor:
-        """Returns the estimate [R], zero where masked; differentiable in `log_probs`."""
+        """Returns the estimate [R], zero where masked. Differentiable in `log_probs`."""
         import torch
 
         if old_log_probs is None:
             d, _ = clamped_log_ratio(log_probs, ref_log_probs.detach(), mask, log_ratio_limit)
             return self.bounded(self.of_log_ratio(d))
-        # The slopes of k3 and of the ratio are both of order exp(-d), but their sum is d. In float32 only rounding
-        # errors with a random sign would remain.
+        # The slopes of k3 and the ratio are each of order exp(-d), but they sum to d. In float32, only rounding errors
+        # of random sign would remain.
         policy = log_probs.double()
         d, limited = clamped_log_ratio(policy, ref_log_probs.detach(), mask, log_ratio_limit)
         log_ratio, ratio_limited = clamped_log_ratio(policy, old_log_probs.detach(), mask, log_ratio_limit)
@@ -59,11 +58,11 @@ class KLEstimator(ABC):
         return torch.where(limited | ratio_limited, product.detach(), product).to(log_probs.dtype)
 
     def bounded(self, values: Tensor) -> Tensor:
-        """Returns the estimates [R], or their products with the ratio, clamped to the bounds (default: no bounds)."""
+        """Clamps the estimates [R], or their products with the ratio. By default, there are no bounds."""
         return values
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
+        """Returns an error message if the settings conflict, else None. Called before the run starts."""
         return None
 
 
@@ -75,7 +74,7 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry(
 @KL_ESTIMATORS.register("k1")
 @dataclass(frozen=True, kw_only=True)
 class K1(KLEstimator):
-    """k1 = d: unbiased, with high variance. As a loss its expected gradient is zero at any distance."""
+    """k1 = d: unbiased, but with high variance. As a loss, its expected gradient is always zero."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return d
@@ -84,15 +83,15 @@ class K1(KLEstimator):
         if not (args.use_kl_loss and args.kl_loss_coef) or args.use_unbiased_kl:
             return None
         return (
-            f"--kl-loss-type k1 with --kl-loss-coef {args.kl_loss_coef} does not pull the policy to the reference: the "
-            "expected gradient of k1 as a loss is zero; use a different type, or add --use-unbiased-kl"
+            f"--kl-loss-type k1 with --kl-loss-coef {args.kl_loss_coef} has no effect on average, because the expected "
+            "gradient of k1 as a loss is zero; use a different type, or add --use-unbiased-kl"
         )
 
 
 @KL_ESTIMATORS.register("k2")
 @dataclass(frozen=True, kw_only=True)
 class K2(KLEstimator):
-    """k2 = d^2 / 2: biased; on policy its gradient equals the KL's gradient."""
+    """k2 = d^2 / 2: biased, but its on-policy gradient equals the gradient of the KL."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return d.square() / 2
@@ -101,7 +100,7 @@ class K2(KLEstimator):
 @KL_ESTIMATORS.register("k3")
 @dataclass(frozen=True, kw_only=True)
 class K3(KLEstimator):
-    """k3 = exp(-d) - 1 + d: unbiased and never negative; its gradient is biased."""
+    """k3 = exp(-d) - 1 + d: unbiased and non-negative, but with a biased gradient."""
 
     def of_log_ratio(self, d: Tensor) -> Tensor:
         return (-d).expm1() + d

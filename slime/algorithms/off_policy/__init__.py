@@ -1,11 +1,10 @@
-"""Corrections for tokens that a different policy sampled: weights and masks without a gradient.
+"""Off-policy corrections: weights and masks, without a gradient, for tokens sampled by a different policy.
 
-Several corrections may be combined, in the order of --off-policy-corrections: each receives the policy loss that the
-previous correction returns. Corrections multiply token losses. They never change the denominators of the step, even if
-they mask tokens.
+Corrections multiply token losses and can be combined. They run in the order of --off-policy-corrections, each on the
+loss returned by the previous one. They never change the denominators of the step, even if they mask tokens.
 
-To add a correction, derive a frozen dataclass from `Correction`, whose fields are its settings, and register it. To use
-your own correction, pass its import path: `--off-policy-corrections tis my_pkg.mine`.
+To add a correction, derive a frozen dataclass from `Correction` and register it. Its fields become settings. Your own
+correction is selected by its import path, `--off-policy-corrections tis my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyTokens:
-    """The columns of a micro-batch with R response tokens that a correction reads; none has a gradient."""
+    """A correction's input for a micro-batch with R response tokens. No tensor has a gradient."""
 
     log_probs: Tensor
     """[R] log-probs under the current policy."""
     old_log_probs: Tensor
-    """[R] the old policy's log-probs: the trainer's before the update, or the engine's with --use-rollout-logprobs."""
+    """[R] log-probs under the old policy: the trainer's before the update, or the engine's (--use-rollout-logprobs)."""
     trainer_log_probs: Tensor
-    """[R] the trainer's log-probs before the update, under the full distribution, like the log-probs that engines
-    report."""
+    """[R] the trainer's log-probs before the update, under the full distribution, comparable to the engine's."""
     rollout_log_probs: Tensor
-    """[R] the engine's log-probs; meaningless where `sampled` is 0."""
+    """[R] the engine's log-probs; undefined where `sampled` is 0."""
     sampled: Tensor
-    """[R] 1.0 for trained tokens that have a log-prob from an engine."""
+    """[R] 1.0 for trained tokens with an engine log-prob."""
     mask: Tensor
     """[R] 1.0 where the token is trained."""
     advantages: Tensor
@@ -47,40 +45,40 @@ class OffPolicyTokens:
     lengths: tuple[int, ...]
     """Number of response tokens of each sample."""
     total_lengths: tuple[int, ...]
-    """Number of tokens of each sample, prompt included."""
+    """Number of tokens of each sample, including the prompt."""
     args: Args
     """All settings, for users' functions."""
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Limit to whose +- log-ratios are clamped; 0: no clamp."""
+    """Log-ratios are clamped to +- this limit; 0 disables the clamp."""
 
 
 class Correction(ABC):
-    """Corrects the policy loss of tokens for how they were sampled."""
+    """Corrects the policy loss for tokens that a different policy sampled."""
 
     name: ClassVar[str]
     switch: ClassVar[str] = ""
-    """The flag that turns the correction on, for messages."""
+    """The flag that enables the correction, for messages."""
     asked_by: ClassVar[str] = ""
-    """The name of the setting behind `switch`. Corrections with the same setting are alternatives."""
+    """Name of the setting behind `switch`. Corrections with the same setting are alternatives."""
     place: ClassVar[int] = 0
-    """Order among the corrections that flags turn on, smallest first. --off-policy-corrections has its own order."""
+    """Position among corrections enabled by flags, lowest first. --off-policy-corrections defines its own order."""
     needs_rollout_log_probs: ClassVar[bool] = True
-    """Whether trained tokens need the engine's log-probs."""
+    """Whether trained tokens need engine log-probs."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Returns whether the correction's flag is on. Called if --off-policy-corrections is not given."""
+        """Returns whether the correction's flag is on. Called only if --off-policy-corrections is not set."""
         return False
 
     @abstractmethod
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns (corrected policy loss [R], metric name -> values [R], to be averaged over trained tokens).
+        """Returns (corrected policy loss [R], metric name -> values [R]).
 
-        Metrics named `*_clamped` are counts instead.
+        Metrics are averaged over trained tokens, except those named `*_clamped`, which are counts.
         """
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
+        """Returns an error message if the settings conflict, else None. Called before the run starts."""
         return None
 
 
@@ -91,8 +89,8 @@ class MismatchCorrection(Correction):
         if not args.use_rollout_logprobs:
             return None
         return (
-            "--use-rollout-logprobs contradicts --use-tis, --rejection-level and --get-mismatch-metrics, which compare "
-            "the engine's log-probs with the trainer's; set only one of them"
+            "--use-rollout-logprobs conflicts with --use-tis, --rejection-level and --get-mismatch-metrics, which "
+            "compare the engine's log-probs with the trainer's; set only one of them"
         )
 
 

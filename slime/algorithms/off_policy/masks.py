@@ -1,4 +1,4 @@
-"""Corrections that mask tokens or sequences: rejection by the mismatch ratio, and DeepSeek-V3.2's sequence masking."""
+"""Corrections that mask tokens or sequences: rejection by mismatch ratio, and DeepSeek-V3.2's sequence masking."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 @CORRECTIONS.register("rejection")
 @dataclass(frozen=True, kw_only=True)
 class Rejection(MismatchCorrection):
-    """Masks tokens or sequences with a mismatch ratio outside of a range (Liu et al. 2025, "When speed kills
-    stability").
+    """Masks tokens or sequences with a mismatch ratio outside a range (Liu et al. 2025, "When speed kills stability").
 
-    Unlike importance weights in mode "mask", rejection only masks. So weights at one level and rejection at a different
-    level can be combined. Rejected tokens stay in the denominators of the loss.
+    Unlike importance weights in mode "mask", rejection only masks, so it can be combined with weights at a different
+    level. Rejected tokens still count in the denominators of the loss.
     """
 
     switch: ClassVar[str] = "--rejection-level"
@@ -34,11 +33,11 @@ class Rejection(MismatchCorrection):
     place: ClassVar[int] = 30
 
     rejection_low: float = opt(0.5, within=BOUND)
-    """Lower bound of an accepted w."""
+    """Minimum accepted w."""
     rejection_high: float = opt(2.0, within=BOUND)
-    """Upper bound of an accepted w."""
+    """Maximum accepted w."""
     rejection_veto: float | None = opt(None, within=BOUND)
-    """Rejects a sequence if the w of any of its tokens is below this."""
+    """Reject a whole sequence if any of its tokens has a w below this."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
@@ -46,7 +45,7 @@ class Rejection(MismatchCorrection):
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
         level = tokens.args.rejection_level
-        assert level is not None, "`check` refuses it"
+        assert level is not None, "required by `check`"
         keep = rejection_mask(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
@@ -62,14 +61,11 @@ class Rejection(MismatchCorrection):
 
     def check(self, args: Args) -> str | None:
         if args.rejection_level is None:
-            return (
-                "--off-policy-corrections rejection needs --rejection-level, the level of the compared ratio; set it "
-                "to token, sequence or geometric"
-            )
+            return "--off-policy-corrections rejection needs --rejection-level; set it to token, sequence or geometric"
         if self.rejection_low > self.rejection_high:
             return (
-                f"no ratio is between --rejection-low {self.rejection_low} and --rejection-high {self.rejection_high}; "
-                "set 0 <= low <= high"
+                f"--rejection-low {self.rejection_low} and --rejection-high {self.rejection_high} must satisfy "
+                "0 <= low <= high"
             )
         return super().check(args)
 
@@ -86,9 +82,9 @@ def rejection_mask(
     veto: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """Returns 1.0 [R] where low <= ratio <= high at `level` (None: no bound) or masked, else 0.0.
+    """Returns a mask [R]: 1.0 where low <= ratio <= high at `level` (None: no bound) or where masked, else 0.0.
 
-    An unmasked token with a ratio below `veto` rejects its whole sequence.
+    A trained token with a ratio below `veto` rejects its whole sequence.
     """
     ratio = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)[0].exp()
     trained = mask > 0
@@ -109,8 +105,8 @@ def rejection_mask(
 class OffPolicySequenceMasking(Correction):
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 
-    Masks a sequence with a negative advantage if mean(log old - log policy) > delta: the policy has already moved away
-    from this response and rarely samples it any more.
+    Masks a sequence with a negative advantage if mean(log old - log policy) > delta, that is, if the policy has already
+    moved away from the response and rarely samples it.
     """
 
     switch: ClassVar[str] = "--use-opsm"
@@ -119,7 +115,7 @@ class OffPolicySequenceMasking(Correction):
     needs_rollout_log_probs: ClassVar[bool] = False
 
     opsm_delta: float = opt(1e-4, within=BOUND)
-    """Upper bound for the mean of old minus current log-prob in a sequence with a negative advantage."""
+    """Mask sequences with a negative advantage if their mean of old minus current log-prob exceeds this."""
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
@@ -148,7 +144,7 @@ def opsm_mask(
     delta: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> Tensor:
-    """Returns 0.0 [R] where the advantage is negative and the sequence's mean of old - new exceeds `delta`; else 1."""
+    """Returns a mask [R]: 0.0 where the advantage is negative and the sequence mean of old - new exceeds `delta`."""
     log_ratio, _ = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     far = sequences.spread(sequences.mean(-log_ratio, mask)) > delta
     return (~(far & (unmasked(advantages, mask) < 0))).to(log_ratio.dtype)

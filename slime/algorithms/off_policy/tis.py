@@ -1,12 +1,12 @@
 """Importance weights between engine and trainer: truncated (TIS; Yao et al. 2025, "Your efficient RL framework secretly
 brings you off-policy RL training") or masked (icepop, MIS; Ling team 2025, arXiv:2510.18855).
 
-The engine samples tokens with slightly different probabilities from the trainer's, because of rounding, precision or
-older weights. The policy gradient is multiplied by w = p_trainer_old / p_engine, clipped to [low, high] ("truncate") or
-set to 0 outside of this range ("mask"); w has no gradient.
+The token probabilities of the engine differ slightly from the trainer's, due to rounding, precision or older weights.
+The policy gradient is multiplied by w = p_trainer_old / p_engine, which has no gradient. w is clipped to [low, high]
+("truncate") or set to 0 outside this range ("mask").
 
-The ratio is computed at one `Level`. token: the token's own ratio. sequence: the product over the sequence's unmasked
-tokens (the exact importance weight, whose variance grows with the length). geometric: their geometric mean.
+The ratio is computed at one `Level`. token: the ratio of the token. sequence: the product over the trained tokens of
+the sequence, an exact importance weight, but with a variance that grows with length. geometric: their geometric mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLAG = "--custom-tis-function-path"
 @CORRECTIONS.register("custom_tis")
 @dataclass(frozen=True, kw_only=True)
 class CustomWeights(MismatchCorrection):
-    """Calls the user's function with one list entry per sample. It returns the changed loss, masks per sample and
+    """Calls the user's function with lists, one entry per sample. It returns the new loss, masks per sample and
     metrics [R]."""
 
     switch: ClassVar[str] = FLAG
@@ -43,19 +43,19 @@ class CustomWeights(MismatchCorrection):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """This correction replaces `tis`."""
+        """Replaces `tis` if the user's function is set."""
         return bool(settings.use_tis and settings.custom_tis_function_path)
 
     def check(self, args: Args) -> str | None:
         if not args.custom_tis_function_path:
-            return f"--off-policy-corrections custom_tis needs {FLAG}, the import path of its function; set both"
+            return f"--off-policy-corrections custom_tis needs {FLAG}; set it to the import path of a function"
         return super().check(args)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Raises `HookError` if the function breaks its contract."""
+        """Raises `HookError` if the function violates its contract."""
         import torch
 
-        assert tokens.args.custom_tis_function_path is not None, "`check` refuses it"
+        assert tokens.args.custom_tis_function_path is not None, "required by `check`"
         result = load_hook(tokens.args.custom_tis_function_path, "tis")(
             args=tokens.args,
             pg_loss=loss,
@@ -66,11 +66,12 @@ class CustomWeights(MismatchCorrection):
             response_lengths=list(tokens.lengths),
         )
         if not isinstance(result, tuple) or len(result) != 3:
-            raise HookError(f"{FLAG} returned {type(result).__name__}; return (pg_loss, masks, metrics)")
+            raise HookError(f"{FLAG} must return (pg_loss, masks, metrics), got {type(result).__name__}")
         changed, masks, metrics = result
         if changed.shape != loss.shape or [len(m) for m in masks] != list(tokens.lengths):
             raise HookError(
-                f"{FLAG} returned a loss of shape {list(changed.shape)}; return one of shape {list(loss.shape)}"
+                f"{FLAG} must return a loss of shape {list(loss.shape)} and a mask per sample, got shape "
+                f"{list(changed.shape)}"
             )
         keep = torch.cat([torch.as_tensor(m) for m in masks]) if masks else torch.zeros_like(tokens.mask)
         kept = (keep.to(tokens.mask.device) > 0) & (tokens.mask > 0)
@@ -81,9 +82,9 @@ class CustomWeights(MismatchCorrection):
 def mismatch_log_ratio(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, sequences: Sequences, level: Level, limit: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log ratio [R] at `level`, detached, zero where masked; [R] bool: where a clamp acted).
+    """Returns (log-ratio at `level` [R], detached and zero where masked; bool [R], where it was clamped).
 
-    The clamp of +-`limit` applies to each token and to the sum of a sequence.
+    The clamp to +-`limit` applies to each token and to the sum over a sequence.
     """
     log_ratio, limited = clamped_log_ratio(old_log_probs.detach(), rollout_log_probs.detach(), mask, limit)
     if level == "token":
@@ -101,27 +102,24 @@ Mode = Literal["truncate", "mask"]
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing(MismatchCorrection):
-    """Importance weights, for `tis` and `tis_metrics`."""
+    """Base of `tis` and `tis_metrics`: computes the importance weights."""
 
     tis_clip: float = opt(2.0, within=BOUND)
-    """Upper bound of the weight."""
+    """Upper bound of the importance weight."""
     tis_clip_low: float = opt(0.0, within=BOUND)
-    """Lower bound of the weight."""
+    """Lower bound of the importance weight."""
     tis_level: Level = "token"
-    """token: a weight per token; sequence: the product over the sequence; geometric: its geometric mean."""
+    """token: one weight per token; sequence: the product over the sequence; geometric: the geometric mean over it."""
     tis_mode: Mode = "truncate"
-    """What a weight out of bounds becomes: the bound (truncate: TIS) or zero (mask: icepop, MIS)."""
+    """What happens to a weight out of bounds: clip it (truncate: TIS) or set it to zero (mask: icepop, MIS)."""
 
     def check(self, args: Args) -> str | None:
         if self.tis_clip_low > self.tis_clip:
-            return (
-                f"no weight is between --tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip}; set 0 <= low "
-                "<= high"
-            )
+            return f"--tis-clip-low {self.tis_clip_low} and --tis-clip {self.tis_clip} must satisfy 0 <= low <= high"
         return super().check(args)
 
     def weights(self, tokens: OffPolicyTokens) -> ImportanceWeights:
-        """Returns the weights of tokens that an engine sampled; 1 elsewhere."""
+        """Computes the weights of tokens that an engine sampled; 1 elsewhere."""
         return importance_weights(
             tokens.trainer_log_probs,
             tokens.rollout_log_probs,
@@ -155,8 +153,8 @@ class ImportanceSampling(Weighing):
     def check(self, args: Args) -> str | None:
         if args.custom_tis_function_path and "custom_tis" not in args.off_policy_corrections:
             return (
-                "--custom-tis-function-path has no effect with --off-policy-corrections tis, only with custom_tis; use "
-                "custom_tis instead, or drop the flag"
+                "--custom-tis-function-path has no effect with --off-policy-corrections tis; use custom_tis instead, "
+                "or drop the flag"
             )
         return super().check(args)
 
@@ -172,7 +170,7 @@ class ReportedWeights(Weighing):
 
     @classmethod
     def asked_for(cls, settings: Any) -> bool:
-        """Returns False with --use-tis, which reports its weights anyway."""
+        """Off with --use-tis, which reports its weights anyway."""
         return bool(settings.get_mismatch_metrics and not settings.use_tis)
 
     def apply(self, loss: Tensor, tokens: OffPolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -181,16 +179,16 @@ class ReportedWeights(Weighing):
 
 @dataclass(frozen=True, slots=True)
 class ImportanceWeights:
-    """Per-token results [R], detached."""
+    """Importance weights and related per-token values [R], detached."""
 
     weight: Tensor
-    """The factor of the policy loss; 1 where masked."""
+    """The factor for the policy loss; 1 where masked."""
     raw: Tensor
-    """The ratio at the chosen level before truncation or masking; 1 where masked."""
+    """The ratio at the chosen level, before truncation or masking; 1 where masked."""
     truncated: Tensor
-    """1.0 where the bounds changed the weight."""
+    """1.0 where the ratio was out of bounds."""
     ratio_limited: Tensor
-    """1.0 where the log-ratio of the token, or the sum over its sequence, was clamped."""
+    """1.0 where the log-ratio of the token, or its sum over the sequence, was clamped."""
 
     def metrics(self) -> dict[str, Tensor]:
         return {
@@ -213,7 +211,7 @@ def importance_weights(
     high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> ImportanceWeights:
-    """Returns exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs [R]; masked: ignored."""
+    """Computes exp(old - rollout) at `level`, bounded to [low, high] by `mode`. All inputs are [R]."""
     import torch
 
     log_ratio, limited = mismatch_log_ratio(old_log_probs, rollout_log_probs, mask, sequences, level, log_ratio_limit)

@@ -1,7 +1,7 @@
-"""Policy losses per token, before aggregation.
+"""Per-token policy losses, before aggregation.
 
-To add a loss, derive a frozen dataclass from `PolicyLoss`, whose fields are its settings, and register it. To use your
-own loss, pass its import path: `--policy-loss my_pkg.mine`.
+To add a loss, derive a frozen dataclass from `PolicyLoss` and register it. Its fields become settings. Your own loss is
+selected by its import path, `--policy-loss my_pkg.mine`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
-    """The columns of a micro-batch with R response tokens that a policy loss reads. Masked values may be anything."""
+    """A policy loss's input for a micro-batch with R response tokens. Masked entries are arbitrary, even NaN."""
 
     log_probs: Tensor
-    """[R] log-probs under the current policy; the only input with a gradient."""
+    """[R] log-probs under the current policy. The only input with a gradient."""
     old_log_probs: Tensor
     """[R] log-probs under the policy before the update."""
     advantages: Tensor
@@ -34,19 +34,19 @@ class PolicyTokens:
     """[R] 1.0 where the token is trained."""
     sequences: Sequences
     log_ratio_limit: float = LOG_RATIO_LIMIT
-    """Limit to whose +- log-ratios are clamped; 0: no clamp."""
+    """Log-ratios are clamped to +- this limit; 0 disables the clamp."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """The result of a policy loss per token [R], in the dtype of the log-probs, zero where masked."""
+    """The per-token output of a policy loss [R], in the dtype of the log-probs, zero where masked."""
 
     loss: Tensor
     """Differentiable in the log-probs."""
     clipped: Tensor
-    """1.0 where a clip acted: no gradient (PPO, GSPO) or a bounded weight (CISPO). Never set by SAPO's soft gate."""
+    """1.0 where a token was clipped: no gradient (PPO, GSPO) or a bounded weight (CISPO). Always 0 for SAPO."""
     old_minus_new: Tensor
-    """Detached log-prob difference; its mean is the public metric `ppo_kl`."""
+    """Detached log-prob difference. Its mean is the public metric `ppo_kl`."""
     ratio_limited: Tensor
     """1.0 where the log-ratio was clamped."""
 
@@ -56,10 +56,10 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """Returns the loss of each token. It must not depend on masked values, even NaN."""
+        """Computes the loss of each token. The result must not depend on masked entries, even NaN."""
 
     def check(self, args: Args) -> str | None:
-        """Returns an error message if these settings contradict each other, else None. Called before the run starts."""
+        """Returns an error message if the settings conflict, else None. Called before the run starts."""
         return None
 
 

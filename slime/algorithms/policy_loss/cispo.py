@@ -1,6 +1,6 @@
-"""CISPO (MiniMax-M1, arXiv:2506.13585): clips the importance weight, so that every token keeps its gradient.
+"""CISPO (MiniMax-M1, arXiv:2506.13585): clips the importance weight instead of the loss, so every token has a gradient.
 
-loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only its gradient is meaningful; its value scales with the
+loss = -sg(clip(r, clip_low, clip_high)) * A * log policy. Only the gradient is meaningful; the value scales with the
 log-prob.
 """
 
@@ -50,7 +50,7 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     )
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
     cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", within=BOUND)
-    """Lower bound of the CISPO weight itself; 0 means no bound. Default: 1 - eps_clip."""
+    """Lower bound of the CISPO weight itself; 0 for no bound. Default: 1 - eps_clip."""
     cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", within=BOUND)
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""
 
@@ -69,8 +69,8 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
         if 0 <= self.cispo_clip_low <= self.cispo_clip_high:
             return None
         return (
-            f"no weight is between --cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high "
-            f"{self.cispo_clip_high}; set 0 <= low <= high"
+            f"--cispo-clip-low {self.cispo_clip_low} and --cispo-clip-high {self.cispo_clip_high} must satisfy "
+            "0 <= low <= high"
         )
 
 
@@ -84,7 +84,7 @@ def cispo_loss(
     clip_high: float,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Returns losses [R]. `clip_low` (None: no bound) and `clip_high` bound the ratio, not its distance from 1."""
+    """Computes the loss [R]. `clip_low` (None: no bound) and `clip_high` bound the ratio, not its distance to 1."""
     log_ratio, limited = clamped_log_ratio(log_probs.detach(), old_log_probs.detach(), mask, log_ratio_limit)
     ratio = log_ratio.exp()
     weight = ratio.clamp(clip_low, clip_high)

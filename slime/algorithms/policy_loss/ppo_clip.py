@@ -1,8 +1,8 @@
-"""Clipped policy losses: PPO (Schulman et al. 2017, arXiv:1707.06347) clips tokens, GSPO sequences.
+"""Clipped policy losses: PPO (Schulman et al. 2017, arXiv:1707.06347) clips per token, GSPO per sequence.
 
-Both have two refinements. Clip-higher (Yu et al. 2025, DAPO, arXiv:2503.14476): separate bounds below and above 1. Dual
-clip (Ye et al. 2020, arXiv:1912.09729): for negative advantages the loss is at most -c * A, so a large ratio cannot
-dominate.
+Both support clip-higher (Yu et al. 2025, DAPO, arXiv:2503.14476), separate clip ranges below and above 1, and dual clip
+(Ye et al. 2020, arXiv:1912.09729), which bounds the loss for negative advantages by -c * A, so that a large ratio
+cannot dominate.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ClipRange:
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(ClipRange):
     eps_clip_c: float | None = opt(None, gt=1, le=1e9)
-    """Dual clip bound for negative advantages, > 1 (arXiv:1912.09729)."""
+    """Dual-clip bound for negative advantages, > 1 (arXiv:1912.09729)."""
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float | None, eps_clip_c: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss [R], 1.0 where a clip took effect [R]). Ratios and advantages must be finite everywhere."""
+    """Returns (loss [R], 1.0 where it was clipped [R]). Ratios and advantages must be finite everywhere."""
     import torch
 
     high = eps_clip if eps_clip_high is None else eps_clip_high
@@ -80,7 +80,7 @@ def clipped_policy_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Computes max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) [R], then the dual clip at `eps_clip_c` (> 1)."""
+    """Computes max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) [R], then applies dual clip with `eps_clip_c`."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     loss, clipped = clipped_surrogate(
         log_ratio.exp(), unmasked(advantages.detach(), mask), eps_clip, eps_clip_high, eps_clip_c
@@ -93,14 +93,13 @@ def clipped_policy_loss(
 class GroupSequencePolicyLoss(ClipSettings, PolicyLoss):
     """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071): clips whole sequences.
 
-    The ratio of a sequence is the geometric mean of its tokens' ratios, s = exp(mean over trained tokens of log r).
-    Each of its tokens is clipped by s, which is much closer to 1 than a token's ratio: the paper's bounds are about
-    3e-4 and 4e-4.
+    The ratio of a sequence is the geometric mean of its token ratios, s = exp(mean over trained tokens of log r). All
+    tokens of a sequence are clipped based on s. It is much closer to 1 than a token ratio, so the paper uses clip
+    ranges of about 3e-4 and 4e-4.
 
-    The ratio has the form of section 4.3, sg(s) * pi / sg(pi): its value is s, and its gradient is the gradient of the
-    token's ratio. With one advantage per sequence, the gradient of the loss equals the gradient with s. With an
-    advantage per token (distillation, a KL in the reward), each token keeps its own advantage instead of the sequence's
-    mean.
+    As in section 4.3, the ratio is implemented as sg(s) * pi / sg(pi), which has the value s and the gradient of the
+    token ratio. With one advantage per sequence, the gradient of the loss is the same as with s. With per-token
+    advantages (distillation, KL in the reward), each token keeps its own advantage instead of the sequence mean.
     """
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
@@ -129,7 +128,7 @@ def gspo_loss(
     eps_clip_c: float | None = None,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Computes max(-s A, -clip(s) A) [R], with s of the token's sequence and A of the token."""
+    """Computes max(-s A, -clip(s) A) [R] with the sequence ratio s and the token advantage A."""
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)
     own = log_ratio.detach()
     ratio = (sequences.spread(sequences.mean(own, mask)) + (log_ratio - own)).exp()

@@ -1,8 +1,8 @@
 """Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): a smooth gate instead of the hard clip.
 
-f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so on policy the gradient is
-the plain policy gradient. Away from 1 the slope falls as 4 * p * (1 - p), where p is the sigmoid. tau is larger for
-negative advantages, because they raise all other tokens of a large vocabulary, which is unstable.
+f(r) = sigmoid(tau * (r - 1)) * 4 / tau, loss = -f(r) * A. At r = 1 the slope of f is 1, so the on-policy gradient is
+the plain policy gradient. Away from 1, the slope decays as 4 * p * (1 - p), where p is the sigmoid. tau is larger for
+negative advantages, which are less stable because they raise the logits of all other tokens in a large vocabulary.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class SoftAdaptivePolicyLoss(PolicyLoss):
     sapo_tau_positive: float = opt(1.0, gt=0, le=1_000)
-    """Steepness of SAPO's gate for advantages > 0."""
+    """Steepness of the SAPO gate for advantages > 0."""
     sapo_tau_negative: float = opt(1.05, gt=0, le=1_000)
-    """Steepness of SAPO's gate for advantages <= 0."""
+    """Steepness of the SAPO gate for advantages <= 0."""
 
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
         return sapo_loss(
@@ -48,7 +48,7 @@ def sapo_loss(
     tau_negative: float = 1.05,
     log_ratio_limit: float = LOG_RATIO_LIMIT,
 ) -> TokenLosses:
-    """Loss [R]. `tau_negative` is for A <= 0."""
+    """Computes the loss [R], with `tau_negative` for A <= 0."""
     import torch
 
     log_ratio, limited = clamped_log_ratio(log_probs, old_log_probs.detach(), mask, log_ratio_limit)

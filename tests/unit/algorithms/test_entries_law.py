@@ -196,7 +196,7 @@ def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
             "tis",
             {},
             {"off_policy_corrections": ("tis",), "custom_tis_function_path": "a.b"},
-            "only with custom_tis",
+            "use custom_tis instead",
         ),
         (
             CORRECTIONS,

@@ -22,7 +22,7 @@ FUNCTION = "--custom-tis-function-path json.loads"
         (f"{LIST} tis tis", "apply tis twice"),
         (f"{LIST} tis slime.algorithms.off_policy.tis:ImportanceSampling", "twice"),
         (f"{LIST} custom_tis", "custom_tis needs --custom-tis-function-path"),
-        (f"{LIST} tis {FUNCTION}", "only with custom_tis"),
+        (f"{LIST} tis {FUNCTION}", "use custom_tis instead"),
         (f"{LIST} rejection", "needs --rejection-level"),
     ],
 )
