@@ -1,6 +1,5 @@
-"""Graders: they score finished samples, in processes that can be killed.
+"""Graders score finished samples, in processes that can be killed.
 
-`graders` contains the graders and their contract, and `scores` the result types. The rollout calls `pool`, which starts
-processes through `grader_process`; each process runs `grader_worker`. A grader's libraries are imported only in its
-process.
+`graders` contains the graders and their interface, `scores` the result types. The rollout calls `pool`, which starts
+processes through `grader_process`, and each process runs `grader_worker`. Libraries of graders are imported only there.
 """

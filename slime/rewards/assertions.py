@@ -1,23 +1,23 @@
-"""Checks assertions about a program from another process: the program answers calls and never sees expected values.
+"""Checks assertions about a program from another process, so that the program never sees expected values.
 
-The program's process runs its definitions, then serves calls over a socket (`serve`). The checker's process runs the
-test's statements (`check`), in which the program's names stand for remote functions and classes. Only plain data
-crosses the socket, in either direction: numbers, strings, and containers of them. The checker builds built-in types
-from JSON and compares them itself, so an `__eq__` that the program defines has no effect.
+The program process runs its definitions, then serves calls over a socket (`serve`). The checker process runs the
+statements of the test (`check`), where names from the program are proxies for remote functions and classes. Only plain
+data crosses the socket, in either direction: numbers, strings and containers of them. The checker decodes JSON to
+built-in types and compares them itself, so an `__eq__` defined by the program has no effect.
 
-Any other object stays on its side, and the other side gets a `Remote` for it. This applies to instances of the
-program's classes, on which a test calls methods, and to functions or objects that the test passes to the program. A
-`Remote` cannot be compared or combined with plain data, because that would ask the program whether its answer is right,
-and reveal the right answer. Two objects of the program may be compared with each other; the program does so.
+Any other object stays where it is, and the other side gets a `Remote` proxy. This applies to instances of the program's
+classes, whose methods a test calls, and to functions or objects that the test passes to the program. A `Remote` cannot
+be compared or combined with plain data: that would reveal the expected value to the program and let it decide whether
+its own answer is right. Two objects of the program can be compared; the program does the comparison.
 
 Invariants
-1. The checker sends the arguments of calls, and no other value of the test.
-2. The checker lets the program call only functions that the program received, and read only public attributes of
-   objects of classes that the test defines.
+1. The checker sends only call arguments, and no other values of the test.
+2. The program can call only functions that it received, and can read only public attributes of objects whose classes
+   are defined in the test.
 3. The checker writes the verdict after the last statement, and only if no message was missing or malformed.
 
-Uses only the standard library, and nothing of slime, because the sandbox's supervisor imports this module, and the
-supervisor's forks have no packages.
+Uses only the standard library and nothing from slime, because the supervisor of the sandbox imports this module, and
+its forks have no packages.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ HEADER = struct.Struct("<I")
 """Length in bytes of the JSON that follows."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 ARRAY_KINDS = "biufcU"
-"""NumPy kinds of arrays that are sent as arrays; others are sent as lists."""
+"""NumPy dtype kinds that are sent as arrays. Arrays of other kinds are sent as lists."""
 MAX_ITEMS = 1_000_000
-"""Longest iterator that is sent to a program, as a list."""
+"""Maximum length of an iterator that is sent to a program, as a list."""
 ALIASES = {"np": "numpy", "pd": "pandas"}
 """Common alias -> module."""
 TESTS = "tests"
-"""Name of the module in which a test's definitions live."""
+"""Name of the module that contains a test's definitions."""
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
@@ -76,9 +76,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "__float__": float,
     "__round__": round,
 }
-"""Operations that may be requested on an object of the other side."""
+"""Operations that one side can request on an object of the other."""
 BETWEEN_REMOTES = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
-"""Operators between two objects of the same side."""
+"""Operators between two objects on the same side."""
 OPERATIONS |= {f"__{name}__": getattr(operator, name) for name in BETWEEN_REMOTES}
 
 PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -103,8 +103,7 @@ PLAIN: dict[str, tuple[type | tuple[()], Callable[[Any], Any], Callable[[Any], A
     "namedtuple": ((), lambda value: [type(value).__name__, [*value._fields], [*value]], lambda p: _named(*p)),
     "ndarray": ((), lambda value: [value.dtype.str, [*value.shape], value.ravel().tolist()], lambda p: _array(*p)),
 }
-"""Name on the wire -> (type, function that takes a value apart, function that rebuilds it). The type is () if
-`_plain_name` recognises values differently."""
+"""Name on the wire -> (type, encoder, decoder). The type is () if `_plain_name` recognizes values in another way."""
 
 
 class Remote:
@@ -148,8 +147,8 @@ for _name in OPERATIONS:
 
 
 class NotPlain(BaseException):
-    """The test passes an object that cannot be sent. Not an `Exception`, so that no test mistakes it for the program's
-    error."""
+    """The test passes an object that cannot be sent. Not an `Exception`, so that tests do not mistake it for an error
+    of the program."""
 
 
 class Broken(BaseException):
@@ -157,17 +156,17 @@ class Broken(BaseException):
 
 
 class Peer:
-    """One side of the connection. Calls nest: while a call waits for its response, this side serves incoming calls."""
+    """One side of the connection. Calls can nest: while a call is pending, this side serves incoming calls."""
 
     def __init__(self, channel: int, *, guarded: bool) -> None:
-        """`guarded`: this is the checker's side, which serves only what invariant 2 allows."""
+        """`guarded`: this is the checker, which serves only what invariant 2 allows."""
         self._channel, self._guarded = channel, guarded
         self._kept: dict[int, Any] = {}
-        """Key -> object on this side for which the other side has a `Remote`."""
+        """Key -> local object for which the other side has a `Remote`."""
         self._keys: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
         self._own_errors: dict[str, type[Exception]] = {}
-        """Name -> error class that the program defines and the test uses."""
+        """Name -> local copy of an exception class that the program defines and the test uses."""
         self.failure: BaseException | None = None
         """The error that broke the connection, even if the test caught it."""
 
@@ -209,7 +208,7 @@ class Peer:
         return failure
 
     def ask(self, operation: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `operation` on an object of the other side. Raises the other side's errors, by name."""
+        """Requests `operation` on an object of the other side. Returns the result, or raises the other side's error."""
         try:
             call = {"do": operation, "target": self.encode(target), "args": [self.encode(a) for a in args]}
             call["kwargs"] = {name: self.encode(value) for name, value in kwargs.items()}
@@ -222,7 +221,7 @@ class Peer:
             sent_and_got = zip(args, call["args"], answer.get("args", ()) if value is None else (), strict=False)
             after = [(arg, self.decode(got)) for arg, sent, got in sent_and_got if got != sent]
         except Exception as problem:
-            raise self._break(Broken(f"the program sent a reply that cannot be read: {problem!r}")) from None
+            raise self._break(Broken(f"the program sent a malformed reply: {problem!r}")) from None
         if error is not None:
             raise error
         for arg, content in after:
@@ -230,7 +229,7 @@ class Peer:
         return value
 
     def converse(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the reply. Serves the other side's calls until the reply arrives."""
+        """Sends a message and returns the reply. Serves incoming calls until the reply arrives."""
         self.send(message)
         while True:
             got = self.receive()
@@ -246,10 +245,10 @@ class Peer:
             target, args = self.decode(call["target"]), [self.decode(a) for a in call["args"]]
             kwargs = {str(name): self.decode(value) for name, value in call["kwargs"].items()}
             if self._guarded and not _is_allowed(target, call["do"], args):
-                raise PermissionError("a program may only call what the test passed to it, and read public attributes")
+                raise PermissionError("a program can only call what the test passed to it, and read public attributes")
             value = OPERATIONS[call["do"]](target, *args, **kwargs)
             answer = {"value": self.encode(value)}
-            if value is None and call["do"] == "call" and not self._guarded:  # it may have changed its arguments
+            if value is None and call["do"] == "call" and not self._guarded:  # it may have modified its arguments
                 after = [self.encode(a) for a in args]
                 answer |= {"args": after} if after != call["args"] else {}
             return answer
@@ -265,7 +264,7 @@ class Peer:
             return {"raised": {"names": names, "args": args, "state": state}}
 
     def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
-        """Converts an error of the other side. Errors that would end a loop of the test, or the checker itself, become
+        """Rebuilds an error of the other side. Errors that would end a loop in the test or stop the checker become a
         `RuntimeError`, except `StopIteration` from `__next__`.
         """
         args = [self.decode(a) for a in raised["args"]]
@@ -286,7 +285,7 @@ class Peer:
         return RuntimeError(names[0], *args)
 
     def define(self, names: Sequence[str]) -> dict[str, Any]:
-        """Gets the program's objects with these names: functions and classes as `Remote`, error classes as copies."""
+        """Requests names from the program. Functions and classes become a `Remote`; exception classes are copied."""
         found = self.converse({"names": list(names)})
         space: dict[str, Any] = {}
         for name, value in found.items():
@@ -302,7 +301,7 @@ class Peer:
         return space
 
     def show(self, space: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """Answers the checker's `define` on the program's side."""
+        """Replies to `define` of the checker, on the program's side."""
         shown: dict[str, Any] = {}
         for name in names:
             value = space.get(name)
@@ -313,7 +312,7 @@ class Peer:
         return shown
 
     def encode(self, value: Any) -> Any:
-        """Returns the value as JSON. An object that is not plain data becomes its key. Raises `NotPlain`."""
+        """Encodes a value as JSON. An object that is not plain data is replaced by a key. Raises `NotPlain`."""
         if value is None or isinstance(value, bool | float | str):
             return value if type(value) in (type(None), bool, float, str) else _bare(value)
         if isinstance(value, int):
@@ -332,7 +331,7 @@ class Peer:
         return self._key_of(value)
 
     def _key_of(self, value: Any) -> dict[str, Any]:
-        """Returns the JSON for an object that stays on this side."""
+        """Encodes an object that stays on this side."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if self._guarded:
             if module in sys.stdlib_module_names and getattr(sys.modules.get(module), name, None) is value:
@@ -342,13 +341,13 @@ class Peer:
                 if len(items) <= MAX_ITEMS:
                     return {"iterator": [self.encode(item) for item in items]}
             if not callable(value) and type(value).__module__ != TESTS:
-                raise NotPlain(f"the test passes a {type(value).__name__} to the program, which takes only plain data")
+                raise NotPlain(f"the test passes a {type(value).__name__} to the program; only plain data can be sent")
         key = self._keys.setdefault(id(value), len(self._keys))
-        self._kept[key] = value  # keeps its id from being reused
+        self._kept[key] = value  # also prevents reuse of its id
         return {"mine": key}
 
     def decode(self, data: Any) -> Any:
-        """Returns the value for `data` from `encode`. Raises `ValueError`, `KeyError` or the like if it is invalid."""
+        """Inverts `encode`. Raises `ValueError`, `KeyError` or similar for invalid data."""
         if data is None or isinstance(data, bool | int | float | str):
             return data
         if isinstance(data, list):
@@ -372,7 +371,7 @@ class Peer:
 
 
 def _plain_name(value: Any) -> str | None:
-    """Returns the key of `PLAIN` for the value; None if it has none."""
+    """Returns the key in `PLAIN` for a value, or None."""
     kind = type(value)
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
         return "namedtuple"
@@ -384,7 +383,7 @@ def _plain_name(value: Any) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _named_type(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # it refuses private names
+    return namedtuple(name, fields)  # rejects private names
 
 
 def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
@@ -392,7 +391,7 @@ def _named(name: str, fields: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
-    """Makes an array of numbers or strings. Raises `ValueError` for objects, which would compare themselves."""
+    """Builds an array of numbers or strings. Raises `ValueError` for object arrays, whose elements define `__eq__`."""
     import numpy
 
     dtype = numpy.dtype(kind)
@@ -407,7 +406,7 @@ def _bare(value: Any) -> Any:
 
 
 def _replace_content(before: Any, after: Any) -> None:
-    """Updates a container in place to the content that the program gave its copy."""
+    """Updates a container in place with the contents of the program's modified copy."""
     if type(before) is not type(after):
         return
     if isinstance(before, list | bytearray):
@@ -423,7 +422,7 @@ def _replace_content(before: Any, after: Any) -> None:
 
 
 def _is_allowed(target: Any, operation: str, args: Sequence[Any]) -> bool:
-    """Returns whether the checker serves this operation (invariant 2)."""
+    """Returns whether the checker may serve this operation (invariant 2)."""
     if operation == "call":
         return callable(target)
     if type(target).__module__ != TESTS or isinstance(target, type):
@@ -432,7 +431,7 @@ def _is_allowed(target: Any, operation: str, args: Sequence[Any]) -> bool:
 
 
 def serve(channel: int, space: dict[str, Any]) -> None:
-    """Serves calls on the program's side, after its definitions have run, until the checker exits."""
+    """Main loop of the program side: serves calls until the checker exits. Its definitions have already run."""
     peer = Peer(channel, guarded=False)
     with contextlib.suppress(Broken):
         while True:
@@ -442,10 +441,10 @@ def serve(channel: int, space: dict[str, Any]) -> None:
 
 
 def check(channel: int, test: dict[str, Any]) -> Any:
-    """Checks on the checker's side. Returns True if all of `test["statements"]` hold, False if one does not, or the
-    reason why this cannot be decided.
+    """Runs the checker side. Returns True if all of `test["statements"]` hold, False if one fails, or the reason why
+    they are undecidable.
 
-    `test["names"]`: the program's names that the statements use. `test["modules"]`: name -> module.
+    `test["names"]`: names from the program that the statements use. `test["modules"]`: name -> module to import.
     """
     sys.set_int_max_str_digits(0)
     module = sys.modules[TESTS] = ModuleType(TESTS)
@@ -466,19 +465,19 @@ def check(channel: int, test: dict[str, Any]) -> Any:
 @dataclass(frozen=True, slots=True)
 class Names:
     requested: list[str]
-    """Names to request from the program. Excludes built-in names, except the entry point."""
+    """Names to request from the program. Excludes built-ins, except the entry point."""
     modules: dict[str, str]
-    """Name -> module of the standard library (or `ALIASES`) that the checker imports, because the test uses its
+    """Name -> standard library module (or one in `ALIASES`) that the checker imports, because the test uses its
     attributes without importing it."""
     free: frozenset[str]
-    """Names that the test uses but neither defines nor imports (as in `count = count(2)`). Without such names, the
-    statements do not test the program."""
+    """Names that the test uses but neither defines nor imports (as in `count = count(2)`). Without any, the statements
+    do not test the program."""
     bound: frozenset[str]
     """Names that the test defines, imports or assigns."""
 
 
 def names_in(statements: Sequence[str], entry_point: str | None = None) -> Names:
-    """Classifies the names in a test's statements. Raises `SyntaxError`."""
+    """Classifies the names in the statements of a test. Raises `SyntaxError`."""
     loads: set[str] = set()
     bound: set[str] = set()
     stored: set[str] = set()

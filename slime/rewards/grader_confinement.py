@@ -1,19 +1,18 @@
-"""Confinement of a process that grades texts: answers do not run in it, and an answer that did could do no harm.
+"""Confines processes that grade text: answers do not execute, and even one that did could do no harm.
 
-Graders' libraries evaluate answers as Python: verifiers of reasoning-gym use `eval`, and pass formulas to sympy's
-`parse_expr`, which uses `eval` too. A hostile answer could read the label, write its own reward and all later rewards,
-and use the machine. Two barriers prevent that in a process that many gradings share (`grader_worker`):
+Libraries used by graders evaluate answers as Python: reasoning-gym verifiers call `eval`, and pass formulas to sympy's
+`parse_expr`, which also calls `eval`. A malicious answer could read the label, set its own reward and all later ones,
+and take over the machine. In these shared, long-lived processes (`grader_worker`), there are two barriers:
 
-- The gate (`Gate`) inspects all code before Python runs it. While a grader looks at an answer, the gate admits only
-  modules that are being imported, and formulas: numbers, strings, lists, sympy's classes and a few functions.
-- The process gives up everything except libraries (`shut_in`, through `slime.core.confine`). It has no network, sees no
-  other process, can start no program, and has its own root with only libraries, a small writable memory disk, and an
-  otherwise unused user id.
+- The gate (`Gate`) inspects all code before Python executes it. While a grader processes an answer, the gate admits
+  only modules being imported, and formulas: numbers, strings, lists, sympy classes and a few functions.
+- The process gives up access to everything but libraries (`shut_in`, based on `slime.core.confine`). It has no network,
+  sees no other processes, cannot start programs, and runs under an unused user id in its own root, which contains only
+  libraries and a small tmpfs.
 
 Invariants
-1. An answer cannot access an attribute, import a module, define a function, or call a Python function that is not in
-   `FUNCTIONS`.
-2. If a part of the confinement is missing on the machine, the other parts still apply, and the process reports it.
+1. An answer cannot access attributes, import modules, define functions, or call Python functions not in `FUNCTIONS`.
+2. If the machine lacks a part of the confinement, the others still apply, and the process reports the missing part.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from slime.core.confine import view
 
 NAMESPACES = "namespaces"
 ROOT = "/tmp"
-"""The folder in which the view is built. Every system has this folder, and the view hides its content."""
+"""Folder in which the view is built. It exists on every system, and the view hides its contents."""
 TMP_BYTES, TMP_FILES = 1 << 24, 1000
 MAX_THREADS, MAX_FILES = 32, 64
 DEVICES = ("/dev/null", "/dev/urandom")
 
 FUNCTIONS = frozenset({"abs", "divmod", "float", "int", "list", "max", "min", "pow", "round", "str", "sum", "tuple"})
 FUNCTIONS |= {"cbrt", "diff", "expand", "factor", "integrate", "real_root", "root", "simplify", "sqrt", "sympy"}
-"""Names that formulas may use besides sympy's classes and constants; `sympy` allows its own `from sympy import *`."""
+"""Names allowed in formulas besides sympy's classes and constants. `sympy` is for its own `from sympy import *`."""
 LIBRARIES_MAKE = frozenset({"collections", "dataclasses"})
-"""Modules of Python that generate code for libraries, such as named tuples and dataclasses."""
+"""Standard library modules that generate code, for named tuples and dataclasses."""
 IMPORTS, PARSER = "importlib._bootstrap", "sympy.parsing.sympy_parser"
 
 
 class NotAFormula(ValueError):
-    """A library tried to run an answer as a program."""
+    """A library tried to execute an answer as a program."""
 
 
 class Gate:
-    """While closed, refuses to run any code except formulas. It cannot be removed from the process."""
+    """While closed, blocks all code except formulas. It cannot be removed from the process."""
 
     def __init__(self) -> None:
         self._closed = False
@@ -60,7 +59,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Closes the gate for the block, in which a grader looks at an answer."""
+        """Closes the gate for the block, during which a grader processes an answer."""
         self._closed = True
         try:
             yield
@@ -68,17 +67,17 @@ class Gate:
             self._closed = False
 
     def _look(self, event: str, given: tuple[Any, ...]) -> None:
-        """Runs as Python's audit hook. Raises `NotAFormula`."""
+        """Audit hook. Raises `NotAFormula` for code that the gate does not admit."""
         if event != "exec" or not self._closed:
             return
         code, asks = given[0], sys._getframe(1)
         if isinstance(code, CodeType) and (_is_library(asks) or is_formula(code, _symbols_of(asks))):
             return
-        raise NotAFormula("the answer is a program, and graders run no programs")
+        raise NotAFormula("the answer is a program, and graders do not run programs")
 
 
 def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
-    """Returns whether code defines nothing, and uses only `symbols` and the names that formulas may use.
+    """Returns whether code contains no definitions and uses only `symbols` and names allowed in formulas.
 
     Attributes and imports count as names.
     """
@@ -88,7 +87,7 @@ def is_formula(code: CodeType, symbols: Collection[str] = ()) -> bool:
 
 
 def _symbols_of(asks: FrameType) -> list[str]:
-    """Returns the names of the symbols that a task passes to `parse_expr`."""
+    """Returns the names of symbols that a task passes to `parse_expr`."""
     given = asks.f_locals.get("local_dict") if asks.f_globals.get("__name__") == PARSER else None
     import sympy
 
@@ -96,7 +95,7 @@ def _symbols_of(asks: FrameType) -> list[str]:
 
 
 def _is_library(asks: FrameType) -> bool:
-    """Returns whether the code comes from a module in `LIBRARIES_MAKE`, or from the import of a module."""
+    """Returns whether the code is run by a module in `LIBRARIES_MAKE` or as part of an import."""
     if asks.f_globals.get("__name__") in LIBRARIES_MAKE:
         return True
     above: FrameType | None = asks
@@ -109,7 +108,7 @@ def _is_library(asks: FrameType) -> bool:
 
 @functools.cache
 def _of_sympy() -> frozenset[str]:
-    """Returns the names of sympy's classes and constants that `parse_expr` accepts."""
+    """Returns the names of the sympy classes and constants that `parse_expr` accepts."""
     import sympy
 
     def is_part(value: object) -> bool:
@@ -119,9 +118,9 @@ def _of_sympy() -> frozenset[str]:
 
 
 def shut_in() -> tuple[str, ...]:
-    """Gives up everything except libraries, permanently. Returns the parts of the confinement that are missing here.
+    """Permanently gives up access to everything but libraries. Returns the parts of the confinement that are missing.
 
-    The process must have only one thread. Modules in the same folders as those in `sys.modules` can still be imported.
+    The process must be single-threaded. Modules in the same folders as those in `sys.modules` can still be imported.
     """
     shown = libraries()
     user = confine.any_user() if os.getuid() == 0 else None
@@ -136,7 +135,7 @@ def shut_in() -> tuple[str, ...]:
 
 
 def libraries() -> list[str]:
-    """Returns files and folders of all imported modules, and of all modules that may be imported later."""
+    """Returns the files and folders of all modules that have been, or may later be, imported."""
     places = [sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     places += [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     for name, module in list(sys.modules.items()):
@@ -147,7 +146,7 @@ def libraries() -> list[str]:
 
 
 def _works(user: int | None, shown: list[str]) -> bool:
-    """Tries `_leave` in a child, because a partial failure cannot be undone. Returns whether it works."""
+    """Returns whether `_leave` works, by trying it in a child process, because a partial failure cannot be undone."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,7 +1,7 @@
-"""The environment of a grader process: a short list of variables.
+"""Environment variables of grader processes: a short allowlist.
 
-Graders read text that a model wrote, so their processes get no secrets of the run, such as keys of trackers, Ray or
-model hubs. A user's own grader gets additional variables by name: `SLIME_REWARD_ENV=A,B`.
+Graders process text that a model wrote, so they get no secrets of the run, such as keys of trackers, Ray or model hubs.
+Users can pass more variables to their own graders by name: `SLIME_REWARD_ENV=A,B`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 EXTRA = "SLIME_REWARD_ENV"
-"""Variable with the names of additional variables for users' graders, separated by commas."""
+"""Lists additional variables for users' graders, separated by commas."""
 _NAMES = """
 PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH PYTHONHOME PYTHONHASHSEED
 PYTHONUTF8 PYTHONDONTWRITEBYTECODE SLIME_RUN_ID CUDA_VISIBLE_DEVICES XDG_CACHE_HOME TRANSFORMERS_OFFLINE NLTK_DATA
@@ -17,24 +17,24 @@ PYTHONUTF8 PYTHONDONTWRITEBYTECODE SLIME_RUN_ID CUDA_VISIBLE_DEVICES XDG_CACHE_H
 ALLOWED = frozenset(_NAMES.split())
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "HF_")
 SECRET_ENDS = ("TOKEN", "KEY", "KEYS", "SECRET", "PASSWORD")
-"""Endings of names that are excluded in spite of `ALLOWED_PREFIXES`."""
+"""Variables with these suffixes are excluded even if they match `ALLOWED_PREFIXES`."""
 NETWORK = frozenset(
     ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"]
 )
-"""Only graders with network access get these, because a proxy's address can contain a password. Case is ignored."""
+"""Passed only to graders with network access, because a proxy URL can contain a password. Case-insensitive."""
 FEW_THREADS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # glibc reserves 64 MiB of addresses per arena and makes up to eight arenas per core. On a machine with many cores,
-    # the arenas of idle threads would use up the memory limit.
+    # glibc reserves 64 MiB of address space per arena, with up to eight arenas per core. On a machine with many cores,
+    # the arenas of idle threads would exhaust the memory limit.
     "MALLOC_ARENA_MAX": "2",
 }
-"""Limits libraries that would otherwise use the whole machine."""
+"""Limits on libraries that would otherwise use all cores."""
 
 
 def grader_environment(full: Mapping[str, str], *, offline: bool) -> dict[str, str]:
-    """Returns the variables of `full` that a grader process gets. `offline`: a process without the network."""
+    """Selects the variables of `full` for a grader process. `offline`: the process has no network access."""
 
     def allowed(name: str) -> bool:
         if name in ALLOWED or (name.startswith(ALLOWED_PREFIXES) and not name.endswith(SECRET_ENDS)):

@@ -1,19 +1,19 @@
-"""The parent's side of one grader process: starts it, sends requests, kills it.
+"""The parent side of a grader process: starts it, sends requests, kills it.
 
-Consumes: requests of the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that encodes
-the request; the frame that announces the start of work (`TAKE_LIMIT_S`); and the reply, within the limit in that frame.
-Woken by: the clock, and the reader task. The reader task resolves the futures of a request, and fails all futures when
-the process ends. All methods run on one event loop.
+Consumes: requests from the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that
+encodes the request; the frame that signals the start of work (`TAKE_LIMIT_S`); and the reply, within the time limit in
+that frame. Woken by: timers and the reader task, which resolves the futures of a request, or fails all futures when the
+process exits. All methods run on one event loop.
 
 Invariants
-1. After `kill` the process is reaped and both pipes are closed, even if data is unread or other processes hold the
-   pipes.
-2. The time of a grading starts when the grader starts; queue, encoding and pipe do not count. A grader that computes is
-   limited in processor time, which does not depend on the load of the machine, and to `WALL_FACTOR` times as much
-   wall-clock time.
-3. A failure is blamed on the answer only if the grader was looking at the answer, and either used up its processor time
-   or died from a signal that its own computation raised.
-4. Threads of the pool encode requests, so users' threads cannot delay them.
+1. After `kill`, the process is reaped and both pipes are closed, even if there is unread data or other processes hold
+   the pipes open.
+2. The time limit starts when the grader starts; queueing, encoding and the pipe do not count. A compute-only grader is
+   limited in CPU time, which does not depend on the load of the machine, and to `WALL_FACTOR` times as much wall-clock
+   time.
+3. A failure is blamed on the answer only if the grader was processing it and either ran out of CPU time or died from a
+   signal caused by its own computation.
+4. Requests are encoded in threads of the pool, so users' threads cannot delay them.
 """
 
 from __future__ import annotations
@@ -40,66 +40,64 @@ from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
-"""Time limit for starting and configuring the process, and for beginning a request. Each grading has its own limit."""
+"""Time limit for starting and configuring the process, and for starting on a request. Grading has its own limit."""
 MAX_LIMIT_S = 7 * 86400.0
-"""The longest limit that a grader may request."""
+"""Maximum time limit that a grader can request."""
 WALL_FACTOR = 5.0
-"""A grader's wall-clock limit as a multiple of its processor-time limit. Generous, because machines may be busy."""
+"""Wall-clock limit as a multiple of the CPU time limit. Generous, because machines can be busy."""
 MIN_WAIT_S = 0.02
-"""Shortest interval for polling the processor time."""
+"""Minimum interval for polling the CPU time."""
 OWN_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
-"""Signals that a process's own computation raises, for example when a library runs out of stack or memory."""
+"""Signals caused by a process's own computation, for example when a library runs out of stack or memory."""
 
 
 class GraderDied(SlimeError, RuntimeError):
-    """The grader process ended before it answered."""
+    """The grader process died before it replied."""
 
     looked = False
-    """Whether the grader was looking at the answer."""
+    """Whether the grader was processing the answer."""
     by_itself = False
-    """Whether the process ended without being killed by this side."""
+    """Whether the process exited without being killed by this side."""
 
 
 class GradingTimeout(SlimeError, TimeoutError):
-    """The grader exceeded its limit."""
+    """The grader exceeded its time limit."""
 
     def __init__(self, reason: str, *, by_answer: bool = False) -> None:
         super().__init__(reason)
         self.by_answer = by_answer
-        """Whether the grader spent the time computing on the answer."""
+        """Whether the grader spent the time on the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Settings common to all grader processes."""
+    """Settings shared by all grader processes."""
 
     limit_s: float
     """`--reward-timeout-s`."""
     memory_limit_bytes: int | None
-    """Maximum size of the address space; None: no limit."""
+    """Maximum size of the address space; None for no limit."""
     args: object
-    """The settings for users' functions; must be picklable."""
+    """The settings for users' functions. Must be picklable."""
     threads: ThreadPoolExecutor
-    """Threads that encode requests."""
+    """Threads for encoding requests."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     taken: asyncio.Future[float]
-    """Resolves to the grading's limit in seconds when the grading begins."""
+    """Resolves to the time limit in seconds when grading starts."""
     reply: asyncio.Future[dict[str, Any]]
     since_s: float = 0.0
-    """The processor time that the process had used when work on the request began; then, when the grader began to look
-    at the answer.
-    """
+    """CPU time of the process when it started on the request; later, when the grader started on the answer."""
     looks: bool = False
-    """Whether the grader is looking at the answer."""
+    """Whether the grader is processing the answer."""
 
     def fail(self, death: GraderDied) -> None:
         for future in (self.taken, self.reply):
             if not future.done():
                 future.set_exception(death)
-                future.exception()  # marks it as retrieved, because only one of the two is awaited
+                future.exception()  # marks it as retrieved: only one of the two is awaited
 
 
 class GraderProcess:
@@ -113,16 +111,16 @@ class GraderProcess:
         self._write_lock = asyncio.Lock()
         self.dead = False
         self.missing: tuple[str, ...] = ()
-        """Parts of the confinement that are missing on this machine."""
+        """Parts of the confinement that this machine lacks."""
         self.num_reserved = 0
-        """Number of requests assigned to this process. The pool updates it."""
+        """Number of requests assigned to this process, maintained by the pool."""
 
     @classmethod
     async def start(cls, settings: ProcessSettings, *, warm_up: dict[str, Any], kind: str) -> GraderProcess:
-        """Starts a worker in its own process group; returns when the grader of `warm_up` is loaded.
+        """Starts a worker in its own process group. Returns when the grader of `warm_up` is loaded.
 
-        `kind`: `ONLINE`, `OFFLINE` or `HELD` of `grader_worker`. `warm_up`: a request, plus the graders (`others`) that
-        a `held` process must load as well.
+        `kind`: `ONLINE`, `OFFLINE` or `HELD` of `grader_worker`. `warm_up`: a request, plus the other graders that a
+        `held` process must load (`others`).
         """
         offline = kind != ONLINE
         process = await asyncio.create_subprocess_exec(
@@ -159,9 +157,9 @@ class GraderProcess:
         return self._process.pid
 
     async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0, computes: bool = False) -> dict[str, Any]:
-        """Sends one request and waits for its reply. Raises `GraderDied` or `GradingTimeout`.
+        """Sends a request and waits for the reply. Raises `GraderDied` or `GradingTimeout`.
 
-        `grace_s`: extra time for a grader that enforces the limit itself. `computes`: the limit is in processor time.
+        `grace_s`: extra time, for graders that enforce the limit themselves. `computes`: the limit is in CPU time.
         """
         if self.dead:
             raise GraderDied(self._ended("is gone"))
@@ -191,7 +189,7 @@ class GraderProcess:
             self._waiting.pop(request_id, None)
 
     async def _computed(self, waiting: _Waiting, limit_s: float) -> dict[str, Any]:
-        """Waits for the reply of a grader that computes. Raises as `ask` does."""
+        """Waits for the reply of a compute-only grader. Raises like `ask`."""
         end = time.monotonic() + WALL_FACTOR * limit_s
         while True:
             used_s, left_s = self._processor_s() - waiting.since_s, end - time.monotonic()
@@ -200,17 +198,17 @@ class GraderProcess:
                 return waiting.reply.result()
             used_s = self._processor_s() - waiting.since_s
             if used_s >= limit_s:
-                raise GradingTimeout(f"timeout after {limit_s:g} s of processor time", by_answer=waiting.looks)
+                raise GradingTimeout(f"timeout after {limit_s:g} s of CPU time", by_answer=waiting.looks)
             if time.monotonic() >= end:
                 wall_s = WALL_FACTOR * limit_s
-                raise GradingTimeout(f"timeout after {wall_s:g} s (in which it had a processor for {used_s:.1f} s)")
+                raise GradingTimeout(f"timeout after {wall_s:g} s ({used_s:.1f} s of CPU time)")
 
     def _processor_s(self) -> float:
         return processor_s([self.pid])
 
     @property
     def end(self) -> str:
-        """How the process ended; for use after `kill`."""
+        """How the process exited. Valid after `kill`."""
         return how_it_ended(self._process.returncode)
 
     def _ended(self, how: str) -> str:
@@ -218,16 +216,16 @@ class GraderProcess:
 
     @property
     def crashed(self) -> bool:
-        """Whether the grader's computation crashed the process; for use after `kill`."""
+        """Whether the process crashed in its own computation. Valid after `kill`."""
         return -(self._process.returncode or 0) in OWN_CRASHES
 
     async def _send(self, data: bytes, taken: asyncio.Future[float]) -> float:
-        """Writes a request and waits until the grader begins; returns its time limit. Raises `GraderDied`."""
+        """Sends a request and waits until the grader starts. Returns its time limit. Raises `GraderDied`."""
         silence = Silence(self._processor_s)
         try:
             return await within(self._taken(data, taken), TAKE_LIMIT_S, silence)
         except TimeoutError:
-            raise GraderDied(self._ended(f"took no request within {silence.lasts_s:.0f} s")) from None
+            raise GraderDied(self._ended(f"accepted no request within {silence.lasts_s:.0f} s")) from None
 
     async def _taken(self, data: bytes, taken: asyncio.Future[float]) -> float:
         assert self._process.stdin is not None, "the worker is started with a stdin pipe"
@@ -237,12 +235,12 @@ class GraderProcess:
         return await taken
 
     async def kill(self) -> None:
-        """Kills the process and its group; returns when it is reaped."""
+        """Kills the process group. Returns when the process is reaped."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose the exit status
-        # The wait below lasts until both pipes are closed. A pipe with unread data, or one that a child of the grader
-        # holds, would stay open until the garbage collector closes it, perhaps after the event loop has closed.
+        # `wait` returns only after both pipes are closed. A pipe with unread data, or one held by a child process,
+        # would stay open until it is garbage-collected, possibly after the event loop has closed.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
         for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
             if pipe is not None and not pipe.is_closing():
@@ -253,7 +251,7 @@ class GraderProcess:
         transport.close()
 
     async def _read(self) -> None:
-        """Reads replies and resolves waiting requests, until the pipe ends or delivers an invalid reply."""
+        """Reads replies and resolves the waiting requests, until EOF or an invalid reply."""
         assert self._process.stdout is not None, "the worker is started with a stdout pipe"
         try:
             while True:
@@ -276,7 +274,7 @@ class GraderProcess:
                 if "limit_s" not in reply and not waiting.reply.done():
                     waiting.reply.set_result(reply)
         except (asyncio.IncompleteReadError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # the process ended, or a grader wrote into the pipe; both end this worker
+            pass  # the process exited or a grader wrote to the pipe; either way, this worker is done
         finally:
             self.dead = True
             for waiting in self._waiting.values():
@@ -286,5 +284,5 @@ class GraderProcess:
 
 
 def _import_path() -> list[str]:
-    """Returns this process's import paths and current directory, for the worker."""
+    """Returns the import paths and current directory of this process, for the worker."""
     return [os.path.abspath(p) for p in sys.path if p != ""] + [os.getcwd()]

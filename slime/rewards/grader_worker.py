@@ -1,22 +1,21 @@
-"""One grader process: reads samples as frames from stdin and writes scores as frames to stdout. It may be killed at any
-time.
+"""A grader process: reads samples from stdin and writes scores to stdout, as frames. It can be killed at any time.
 
 Consumes: frames from `grader_process.GraderProcess`, which starts it and owns both pipes. The first frame configures
-it; each later frame is a request. Produces, for each request: a frame with the time limit when work begins; from a
-grader that computes, a frame when the grader begins to look at the answer; then one reply. Waits for: the next frame,
-and the graders that it runs (async graders within their limit, others until the parent kills this process). Woken by: a
-frame. The worker trusts the parent, which sends pickled args for users' functions in the first frame. Output of graders
-and models is never unpickled: replies are JSON.
+the process; every later frame is a request. Produces, for each request: a frame with the time limit when work starts;
+for a compute-only grader, another frame when it starts on the answer; then one reply. Waits for: the next frame, and
+the running graders (async ones until their time limit, others until the parent kills this process). Woken by: frames.
+The worker trusts the parent, whose first frame contains pickled args for users' functions. Output of graders and models
+is never unpickled; replies are JSON.
 
 Invariants
-1. The process ends with its parent: the kernel sends SIGKILL when the parent thread ends, or stdin reaches its end.
-2. A grader's prints go to stderr. Graders do not know the descriptor of the reply pipe.
-3. Every request gets a reply unless the process dies. Any exception becomes a reply, even `SystemExit`. The exception
-   is blamed on the answer (`ungradable`) only if the grader was looking at the answer, and neither the machine, the
-   installation nor the row is the cause.
-4. A process of kind `held` gives up everything but libraries (`grader_confinement`) before it sees an answer, and never
-   runs an answer as a program.
-5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each waits in a thread (`to_thread`).
+1. The process does not outlive its parent: the kernel sends SIGKILL when the parent thread exits, or stdin reaches EOF.
+2. Anything that a grader prints goes to stderr. Graders do not know the file descriptor of the reply pipe.
+3. Every request gets a reply unless the process dies, because every exception becomes a reply, even `SystemExit`. It is
+   blamed on the answer (`ungradable`) only if it was raised while the grader processed the answer, and not because of
+   the machine, the installation or the row.
+4. A `held` process gives up access to everything but libraries (`grader_confinement`) before it sees an answer, and
+   never runs an answer as a program.
+5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each blocks in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ from slime.rewards.graders import NOT_OF_THE_ANSWER, Grader, make_grader
 from slime.rewards.scores import MAX_RESULT_BYTES, Scored, Unscored, check_reward
 
 ONLINE, OFFLINE, HELD = "online", "offline", "held"
-"""Kinds of processes. `ONLINE` has the network and the run's settings, `OFFLINE` has neither, and `HELD` can access
-only libraries."""
+"""Kinds of processes. `ONLINE` has network access and the settings of the run, `OFFLINE` has neither, and `HELD` can
+access only libraries."""
 HEADER = struct.Struct("<I")
 """Length in bytes of the JSON that follows."""
 CONCURRENT_PER_PROCESS = 64
-"""Maximum number of async graders that run concurrently in one process, and of threads for their blocking calls."""
+"""Maximum number of concurrent async graders per process, and of threads for their blocking calls."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""Size limit of files that a grader writes."""
+"""Maximum size of a file that a grader writes."""
 
 
 def limit_resources(memory_limit_bytes: int | None) -> None:
-    """Limits memory and file sizes, and disables core dumps. Beyond the memory limit, a grader gets `MemoryError`."""
+    """Limits memory and file sizes, and disables core dumps. Exceeding the memory limit raises `MemoryError`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     if memory_limit_bytes is not None:
@@ -66,14 +65,14 @@ def limit_resources(memory_limit_bytes: int | None) -> None:
 
 
 def load_custom(path: str) -> Callable[..., Any]:
-    """Loads a user's reward function, for single samples or groups. Raises `HookError`."""
+    """Loads a user's reward function for samples or groups. Raises `HookError`."""
     from slime.settings.hook_contracts import load_hook
 
     return load_hook(path, "custom_rm")
 
 
 class Server:
-    """Answers requests. Runs synchronous graders one at a time, and asynchronous graders concurrently."""
+    """Serves requests: synchronous graders one at a time, async graders concurrently."""
 
     def __init__(self, replies: BinaryIO, *, parent: int, kind: str) -> None:
         self.replies, self.parent, self.kind = replies, parent, kind
@@ -82,17 +81,17 @@ class Server:
         self.args: object = None
         self.limit_s = 0.0
         self.functions: dict[str, Callable[..., Any]] = {}
-        """Path -> user's function."""
+        """Import path -> user's function."""
         self.graders: dict[str, Grader] = {}
         """`rm_type` -> grader."""
 
     def configure(self, message: dict[str, Any]) -> tuple[str, ...]:
-        """Applies the settings of the first frame; returns the parts of the confinement that are missing here."""
+        """Applies the settings in the first frame. Returns the parts of the confinement that this machine lacks."""
         sys.path[:0] = [p for p in message["sys_path"] if p not in sys.path]
         self.args = pickle.loads(base64.b64decode(message["args"])) if message["args"] else None
         self.limit_s = message["limit_s"]
         limit_resources(message["memory_limit_bytes"])
-        with contextlib.suppress(Exception):  # grading a sample will fail again and report the reason
+        with contextlib.suppress(Exception):  # grading a sample fails again and reports the reason
             if message["custom"]:
                 self.function(message["grader"])
             else:
@@ -100,10 +99,10 @@ class Server:
         if self.kind != HELD:
             return ()
         for name, settings in message["others"]:
-            with contextlib.suppress(Exception):  # as above; its files are unreadable after `shut_in`
+            with contextlib.suppress(Exception):  # as above; load it now, because `shut_in` makes its files unreadable
                 self.grader(name, settings)
         missing = shut_in()
-        die_with_parent(self.parent)  # again, because a change of user cancels the first call
+        die_with_parent(self.parent)  # again, because changing the user cancels the first call
         self.gate = Gate()
         return missing
 
@@ -113,7 +112,7 @@ class Server:
         self.replies.flush()
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the requested grader. Any failure becomes a reason in the reply."""
+        """Runs the requested grader. Reports any failure as a reason in the reply."""
         limit_s, failure, memory = self.limit_s, "unscored", False
         try:
             samples = [Sample.from_dict(s) for s in request["samples"]]
@@ -166,14 +165,14 @@ class Server:
 
 
 class _Exited(Exception):
-    """Wraps a `BaseException` of a grader, which would otherwise end the event loop."""
+    """Wraps a `BaseException` from a grader, which would otherwise stop the event loop."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 async def _contained(work: Awaitable[Any]) -> Any:
-    """Awaits `work`. Raises `_Exited` for `SystemExit` and the like, which would end the whole process."""
+    """Awaits `work`. Converts `SystemExit` and the like, which would stop the process, to `_Exited`."""
     try:
         return await work
     except (Exception, asyncio.CancelledError):
@@ -188,7 +187,7 @@ def _is_ended() -> bool:
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:
-    """Returns a valid reward as JSON; for any other value, an object with the key `failure` and the reason."""
+    """Encodes a reward for the reply. If it is invalid, returns the reason under the key `failure`."""
     score = check_reward(value)
     if isinstance(score, Unscored):
         return {failure: score.reason}
@@ -203,7 +202,7 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
 
 
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
-    """Reads frames until the end of input. Requests marked `concurrent` run as tasks. Others block the reading."""
+    """Reads frames until EOF. Requests marked `concurrent` run as tasks; others block the loop."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(CONCURRENT_PER_PROCESS, thread_name_prefix="grader"))
     reader = asyncio.StreamReader(limit=2**26)
@@ -234,7 +233,7 @@ def main() -> None:
     parent, kind = int(sys.argv[1]), sys.argv[2]
     if kind == OFFLINE:
         confine.leave(confine.NEW_NETWORK)
-        confine.Calls(namespaces=True).give_up()  # also forbids Unix sockets; the code sandbox needs namespaces
+        confine.Calls(namespaces=True).give_up()  # also blocks Unix sockets; the code sandbox still needs namespaces
     die_with_parent(parent)
     replies = os.fdopen(os.dup(1), "wb")
     requests = os.fdopen(os.dup(0), "rb")
@@ -242,7 +241,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     asyncio.run(serve(requests, replies, parent=parent, kind=kind))
-    os._exit(0)  # a grader's left-over thread must not keep the process alive
+    os._exit(0)  # a thread left behind by a grader must not keep the process alive
 
 
 if __name__ == "__main__":

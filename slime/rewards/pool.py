@@ -1,23 +1,23 @@
-"""The grader pool: scores samples in processes that can be killed, so that no answer can stop the rollout.
+"""The grader pool: scores samples in processes that can be killed, so that no answer can hang the rollout.
 
-Consumes: samples of rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
+Consumes: samples from rollout tasks, which call `score` or `score_group` on one event loop. Produces: a score, or the
 reason why there is none. Waits for: a slot of a lane, then one of the lane's processes, then the reply, which must
-arrive within the grader's limit (`grader_process`). Woken by: a freed slot, a process that has started, the reply or
-death of the process, and the clock. It polls a full lane for a free process every `START_POLL_S`.
+arrive within the grader's time limit (`grader_process`). Woken by: a released slot, a process start, the reply or the
+death of the process, and timers. If a lane is full, it is polled for a free process every `START_POLL_S`.
 
-The `held` lane runs graders that need only texts and can be confined (`grader_confinement`). The `offline` lane runs
-the other registered graders that only compute. The number of processes of each is limited by the number of cores. The
-`serial` lane runs users' functions and graders that need the network, one request per process. The `concurrent` lane
-runs async graders, which wait for the network, many per process.
+The `held` lane runs graders that need only text and can be confined (`grader_confinement`). The `offline` lane runs all
+other registered compute-only graders. Both are limited to one process per core. The `serial` lane runs users' functions
+and graders that need the network, one request per process. The `concurrent` lane runs async graders, which mostly wait
+for the network, many per process.
 
 Invariants
-1. Every call returns a `Scored` or an `Unscored`; it raises only for a configuration mistake or after `close`. Unless
-   the settings prevent it, an answer that a computing grader cannot handle scores like a wrong one.
-2. If a request exceeds its limit, its process is killed and replaced. Requests that shared the process are repeated,
-   each in its own process, because it is unknown which one blocked it.
-3. Processes start on first use. After `close` all have ended.
-4. Grading has its own threads, because users' code may occupy the event loop's threads.
-5. No process gets a secret of the run in its settings or environment (`grader_env_vars`).
+1. Every call returns a `Scored` or `Unscored`. It raises only on misconfiguration or after `close`. By default, an
+   answer that a compute-only grader cannot handle is scored as wrong.
+2. A process that exceeds the time limit of a request is killed and replaced. Other requests on the process are retried,
+   each in a process of its own, because any of them could have blocked it.
+3. Processes start on first use. After `close`, all of them have exited.
+4. Grading uses its own threads, because users' code can occupy those of the event loop.
+5. No process sees secrets of the run in its settings or environment (`grader_env_vars`).
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from slime.settings.eval_config import eval_datasets
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 2
-"""Number of tries for a request whose process dies, or has too little memory because of earlier gradings."""
+"""Attempts per request. It is retried if its process dies, or runs out of memory because of earlier requests."""
 ASYNC_GRACE_S = 5.0
-"""Extra time after the worker's own limit, before the pool kills the process of an async grader."""
+"""Extra time after the worker's own time limit before the pool kills the process of an async grader."""
 ENCODING_THREADS = 2
-"""More threads would not be faster, because encoding holds the GIL."""
+"""Encoding holds the GIL, so more threads would not help."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
-"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding would block the GIL."""
+"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding would hold the GIL."""
 SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
-"""A request that takes longer than `SLOW_S`, or than `SLOW_SHARE` of its limit, releases its slot. At most
-`SLOW_PER_PROCESS` requests per process of the lane may do so at a time."""
+"""A request releases its slot early if it takes longer than `SLOW_S` or `SLOW_SHARE` of its limit. At most
+`SLOW_PER_PROCESS` requests per process of the lane can do so at a time."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Processes of one kind, and the slots that limit their requests."""
+    """Processes of one kind, with slots that limit concurrent requests."""
 
     max_processes: int
     per_process: int
@@ -72,14 +72,14 @@ class _Lane:
     processes: list[GraderProcess] = field(default_factory=list)
     starting: set[asyncio.Task[None]] = field(default_factory=set)
     num_slow: int = 0
-    """Number of running requests that have released their slots. Each allows one process beyond `max_processes`."""
+    """Number of running requests that have released their slots. Each permits one process beyond `max_processes`."""
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float) -> AsyncIterator[Callable[[], None]]:
-        """Takes a slot for the block, which calls the yielded function when a process begins the request.
+        """Holds a slot for the block. The block calls the yielded function when a process starts on the request.
 
-        A request that is slow from then on releases its slot early, so that hung requests do not block others. The
-        start of a process does not count: on a busy machine it would make the pool start even more processes.
+        A request that is slow from then on releases its slot early, so that hung requests do not block others. Process
+        startup does not count, or else a busy machine would start even more processes.
         """
         await self.slots.acquire()
         slow = False
@@ -110,17 +110,17 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The grader of a sample, and its lane."""
+    """The grader for a sample, and its lane."""
 
     grader: str
-    """Registered name, or path of a user's function."""
+    """Registered name, or import path of a user's function."""
     lane: _Lane
     custom: bool = False
     """Whether `grader` is a user's function."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of a registered grader."""
     wrong: Reward | None = None
-    """The reward of a wrong answer, if the grader only computes."""
+    """The reward of a wrong answer, for compute-only graders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ class _Failed:
 
 
 class GraderPool:
-    """Scores samples. The first of these that is set chooses the grader: `sample.custom_rm_path`, `--custom-rm-path`,
-    `metadata["rm_type"]`, `--rm-type`."""
+    """Scores samples. The grader is the first of `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]` and
+    `--rm-type` that is set."""
 
     def __init__(
         self,
@@ -146,15 +146,15 @@ class GraderPool:
         args: object = None,
         ungradable_is_wrong: bool = True,
     ) -> None:
-        """`eval_rm_types`: graders of evaluation datasets. `args`: all settings. Graders get their fields from them,
-        and users' functions get all of them without secrets. `ungradable_is_wrong`: whether an answer that a grader
-        cannot handle scores like a wrong answer; if not, it is unscored.
+        """`eval_rm_types`: graders of evaluation datasets. `args`: all settings; a grader gets its own fields, a user's
+        function gets everything except secrets. `ungradable_is_wrong`: score an answer that a grader cannot handle as
+        wrong instead of leaving it unscored.
 
         Raises `ConfigError` for an unknown `rm_type`.
         """
         named = {rm_type, *eval_rm_types}
         self._graders = {name: GRADERS.get(name) for name in named if name}
-        """Name -> grader class. Names from data rows are added on first use, and cannot be import paths."""
+        """Name -> grader class. Names from data rows are added on first use and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
         self._args, self._ungradable_is_wrong = args, ungradable_is_wrong
         shown = args.without_secrets() if isinstance(args, Args) else args
@@ -172,19 +172,17 @@ class GraderPool:
         self._closed = self._warned = False
 
     async def score(self, sample: Sample) -> Score:
-        """Scores one sample. Raises `ConfigError` if no grader is chosen."""
+        """Scores one sample. Raises `ConfigError` if no grader is set."""
         return (await self._grade([sample], group=False))[0]
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """Scores a prompt's samples, in order: with one call of the user's function, or each separately with a
-        registered grader.
-        """
+        """Scores the samples of a prompt: in one call of a user's function, or one by one with registered graders."""
         if self._custom_rm_path is None:
             return list(await asyncio.gather(*(self.score(s) for s in samples)))
         return await self._grade(list(samples), group=True)
 
     async def close(self) -> None:
-        """Kills all processes, including those that are still starting."""
+        """Kills all processes, including those still starting."""
         self._closed = True
         lanes = (self._held, self._offline, self._serial, self._concurrent)
         starts = [start for lane in lanes for start in lane.starting]
@@ -197,14 +195,14 @@ class GraderPool:
         self._threads.shutdown(wait=False)
 
     def _choose(self, sample: Sample) -> _Choice:
-        """Returns the grader of a sample; the sample's own choice overrides the run's."""
+        """Selects the grader for a sample. The sample's own setting overrides that of the run."""
         custom = sample.custom_rm_path or self._custom_rm_path
         if custom is not None:
             return self._function(custom)
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
-                f"sample {sample.index} has no grader; set --rm-type, --custom-rm-path or metadata rm_type"
+                f"no grader is set for sample {sample.index}; set --rm-type, --custom-rm-path or metadata rm_type"
             )
         return self._grader(str(rm_type))
 
@@ -213,7 +211,7 @@ class GraderPool:
         if path not in self._is_async:
             function = load_custom(path)
             self._is_async[path] = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-                getattr(function, "__call__", None)  # noqa: B004  (an object whose call is async)
+                getattr(function, "__call__", None)  # noqa: B004  (an object with an async __call__)
             )
         return _Choice(path, self._concurrent if self._is_async[path] else self._serial, custom=True)
 
@@ -230,7 +228,7 @@ class GraderPool:
         return _Choice(name, self._held if kind.held else self._offline, settings=settings, wrong=kind.wrong)
 
     def _settings_of(self, kind: type[Grader]) -> dict[str, Any]:
-        """Returns the grader's fields from the settings, including its own secrets."""
+        """Returns the settings for the grader's fields, including its own secrets."""
         return {} if self._args is None else settings_of(kind, self._args)
 
     async def _grade(self, samples: list[Sample], *, group: bool) -> list[Score]:
@@ -258,18 +256,18 @@ class GraderPool:
                 return self._scores(choice, reply, len(samples))
             failed = reply
             if failed.reason.startswith("timeout") and lane.per_process == 1:
-                break  # no other request shared the process, so this one used the time
+                break  # no other request shared the process, so this one is to blame
             lane = self._serial if lane is self._concurrent else lane
         return [self._failed(choice, failed.reason, by_answer=failed.by_answer)] * len(samples)
 
     def _failed(self, choice: _Choice, reason: str, *, by_answer: bool) -> Score:
-        """Returns the score of a sample whose grader failed."""
+        """Returns the score for a sample when grading has failed."""
         if not by_answer or choice.wrong is None or not self._ungradable_is_wrong:
             return Unscored(reason)
         return Scored(copy.deepcopy(choice.wrong), ungradable=reason)
 
     def _scores(self, choice: _Choice, reply: dict[str, Any], num_samples: int) -> list[Score]:
-        """Decodes a reply; an invalid entry becomes `Unscored` with the reason."""
+        """Decodes a reply. Invalid entries become `Unscored`."""
         entries = reply.get("scores")
         if not isinstance(entries, list) or len(entries) != num_samples:
             return [Unscored("the grader process sent a malformed reply")] * num_samples
@@ -281,7 +279,7 @@ class GraderPool:
         ]
 
     async def _ask(self, lane: _Lane, message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any] | _Failed:
-        """Tries the request once; calls `begin` once a process is found. Returns the reply, or why the try failed."""
+        """Tries the request once. Calls `begin` when a process is available. Returns the reply or the failure."""
         try:
             process = await self._process(lane, message)
             begin()
@@ -292,11 +290,11 @@ class GraderPool:
             reply = await process.ask(message, grace_s=grace_s, computes=message["computes"])
             if not reply.get("out_of_memory") or lane.per_process > 1:
                 return reply
-            await self._drop(lane, process)  # earlier gradings may have used its memory; the next try gets a new one
+            await self._drop(lane, process)  # earlier requests may have used up its memory, so retry in a new one
             ((name, reason),) = reply["scores"][0].items()
             return _Failed(reason, name == "ungradable")
         except GradingTimeout as expiry:
-            logger.warning("grader %s: %s; its process is killed", message["grader"], expiry)
+            logger.warning("grader %s: %s; killing its process", message["grader"], expiry)
             await self._drop(lane, process)
             return _Failed(str(expiry), expiry.by_answer)
         except GraderDied as death:
@@ -304,14 +302,14 @@ class GraderPool:
             told = f"{death}: it {process.end}" if death.by_itself else str(death)
             return _Failed(told, death.looked and process.crashed)
         except asyncio.CancelledError:
-            if lane.per_process == 1:  # the process is still busy, but the result is no longer needed
+            if lane.per_process == 1:  # the process is busy with a result that is no longer needed
                 await asyncio.shield(self._drop(lane, process))
             raise
         finally:
             process.num_reserved -= 1
 
     async def _process(self, lane: _Lane, message: dict[str, Any]) -> GraderProcess:
-        """Reserves an idle process, starts one, or shares the least busy one if the lane allows it."""
+        """Reserves an idle process, starts a new one, or shares the least busy one if the lane allows it."""
         while True:
             for dead in [p for p in lane.processes if p.dead]:
                 await self._drop(lane, dead)
@@ -320,7 +318,7 @@ class GraderPool:
             if process is not None and (
                 process.num_reserved == 0 or (full and process.num_reserved < lane.per_process)
             ):
-                process.num_reserved += 1  # no await since the choice, so the place is still free
+                process.num_reserved += 1  # no await since the check, so it is still available
                 return process
             if full:
                 await asyncio.sleep(START_POLL_S)
@@ -328,17 +326,17 @@ class GraderPool:
             await self._start(lane, message)
 
     async def _start(self, lane: _Lane, message: dict[str, Any]) -> None:
-        """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is closed or closes meanwhile."""
+        """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is closed, or closes meanwhile."""
 
         async def start() -> None:
             others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]
             warm_up = {**message, "others": others if lane is self._held else []}
             process = await GraderProcess.start(self._settings, warm_up=warm_up, kind=lane.kind)
-            lane.processes.append(process)  # inside the task, so that a cancelled caller does not lose the process
+            lane.processes.append(process)  # inside the task, so that cancelling the caller does not leak the process
             if process.missing and not self._warned:
                 self._warned = True
                 logger.warning(
-                    "graders of texts are not fully confined: this machine has no %s", " and ".join(process.missing)
+                    "text graders are not fully confined, because this machine lacks %s", " and ".join(process.missing)
                 )
 
         self._require_open()
@@ -353,7 +351,7 @@ class GraderPool:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise SlimeError("the grader pool is closed and scores nothing more")
+            raise SlimeError("the grader pool is closed")
 
     async def _drop(self, lane: _Lane, process: GraderProcess) -> None:
         if process in lane.processes:
@@ -362,7 +360,7 @@ class GraderPool:
 
 
 def _num_chars(value: Any) -> int:
-    """Counts the characters of all text in nested lists and dicts."""
+    """Counts the characters of all strings in nested lists and dicts."""
     if isinstance(value, dict):
         return sum(_num_chars(k) + _num_chars(v) for k, v in value.items())
     return (
@@ -373,23 +371,23 @@ def _num_chars(value: Any) -> int:
 def _wire(sample: Sample, *, with_tokens: bool) -> dict[str, Any]:
     """Returns the sample as JSON, without routed experts, which no grader needs.
 
-    Unless `with_tokens`, per-token lists are left out, too. They are most of the bytes, and built-in graders do not use
-    them.
+    Unless `with_tokens`, also omits per-token lists, which take up most of the bytes and are not used by built-in
+    graders.
     """
     without: dict[str, Any] = {} if with_tokens else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
     return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
 
 
-# Checks before the start whether this machine can confine the code that graders run. This is not a rule of the
-# settings, because it depends on the machine.
+# Startup check: can this machine confine the code that graders run? Not a settings rule, because it depends on the
+# machine.
 ALLOW = "allow_unconfined_code"
-"""The setting of graders that allows running code unconfined."""
+"""The grader setting that allows running code unconfined."""
 
 
 def code_problems(args: Args) -> list[str]:
-    """Returns why this machine cannot confine the code that the configured graders run; empty if it can.
+    """Returns why this machine cannot confine the code that the configured graders run. Empty if it can.
 
-    A grader that is named only in data rows is refused on first use: its samples stay unscored for the same reason.
+    Graders named only in data rows are not checked here. Their samples stay unscored for the same reason.
     """
     named = {args.rm_type, *(one.rm_type for one in eval_datasets(args))}
     kinds = [GRADERS.get(name) for name in sorted(name for name in named if name)]

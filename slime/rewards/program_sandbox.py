@@ -1,34 +1,32 @@
-"""Runs programs that a model wrote. Each run is a separate, limited process tree, which ends before the next run.
+"""Sandbox for programs that a model wrote. Each run is a separate process tree with limits, killed before the next run.
 
-A `Sandbox` has one program and runs it once per test. Its supervisor (`main`) is started only once, because its start
-is the largest cost. Each test takes three processes, for which the supervisor waits with a deadline: a keeper, which
-the supervisor forks and which makes new namespaces; the first process of the PID namespace, at whose end the kernel
-kills all others; and the child of that process, the program. The supervisor runs no code of the program: it only forks,
-kills and reports. Assertions run in a checker, which is confined like the program, has its own three processes, and is
-connected to the program by a socket.
+A `Sandbox` holds one program and runs it once per test. Its supervisor (`main`) starts only once, because startup is
+the largest cost. For each test, it waits with a deadline for a tree of three processes: the keeper, which it forks and
+which creates new namespaces; the init process of the PID namespace, whose exit makes the kernel kill all others; and
+its child, the program. The supervisor executes no code of the program; it only forks, kills and reports. Assertions run
+in a checker, which is confined like the program, has its own three processes, and talks to the program over a socket.
 
 A program is confined (`slime.core.confine`) by
-- namespaces: no network, no other processes to see or signal, a view with only Python's and the system's libraries, and
-  a scratch disk of `SCRATCH_BYTES`;
+- namespaces: no network, no other processes to see or signal, a root with only the libraries of Python and the system,
+  and a scratch disk of `SCRATCH_BYTES`;
 - Landlock: access to these files only, and no signals to other processes;
 - seccomp: no sockets except connected pairs, no shared memory outside the limits, no namespaces, no tracing;
-- limits on CPU seconds, address space, file size (including printed output) and processes, which every kernel has. The
-  supervisor also polls the total memory and number of all processes.
+- rlimits, available on every kernel: CPU seconds, address space, file size (including printed output) and processes.
+  The supervisor also polls the total memory and number of processes.
 
-The first three need Linux of 2021 or newer with user namespaces. If one is missing, no program runs unless the caller
-permits it (`--allow-unconfined-code`).
+The first three require Linux from 2021 or later with user namespaces. If one is missing, programs run only if the
+caller allows it (`--allow-unconfined-code`).
 
-A program's time is its processor time plus the time in which it sleeps. Its clock stops while it waits for a busy
-processor (`_Clock`), so that programs do not fail on a busy machine. A run ends after `PATIENCE` times its limit of
-wall-clock time.
+A program is charged for its CPU time and the time it sleeps. Its clock stops while it waits for a busy CPU (`_Clock`),
+so that programs do not fail on a busy machine. A run is killed after `PATIENCE` times its limit in wall-clock time.
 
 Invariants
-0. A program that is not fully confined runs only if that was permitted.
-1. After `run` no process of the program is left, because the supervisor kills all its descendants. Nothing else remains
-   either, except files that an unconfined program wrote elsewhere, so no run sees traces of an earlier run.
-2. The program's memory never contains a test's expected output, an assertion, or a way to claim that it passed. The
-   supervisor opens no file of a test, because every program inherits its memory.
-3. A test that did not run has no verdict: if a run's processes cannot start, `run` raises `OSError`.
+0. A program that is not fully confined runs only if the caller allows it.
+1. After `run`, no process of the program is left, because the supervisor kills all its descendants. Nothing else is
+   left either, except files that an unconfined program wrote elsewhere, so no run sees traces of an earlier one.
+2. The memory of a program never contains the expected output of a test, an assertion, or a way to fake a pass. Programs
+   inherit the supervisor's memory, so the supervisor opens no test files.
+3. A test that did not run has no verdict: if the processes of a run cannot start, `run` raises `OSError`.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Self
 
-if __name__ == "__main__":  # the supervisor runs this file without any package, and its forks cannot see the folder
+if __name__ == "__main__":  # the supervisor runs this file as a script; its forks cannot access the folder later
     sys.path.append(str(Path(__file__).parents[2]))
 from slime.core import confine
 from slime.core.confine import CALLS, LANDLOCK, view
@@ -60,27 +58,27 @@ from slime.core.processes import scratch_prefix
 from slime.rewards.grader_env_vars import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
-"""A program that prints more, or writes more to one file, is killed."""
+"""A program is killed if it prints more or writes a larger file."""
 SCRATCH_BYTES = 64 * 1024 * 1024
 MAX_PROCESSES = 32
 MAX_FILES = 64
 """Maximum number of open files."""
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
-"""Limit on the program's clock: the CPU limit times the factor, plus the extra seconds. Ends programs that sleep."""
+"""Limit on the program's clock, which stops sleeping programs: factor times the CPU limit, plus the extra seconds."""
 PATIENCE = 5.0
-"""On a busy machine, a run may take this many times its limit."""
+"""Wall-clock limit of a run as a multiple of its limit, for busy machines."""
 LOOK_S, CROWD_LOOK_S = 0.1, 0.02
-"""Polling interval for a program with one process, and for one with several, whose memory must be summed up."""
+"""Polling intervals for programs with one process, and with several, whose total memory must be checked."""
 BEGIN_S = 30.0
-"""Time limit for starting a program's processes."""
+"""Time limit for starting the processes of a program."""
 PROBE_S = 20.0
 """Time limit for an empty program. Generous, because the machine may be busy."""
 SUPERVISOR_S = 10.0
-"""Extra time after the program's deadline, within which the supervisor must respond."""
+"""Time in which the supervisor must respond after the program's deadline."""
 MAX_SCRATCH_FILES = 10_000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ROOT, SCRATCH = "root", "/scratch"
-"""The folder in which the view is built, and the folder in the view in which a program may write."""
+"""The folder in which the view is built, and the folder inside the view that a program can write to."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 PROGRAM, CHECKER = "program", "checker"
 Limits = tuple[float, int]
@@ -88,8 +86,8 @@ Limits = tuple[float, int]
 NAMESPACES = "namespaces"
 WHAT_FOR = {
     NAMESPACES: "no network, no view of other processes, a private scratch disk",
-    LANDLOCK: "no file outside its folder",
-    CALLS: "no call that passes these limits",
+    LANDLOCK: "no files outside its folder",
+    CALLS: "no system calls that bypass these limits",
 }
 """Part of the confinement -> what it provides."""
 libc: Any = ctypes.CDLL(None, use_errno=True)
@@ -98,43 +96,43 @@ libc: Any = ctypes.CDLL(None, use_errno=True)
 @dataclass(frozen=True, slots=True)
 class Ended:
     code: int
-    """Exit status; 128 + signal after a signal."""
+    """Exit status, or 128 + signal number."""
     timed_out: bool
-    """Whether the program exceeded the limit of CPU time or of its clock."""
+    """Whether the program exceeded the limit on CPU time or on its clock."""
     own_s: float
     """Seconds on the program's clock."""
     output: str
-    """The program's standard output, at most `MAX_OUTPUT_BYTES`."""
+    """Standard output of the program, up to `MAX_OUTPUT_BYTES`."""
     result: list[Any] | None
-    """[the function's return value, as JSON]; for assertions [True] if all hold, [False] if one does not, [reason] if
-    that cannot be decided; None if there is no result."""
+    """[return value of the function, as JSON]. For assertions: [True] if all hold, [False] if one fails, [reason] if
+    undecidable. None if there is no result."""
     missing: tuple[str, ...] = ()
-    """Parts of `WHAT_FOR` that are missing on this machine."""
+    """Parts of `WHAT_FOR` that this machine lacks."""
 
 
 def missing_here() -> tuple[str, ...]:
-    """Runs an empty program. Returns the parts of `WHAT_FOR` that are missing here. Raises `OSError` on failure."""
+    """Runs an empty program to find the parts of `WHAT_FOR` that this machine lacks. Raises `OSError` on failure."""
     with Sandbox("", time_limit_s=PROBE_S, memory_bytes=1 << 30, allow_unconfined=True) as sandbox:
         ended = sandbox.run({})
     if ended.code != 0:
-        raise OSError(f"an empty program in the sandbox exited with status {ended.code}; check load and free memory")
+        raise OSError(f"an empty program exited with status {ended.code} in the sandbox; check load and free memory")
     return ended.missing
 
 
 def refusal(missing: Sequence[str]) -> str:
     parts = "; ".join(f"{name}: {WHAT_FOR[name]}" for name in missing)
     return (
-        f"this machine cannot confine a model's program (missing: {parts}); allow user namespaces (sysctl "
+        f"this machine cannot confine programs written by a model (missing: {parts}); allow user namespaces (sysctl "
         "user.max_user_namespaces and kernel.unprivileged_userns_clone, a container's seccomp profile), boot a kernel "
         "with Landlock, or set --allow-unconfined-code if you can afford to lose this machine"
     )
 
 
 class Sandbox:
-    """A context manager for one program; `run` runs it once per test."""
+    """Context manager for one program, which `run` executes once per test."""
 
     def __init__(self, program: str, *, time_limit_s: float, memory_bytes: int, allow_unconfined: bool = False) -> None:
-        """The limits apply to each run. `allow_unconfined`: run even if the program cannot be fully confined."""
+        """The limits apply to each run. `allow_unconfined`: run even if full confinement is not possible."""
         self._program, self._allow_unconfined = program, allow_unconfined
         self._reply_limit_s = PATIENCE * (time_limit_s * WALL_FACTOR + WALL_EXTRA_S) + BEGIN_S + SUPERVISOR_S
         self._limits = [str(time_limit_s), str(memory_bytes)]
@@ -163,7 +161,7 @@ class Sandbox:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends the supervisor and its descendants, which exist only if a run was abandoned."""
+        """Stops the supervisor and any descendants left by an abandoned run."""
         stdin, stdout = self._pipes()
         stdin.close()
         try:
@@ -175,11 +173,11 @@ class Sandbox:
         self._folder.cleanup()
 
     def run(self, request: dict[str, Any], *, stdin: str = "") -> Ended:
-        """Runs the program; then calls `request["function"]` with `request["arguments"]`, or checks
-        `request["asserts"]` (the argument `test` of `assertions.check`).
+        """Runs the program, then calls `request["function"]` with `request["arguments"]`, or checks the assertions
+        `request["asserts"]` (argument `test` of `assertions.check`).
 
-        Raises `Unconfined` if the machine cannot confine the program and running it unconfined is not allowed, and
-        `OSError` if the sandbox fails or the machine is overloaded.
+        Raises `Unconfined` if the machine cannot confine the program and `allow_unconfined` is off, and `OSError` if
+        the sandbox fails or the machine is overloaded.
         """
         scratch, asserts = Path(self._folder.name, str(self._num_runs)), request.get("asserts")
         self._num_runs += 1
@@ -193,7 +191,7 @@ class Sandbox:
         verdict = self._ask(scratch.name, [PROGRAM] if asserts is None else [PROGRAM, CHECKER])
         missing = tuple(verdict["missing"])
         if missing and not self._allow_unconfined:
-            from slime.core.errors import Unconfined  # not at the top: the supervisor runs without any package
+            from slime.core.errors import Unconfined  # not at the top: the supervisor runs without packages
 
             raise Unconfined(refusal(missing))
         if verdict["problem"]:
@@ -204,11 +202,11 @@ class Sandbox:
         output = (scratch / "stdout").read_bytes()[:MAX_OUTPUT_BYTES].decode(errors="replace")
         result = result if isinstance(result, list) and len(result) == 1 else None
         for name in ("request", "asserts", "stdin", "stdout", "result", "printed"):
-            (scratch / name).unlink(missing_ok=True)  # many runs in parallel must not fill the disk
+            (scratch / name).unlink(missing_ok=True)  # many parallel runs must not fill the disk
         return Ended(verdict["code"], verdict["timed_out"], verdict["own_s"], output, result, missing)
 
     def _give(self, path: Path) -> None:
-        """Changes the owner of a file to the user that the supervisor switches to, if root may do so."""
+        """Changes the owner of a file to the user that the supervisor will run as, if permitted."""
         if self._user != os.getuid():
             try:
                 os.chown(path, self._user, self._user)
@@ -220,7 +218,7 @@ class Sandbox:
         return self._supervisor.stdin, self._supervisor.stdout
 
     def _ask(self, folder: str, roles: Sequence[str]) -> dict[str, Any]:
-        """Asks the supervisor for one run with these roles; returns its verdict. Raises `OSError` without a verdict."""
+        """Requests one run with these roles from the supervisor. Returns the verdict, or raises `OSError`."""
         (stdin, stdout), said, deadline = self._pipes(), b"", time.monotonic() + self._reply_limit_s
         with contextlib.suppress(BrokenPipeError):
             stdin.write(f"{folder} {' '.join(roles)}\n".encode())
@@ -232,23 +230,23 @@ class Sandbox:
                 said += more
         if not said.endswith(b"\n"):
             problem = Path(self._folder.name, "problems").read_bytes()[-300:].decode(errors="replace")
-            raise OSError(f"the sandbox's supervisor returned no verdict within {self._reply_limit_s:g} s: {problem}")
+            raise OSError(f"the sandbox supervisor returned no verdict within {self._reply_limit_s:g} s: {problem}")
         verdict: dict[str, Any] = json.loads(said)
         return verdict
 
 
 def readable() -> list[str]:
-    """Returns the folders of Python and its packages, in addition to the system's folders in a view."""
+    """Returns the folders of Python and its packages, which a view contains besides the system folders."""
     places = [sys.prefix, sys.base_prefix, sys.argv[5]]
     environment = Path(sys.executable).parents[1]
-    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # not in `sys.prefix` with `-S`
+    places += [str(environment)] if (environment / "pyvenv.cfg").exists() else []  # `-S` hides it from `sys.prefix`
     return view.outermost(places)
 
 
 def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """Runs as the process of the program or the checker: sets its limits, does its work, returns the exit status.
+    """Main function of the program or checker process: confines itself, does the work, returns the exit status.
 
-    `alone`: whether it is in namespaces. `report`: a pipe to which it first reports missing confinement. `channel`: the
+    `alone`: whether it is in its own namespaces. `report`: the pipe to report missing confinement to. `channel`: the
     socket to the other process.
     """
     os.setsid()
@@ -258,7 +256,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     os.dup2(os.open(scratch / files[0], os.O_RDONLY), 0)
     os.dup2(os.open(scratch / files[1], os.O_WRONLY | os.O_CREAT, 0o600), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    # If a program is checked, only the checker can write the verdict.
+    # If there is a checker, only the checker can write the verdict.
     result = os.open(os.devnull if checked else scratch / "result", os.O_WRONLY | os.O_CREAT, 0o600)
     alone = alone and enter_view(scratch.parent / ROOT)
     own = SCRATCH if alone else str(scratch / "work")
@@ -268,7 +266,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     missing = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
     missing = (*([] if alone else [NAMESPACES]), *missing)
     os.write(report, json.dumps(missing).encode() + b"\n")
-    confine.close_all_but({result, channel} if channel >= 0 else {result})  # closes the supervisor's pipes, too
+    confine.close_all_but({result, channel} if channel >= 0 else {result})  # includes the supervisor's pipes
     if missing and sys.argv[6] != "any":
         return 1
     sys.path[:] = [*(path for path in sys.path if path != str(Path(__file__).parents[2])), sys.argv[5]]
@@ -289,7 +287,7 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
 
 
 def bounds_of(time_limit_s: float, memory_bytes: int) -> dict[int, int]:
-    """Returns RLIMIT -> value, for a process and its children."""
+    """Returns the rlimits of a process and its children."""
     return {
         resource.RLIMIT_CPU: max(1, round(time_limit_s + 0.5)),
         resource.RLIMIT_AS: memory_bytes,
@@ -300,7 +298,7 @@ def bounds_of(time_limit_s: float, memory_bytes: int) -> dict[int, int]:
 
 
 def enter_view(root: Path) -> bool:
-    """Enters the view that the supervisor built, with a private scratch disk. Returns False if that fails."""
+    """Enters the view built by the supervisor, with a private scratch disk. Returns False on failure."""
     try:
         view.writable(f"{root}{SCRATCH}", SCRATCH_BYTES, MAX_SCRATCH_FILES)
         for name in ("work", "tmp", "shm"):
@@ -312,7 +310,7 @@ def enter_view(root: Path) -> bool:
 
 
 def run_program(request: dict[str, Any], result: int, channel: int) -> None:
-    """Runs the program; then writes the value of the requested call to `result`, or serves the checker's calls."""
+    """Runs the program, then writes the return value of the requested call to `result`, or serves the checker."""
     plain = "function" not in request and not request["checked"]
     module = ModuleType("__main__" if plain else "solution")
     sys.modules[module.__name__] = module  # for dataclasses, typing and pickle
@@ -327,14 +325,14 @@ def run_program(request: dict[str, Any], result: int, channel: int) -> None:
 
 
 def assertions() -> Any:
-    """Returns the module `assertions`, which the supervisor has already imported."""
+    """Returns the `assertions` module, already imported by the supervisor."""
     from slime.rewards import assertions
 
     return assertions
 
 
 def forked(work: Callable[[], int]) -> int:
-    """Forks a child that calls `work` and exits with the returned status; returns its pid."""
+    """Forks a child that exits with the status returned by `work`. Returns its pid."""
     child = os.fork()
     if child == 0:
         try:
@@ -352,8 +350,8 @@ def close(*descriptors: int) -> None:
 
 
 def first_process(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int, channel: int) -> int:
-    """Runs as the first process of the PID namespace: starts the program and returns the program's exit status. When
-    this process ends, the kernel kills all others in the namespace.
+    """Init process of the PID namespace: starts the program and returns its exit status. When this process exits, the
+    kernel kills all others in the namespace.
     """
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the keeper
     program = forked(lambda: become(role, scratch, limits, alone=alone, report=report, channel=channel))
@@ -365,7 +363,7 @@ def first_process(role: str, scratch: Path, limits: Limits, *, alone: bool, repo
 
 
 def end_descendants() -> None:
-    """Kills and reaps everything below this process, orphans included."""
+    """Kills and reaps all descendants of this process, including orphans."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in view.children_of(os.getpid()):
@@ -375,7 +373,7 @@ def end_descendants() -> None:
 
 
 def keep(role: str, scratch: Path, limits: Limits, *, confined: bool, report: int, channel: int) -> int:
-    """Runs as the keeper. Returns the program's exit status. `confined`: whether the supervisor is in namespaces."""
+    """Main function of the keeper. Returns the program's exit status. `confined`: the supervisor is in namespaces."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # dies with the supervisor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     alone = confined and libc.unshare(confine.NEW_MOUNTS | confine.NEW_IPC | confine.NEW_PROCESSES) == 0
@@ -389,20 +387,20 @@ def status_of(status: int) -> int:
 
 
 class _Clock:
-    """Measures the time of a program and its checker, without the time in which they waited for a processor.
+    """Measures the time of a program and its checker, excluding the time they waited for a CPU.
 
-    The waiting time is known only for a process with one thread. A program with more threads is measured in wall-clock
-    time; otherwise it could slow itself down and blame the machine.
+    The wait is known only for a single-threaded process. Programs with more threads or processes are measured in
+    wall-clock time, or else they could slow themselves down and blame the machine.
     """
 
     def __init__(self, keepers: Sequence[int]) -> None:
         self._keepers, self._began = keepers, time.monotonic()
         self._waited_s, self._crowd = 0.0, False
         self.several = False
-        """Whether the program or its checker has had more than one process."""
+        """Whether the program or the checker has had more than one process."""
 
     def update(self) -> None:
-        """Updates the clock. Call it often enough to see short-lived processes."""
+        """Updates the clock. Must be called often enough to catch short-lived processes."""
         mains = []
         for keeper in self._keepers:
             for first in view.children_of(keeper):
@@ -421,13 +419,13 @@ class _Clock:
 
 
 def too_much(keepers: Sequence[int], memory_bytes: int) -> bool:
-    """Returns whether the program or the checker has too many processes, or too much memory in all of them together."""
+    """Returns whether the program or the checker exceeds the limit on processes or on their total memory."""
     trees = [view.descendants_of(view.children_of(keeper)) for keeper in keepers]
     return any(len(pids) > MAX_PROCESSES or view.exceeds(pids, memory_bytes) for pids in trees)
 
 
 def waited_for_processor_s(pid: int) -> float:
-    """Returns the seconds in which the process was runnable but not running; 0 if the kernel does not report it."""
+    """Returns how long the process was runnable but not running, in seconds; 0 if the kernel does not report it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -435,7 +433,7 @@ def waited_for_processor_s(pid: int) -> float:
 
 
 def start(roles: Sequence[str], scratch: Path, limits: Limits, *, confined: bool) -> tuple[list[int], int]:
-    """Starts a keeper per role; returns (their pids, the pipe with reports of missing confinement)."""
+    """Starts one keeper per role. Returns (pids, pipe on which missing confinement is reported)."""
     told, report = os.pipe()
     ends = [end.detach() for end in socket.socketpair()] if len(roles) > 1 else [-1]
     keepers = []
@@ -443,7 +441,7 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, *, confined: bool
 
         def begin(role: str = role, channel: int = channel) -> int:
             for other in set(ends) - {channel}:
-                with contextlib.suppress(OSError):  # the process of the earlier role has closed it
+                with contextlib.suppress(OSError):  # already closed after the fork of an earlier role
                     os.close(other)
             return keep(role, scratch, limits, confined=confined, report=report, channel=channel)
 
@@ -454,7 +452,7 @@ def start(roles: Sequence[str], scratch: Path, limits: Limits, *, confined: bool
 
 
 def read_reports(told: int) -> list[list[str]]:
-    """Collects the reports of missing confinement until the pipe closes or `BEGIN_S` is over."""
+    """Reads the reports of missing confinement until EOF, for at most `BEGIN_S`."""
     said, deadline = b"", time.monotonic() + BEGIN_S
     while (left := deadline - time.monotonic()) > 0 and select.select([told], [], [], left)[0]:
         more = os.read(told, 1000)
@@ -466,9 +464,9 @@ def read_reports(told: int) -> list[list[str]]:
 
 
 def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, confined: bool) -> dict[str, Any]:
-    """Does the supervisor's part of one run. Returns the verdict.
+    """Supervises one run. Returns the verdict.
 
-    The supervisor opens no file of the run, because programs would inherit what it read, even in freed memory.
+    Opens no files of the run, because programs would inherit anything read from them, even in freed memory.
     """
     time_limit_s, memory_bytes = limits
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # all reaped children
@@ -494,7 +492,7 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, confined: b
     if len(reports) < len(roles):
         problem = f"the sandbox could not start a program (status {code}); check load, free memory and processes"
     elif not (ended or slow or fat) and used_s < time_limit_s:
-        problem = f"a program got {used_s:.1f} s of a processor in {clock.machine_s():.0f} s; the machine is overloaded"
+        problem = f"the machine is overloaded: a program got {used_s:.1f} s of CPU time in {clock.machine_s():.0f} s"
     for name in ("stdout", "result"):
         (scratch / name).touch()
     missing = [name for name in WHAT_FOR if any(name in one for one in reports)]
@@ -503,10 +501,9 @@ def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, confined: b
 
 
 def main() -> None:
-    """Is the supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES confined|any USER`.
+    """The supervisor: `program_sandbox.py SCRATCH TIME_LIMIT_S MEMORY_BYTES PARENT_PID PACKAGES confined|any USER`.
 
-    Each line on stdin names a folder in SCRATCH and the roles of a run. For each line, this does the run and prints the
-    verdict.
+    Each line on stdin requests a run: a folder in SCRATCH, then the roles. Prints one verdict per line.
     """
     from slime.core.processes import die_with_parent
     from slime.rewards import assertions  # noqa: F401  (forks of this process cannot see the package's folder)
@@ -515,7 +512,7 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     shown = confine.leave(confine.NEW_NETWORK | confine.NEW_MOUNTS, int(sys.argv[7]), keep=readable())
     confined = shown is not None and build_view(scratch / ROOT, shown)
-    die_with_parent(int(sys.argv[4]))  # after `leave`, because a change of user cancels it
+    die_with_parent(int(sys.argv[4]))  # after `leave`, because changing the user cancels it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while request := os.read(0, 64).decode().split():  # one line at a time: the caller waits for the verdict
         name, *roles = request
@@ -524,7 +521,7 @@ def main() -> None:
 
 
 def build_view(root: Path, shown: Mapping[str, int]) -> bool:
-    """Builds the view, in which each program mounts its own scratch disk; returns False if that is impossible."""
+    """Builds the view, in which each program later mounts its own scratch disk. Returns False on failure."""
     try:
         view.build(str(root), readable=shown, places={SCRATCH.strip("/"): None})
         os.symlink(f"{SCRATCH}/tmp", root / "tmp")

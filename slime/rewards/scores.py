@@ -1,10 +1,10 @@
-"""The result of a grading: a score, or the reason why there is none.
+"""Grading results: a score, or the reason why there is none.
 
 Invariants
-1. A failure that the answer did not cause is never a number. It becomes `Unscored`, and the rollout decides whether to
-   try again.
-2. An answer gains nothing by making its grader fail: if a grader that only computes cannot handle an answer, the answer
-   scores like a wrong one, and `Scored.ungradable` says why.
+1. A failure that is not the answer's fault never becomes a number. It becomes `Unscored`, and the rollout decides
+   whether to retry.
+2. An answer cannot profit from crashing its grader. If a compute-only grader cannot handle an answer, the answer is
+   scored as wrong, and `Scored.ungradable` has the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from slime.core.blame import RAISED_AT
 
 MAX_RESULT_BYTES = 64 * 1024
-"""Size limit of a reward as JSON. A larger one is hostile or a mistake."""
+"""Maximum size of a reward as JSON. A larger one is malicious or a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Scored:
     value: float | dict[str, Any]
     """A finite number, or a dict of numbers from which `--reward-key` picks one."""
     ungradable: str = ""
-    """Why the grader could not handle the answer, which then gets the reward of a wrong answer; else empty."""
+    """Why the grader could not handle the answer, so that it was scored as wrong. Empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,14 @@ class Unscored:
     """The sample has no reward."""
 
     reason: str
-    """One line, for the sample's metadata, the log and the counters."""
+    """A single line for the sample's metadata, the log and the metrics."""
 
 
 Score = Scored | Unscored
 
 
 def check_reward(value: Any) -> Score:
-    """Accepts a finite number, or a dict of finite numbers, as a score; anything else is `Unscored`."""
+    """Validates a grader's return value. Anything but a finite number or a dict of finite numbers is `Unscored`."""
     if isinstance(value, bool):
         return Scored(float(value))
     if isinstance(value, int | float):
@@ -61,7 +61,7 @@ def check_reward(value: Any) -> Score:
 
 
 def reason_kind(reason: str) -> str:
-    """Converts a reason to a metric name: its first four words, in lower case, joined by `_`."""
+    """Converts a reason to a metric name: its first four words in lower case, joined by `_`."""
     reason = reason.partition(RAISED_AT)[0].lower()
     words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"

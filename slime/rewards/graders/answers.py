@@ -1,4 +1,4 @@
-"""Graders that compare the final answer with the label, by math-verify, exact text, token F1, or the rules of DAPO and
+"""Graders that compare the final answer with the label: math-verify, exact match, token F1, and the rules of DAPO and
 DeepScaleR. The final answer is the last `<answer>` element, the last `\\boxed{}`, or the whole text.
 """
 
@@ -26,7 +26,7 @@ def after_thinking(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Returns the content of the last complete `\\boxed{...}` or `\\fbox{...}`, with balanced braces; else None.
+    """Returns the content of the last complete `\\boxed{...}` or `\\fbox{...}` with balanced braces, or None.
 
     Only the last box counts, so boxing every candidate does not help. Takes linear time per unclosed box.
     """
@@ -42,19 +42,19 @@ def last_boxed(text: str) -> str | None:
             if depth == 0:
                 return text[opening + 1 : position].strip()
         if end - start > 1 and text.count("\\boxed{", 0, start) > 64:
-            return None  # this many unclosed boxes are not an answer, and scanning them all would take quadratic time
+            return None  # not an answer; scanning this many unclosed boxes would take quadratic time
         end = start
 
 
 def last_answer_element(text: str) -> str | None:
-    """Returns the content of the last `<answer>...</answer>`; None if there is none."""
+    """Returns the content of the last `<answer>...</answer>`, or None."""
     close = text.rfind(ANSWER_CLOSE)
     start = text.rfind(ANSWER_OPEN, 0, close) if close >= 0 else -1
     return text[start + len(ANSWER_OPEN) : close].strip() if start >= 0 else None
 
 
 def final_answer(text: str) -> str:
-    """Returns the `<answer>` element, else the last box, else the whole text, stripped."""
+    """Returns the last `<answer>` element, else the last box, else the whole text, stripped."""
     for candidate in (last_answer_element(text), last_boxed(text)):
         if candidate is not None:
             return candidate
@@ -62,7 +62,7 @@ def final_answer(text: str) -> str:
 
 
 MAX_ANSWER_CHARS = 2_000
-"""A longer boxed answer scores 0.0 without being parsed."""
+"""Longer boxed answers score 0.0 without being parsed."""
 TAIL_CHARS = 4_000
 """Without a box, only the end of the response is searched."""
 
@@ -71,7 +71,7 @@ TAIL_CHARS = 4_000
 def reference(label: str) -> list[Any]:
     """Parses the label with math-verify. Raises `DataError` if it contains no expression.
 
-    Compares the label with a number once, so that no answer is blamed for a label that takes too long.
+    Also compares the label with a number once, so that a label that takes too long is not blamed on an answer.
     """
     import math_verify
 
@@ -84,7 +84,7 @@ def reference(label: str) -> list[Any]:
 
 
 def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
-    """Returns whether math-verify finds answer and label equal. `boxed`: whether the answer came from a box.
+    """Returns whether answer and label are equal according to math-verify. `boxed`: the answer comes from a box.
 
     Raises `DataError` if the label contains no expression.
     """
@@ -98,14 +98,14 @@ def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
 
 
 class WithLabel(Grader):
-    """Base of graders that compare the final answer with a label."""
+    """Base class of graders that compare the final answer with a label."""
 
     needs_label = True
     held = True
     wrong: ClassVar[Reward | None] = 0.0
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` if the label is missing or cannot be read."""
+        """Raises `DataError` if the label is missing or cannot be parsed."""
         self.label_of(sample)
 
     def label_of(self, sample: Sample) -> str:
@@ -116,7 +116,7 @@ class WithLabel(Grader):
 
 
 class WithMathLabel(WithLabel):
-    """Base of graders with a label that math-verify must be able to parse."""
+    """Base class of graders whose label must be parsable by math-verify."""
 
     def label_of(self, sample: Sample) -> str:
         """Returns the label as text. Raises `DataError` if it is missing or math-verify cannot parse it."""
@@ -127,10 +127,10 @@ class WithMathLabel(WithLabel):
 
 @GRADERS.register("math")
 class MathAnswer(WithMathLabel):
-    """1.0 if math-verify finds the final answer equal to the label, else 0.0.
+    """1.0 if the final answer equals the label according to math-verify, else 0.0.
 
-    The answer is the last `\\boxed{}`, or else what math-verify extracts from the response. math-verify's own time
-    limit is off, because it uses SIGALRM, which cannot interrupt a long power of big integers. The pool kills the
+    The answer is the last `\\boxed{}`, or else what math-verify extracts from the response. math-verify's own timeout
+    is off, because it relies on SIGALRM, which cannot interrupt a long power of big integers. The pool kills the
     process instead.
     """
 
@@ -148,7 +148,7 @@ class MathAnswer(WithMathLabel):
 
 @GRADERS.register("exact_match")
 class ExactMatch(WithLabel):
-    """1.0 if the final answer equals the label as text, ignoring white space at both ends; else 0.0."""
+    """1.0 if the final answer matches the label exactly, ignoring surrounding whitespace; else 0.0."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         return float(final_answer(sample.response) == self.label_of(sample).strip())
@@ -159,13 +159,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def words(text: str) -> list[str]:
-    """Returns the lower-case words of a text, without punctuation and articles."""
+    """Returns the lower-case words of a text without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 @GRADERS.register("f1")
 class TokenF1(WithLabel):
-    """Token F1 of the final answer and the label, 0.0 to 1.0, as in SQuAD (Rajpurkar et al., 2016)."""
+    """Token F1 between final answer and label, 0.0 to 1.0, as in SQuAD (Rajpurkar et al., 2016)."""
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         answer, reference = words(final_answer(sample.response)), words(self.label_of(sample))
@@ -177,7 +177,7 @@ class TokenF1(WithLabel):
 
 @GRADERS.register("random")
 class Chance(Grader):
-    """For tests: 0.0 or 1.0 at random, but always the same value for the same execution and response."""
+    """For tests: pseudo-random 0.0 or 1.0, determined by execution and response."""
 
     held = True
     wrong = 0.0
@@ -192,14 +192,14 @@ _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 @GRADERS.register("dapo")
 class Dapo(WithMathLabel):
-    """DAPO's rule (Yu et al., 2025, arXiv:2503.14476): the answer in the last 300 characters scores +1 or -1."""
+    """DAPO's rule (Yu et al., 2025, arXiv:2503.14476): scores the answer in the last 300 characters as +1 or -1."""
 
     finds_box = True
     score_keys = ("score", "acc")
     wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises as `prepare` does."""
+        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises like `prepare`."""
         label = self.label_of(sample)
         tail = sample.response[-DAPO_TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
@@ -213,12 +213,12 @@ MARKERS = ("</think>", "###Response")
 
 @GRADERS.register("deepscaler")
 class DeepScaler(WithMathLabel):
-    """For reasoning models: 1.0 if the text after `</think>` (or `###Response`) boxes the right answer, else 0.0."""
+    """For reasoning models: 1.0 if the last box after `</think>` (or `###Response`) has the right answer, else 0.0."""
 
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Scores 0.0 also if the response never ends its thinking or has no box after it. Raises as `prepare` does."""
+        """Returns 0.0 if the response does not end its thinking or has no box after it. Raises like `prepare`."""
         for marker in MARKERS:
             _, found, answer = sample.response.rpartition(marker)
             if found:
@@ -229,16 +229,16 @@ class DeepScaler(WithMathLabel):
 
 
 def deepscaler_reward(response: str, label: object) -> float:
-    """Grades as `--rm-type deepscaler`, for users' functions. Raises `DataError` for a label without an expression."""
+    """Grades like `--rm-type deepscaler`, for users' functions. Raises `DataError` if the label has no expression."""
     return DeepScaler().grade(Sample(response=response, label=label), BUILT_IN_LIMIT_S)
 
 
 def dapo_score(solution: str, label: object) -> dict[str, Any]:
-    """Grades as `--rm-type dapo`, for users' functions. Raises `DataError` for a label without an expression."""
+    """Grades like `--rm-type dapo`, for users' functions. Raises `DataError` if the label has no expression."""
     return Dapo().grade(Sample(response=solution, label=label), BUILT_IN_LIMIT_S)
 
 
 def boxed_equals(solution: str, label: object) -> bool:
-    """Compares the last box of a solution with the label. Raises `DataError` for a label without an expression."""
+    """Compares the last box of a solution with the label. Raises `DataError` if the label has no expression."""
     answer, reference = last_boxed(solution), str(label)
     return answer is not None and equal_answers(answer, last_boxed(reference) or reference, boxed=True)

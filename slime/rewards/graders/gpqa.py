@@ -1,10 +1,10 @@
 """Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
 
-The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, a number from 0.
-`metadata["choices"]` lists the texts in order. Without it the letters are A to D, or up to the label's letter. After
-the last `</think>`, the answer is the first of these that exists: the `<answer>` element, the last box, the last
-"answer is C", or a last line that is a letter. Several letters in one place, or a letter within prose, are not an
-answer.
+The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, its 0-based index.
+`metadata["choices"]` lists the texts of the choices in order. Without it, the letters are A to D, or up to the label's
+letter. The answer is the first of these found after the last `</think>`: the `<answer>` element, the last box, the last
+"answer is C", or a final line that is a single letter. Several letters in one place, or a letter in prose, do not count
+as an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.rewards.graders.answers import after_thinking, last_answer_element, l
 TAIL_CHARS = 4_000
 """Without a marked answer, only the end of the response is searched."""
 MAX_MARKED_CHARS = 500
-"""A longer marked answer is prose, not a choice."""
+"""Longer marked answers are prose, not a choice."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|mathit|boxed|bf|rm)\s*\{([^{}]*)\}")
 _SAID = re.compile(
@@ -40,7 +40,7 @@ _PROSE = re.compile(r"\s+(?!because|since|as\b|due|for\b|which|given|based|with|
 
 
 def plain(text: str) -> str:
-    """Returns the text without LaTeX and Markdown markup, with full-width letters converted to ASCII."""
+    """Removes LaTeX and Markdown markup, and converts full-width letters to ASCII."""
     text = unicodedata.normalize("NFKC", text)
     for _ in range(3):  # \text{\textbf{C}}
         text = _WRAPPED.sub(r" \1 ", text)
@@ -48,12 +48,12 @@ def plain(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Returns the text of a choice in normalised form, for comparisons."""
+    """Normalizes the text of a choice for comparison."""
     return " ".join(plain(text).split()).casefold().rstrip(".")
 
 
 def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
-    """Returns the letter with which `text` begins; None for a word of prose, or the first of several letters."""
+    """Returns the letter at the start of `text`; None if it is a word of prose, or the first of several letters."""
     found = _LETTER.match(text)
     if found is None or found[1].upper() not in letters:
         return None
@@ -70,7 +70,7 @@ def leading_letter(text: str, letters: str, *, marked: bool) -> str | None:
 
 
 def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
-    """Returns the letter of a marked answer, which may be a letter or the text of a choice."""
+    """Returns the letter of a marked answer, which can be a letter or the text of a choice."""
     words = folded(text)
     same = [letter for letter, choice in zip(letters, choices, strict=False) if words == choice]
     if len(same) == 1:
@@ -81,7 +81,7 @@ def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 
 def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
-    """Returns the letter to which the response commits, if any. `choices`: folded texts in letter order."""
+    """Returns the letter to which the response commits, or None. `choices`: `folded` texts in letter order."""
     answer = after_thinking(response)
     for marked in (last_answer_element(answer), last_boxed(answer)):
         if marked is not None:
@@ -99,7 +99,7 @@ def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> 
 
 
 def choices_of(sample: Sample) -> list[str]:
-    """Returns the row's choices as `folded` texts."""
+    """Returns the choices of the row as `folded` texts."""
     return [folded(str(choice)) for choice in sample.metadata.get("choices") or ()]
 
 
@@ -116,8 +116,8 @@ def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
     letter = None if label is None else leading_letter(plain(str(label)), ALPHABET, marked=True)
     if letter is None or (choices and ALPHABET.index(letter) >= len(choices)):
         raise DataError(
-            f"the label {label!r:.100} names none of {len(choices)} choices; the gpqa grader needs a letter, the text "
-            "of a choice, or with metadata['choices'] its number from 0"
+            f"the label {label!r:.100} matches none of the {len(choices)} choices; the gpqa grader needs a letter, the "
+            "text of a choice, or, with metadata['choices'], its 0-based index"
         )
     return letter
 

@@ -1,7 +1,7 @@
-"""Verifiable instructions, in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911), with one check per id.
+"""Verifiable instructions in the style of IFEval (Zhou et al., 2023, arXiv:2311.07911), with one check per id.
 
-A check gets the response and the instruction's arguments, and returns whether the response follows the instruction.
-Checks work for any language: a word is a run of letters and digits, and a sentence ends with a punctuation mark.
+A check takes the response and the arguments of the instruction, and returns whether the response follows it. Checks are
+language-independent: a word is a run of letters and digits, and a sentence ends with a punctuation mark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, Grader, Reward
 from slime.rewards.graders.answers import after_thinking
 
-# ruff: noqa: RUF001  (marks of other scripts are intended)
+# ruff: noqa: RUF001  (non-ASCII punctuation is intended)
 
 
 Check = Callable[..., bool]
@@ -41,7 +41,7 @@ def words(text: str) -> list[str]:
 
 
 def num_sentences(text: str) -> int:
-    """Counts the sentence ends. Ignores full stops after abbreviations, initials and numbers of list items."""
+    """Counts sentences. Periods after abbreviations, initials and list numbers do not end a sentence."""
     count, start = 0, 0
     for mark in _SENTENCE_END.finditer(text):
         before = text[max(start, mark.start() - 40) : mark.start()].split()
@@ -56,24 +56,24 @@ def num_sentences(text: str) -> int:
 
 
 def compare(value: int, target: Any, relation: str | None) -> bool:
-    """Compares `value` with `target` by `relation` (default: at least). Raises KeyError for an unknown relation."""
+    """Compares `value` with `target` by `relation` (default: at least). Raises `KeyError` for an unknown relation."""
     return RELATIONS[relation or "at least"](value, int(target))
 
 
 def has_word(text: str, word: str) -> bool:
-    """Returns whether the word or phrase occurs in the text, ignoring case, and not as part of a longer word."""
+    """Returns whether a word or phrase occurs in the text, ignoring case, and not as part of a longer word."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def paragraphs(text: str, divider: str = r"\s?\*\*\*\s?") -> list[str] | None:
-    """Returns the texts between dividers, without empty ones at either end; None if one in between is empty."""
+    """Splits the text at dividers and drops an empty first or last part. Returns None if any other part is empty."""
     parts = [part.strip() for part in re.split(divider, text)]
     parts = parts[(not parts[0]) : len(parts) - (len(parts) > 1 and not parts[-1])]
     return parts if all(parts) else None
 
 
 def is_json(text: str) -> bool:
-    """Returns whether the text is a JSON object or list, with or without a code fence."""
+    """Returns whether the text is a JSON object or list, optionally in a code fence."""
     body = re.sub(r"^```\w*\s*\n?|\n?```$", "", text.strip()).strip()
     try:
         return isinstance(json.loads(body), dict | list)
@@ -82,7 +82,7 @@ def is_json(text: str) -> bool:
 
 
 def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Returns whether there are `num_paragraphs`, split at empty lines, and the n-th (from 1) begins `first_word`."""
+    """Returns whether there are `num_paragraphs`, separated by blank lines, and the n-th starts with `first_word`."""
     parts = [part for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(parts) != int(num_paragraphs) or not 0 < int(nth_paragraph) <= len(parts):
         return False
@@ -91,13 +91,13 @@ def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def two_responses(text: str) -> bool:
-    """Returns whether the text consists of two different texts, separated by six asterisks."""
+    """Returns whether the text consists of two different responses separated by six asterisks."""
     parts = paragraphs(text, r"\*{6}")
     return parts is not None and len(parts) == 2 and parts[0] != parts[1]
 
 
 def postscript(text: str, postscript_marker: str = "P.S.") -> bool:
-    """Returns whether a line begins with the marker, allowing a blank between its letters."""
+    """Returns whether a line starts with the marker, allowing a space between its letters."""
     marker = r"\s?".join(re.escape(c) for c in postscript_marker if not c.isspace())
     return re.search(rf"^\s*{marker}.+$", text, re.IGNORECASE | re.MULTILINE) is not None
 
@@ -109,7 +109,7 @@ def sections(text: str, num_sections: int, section_spliter: str = "Section") -> 
 
 
 def highlights(text: str, num_highlights: int) -> bool:
-    """Returns whether there are at least `num_highlights` parts marked as `*highlighted*` or `**highlighted**`."""
+    """Returns whether there are at least `num_highlights` spans marked as `*highlighted*` or `**highlighted**`."""
     found = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", text)
     return sum(1 for part in found if part.strip("* ")) >= int(num_highlights)
 
@@ -132,7 +132,7 @@ def one_case(text: str, *, upper: bool) -> bool:
 
 
 def _count(measure: Callable[[str], int], target: str, default: str = "at least") -> Check:
-    """Returns a check that compares a count with the argument named `target`, by `relation`."""
+    """Returns a check that compares a count with the argument named `target`, using `relation`."""
 
     def check(text: str, relation: str | None = None, **kwargs: Any) -> bool:
         return compare(measure(text), kwargs[target], relation or default)
@@ -186,26 +186,26 @@ CHECKS: Mapping[str, Check] = {
 
 
 def instructions(metadata: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (id, arguments) of each instruction. Raises `DataError` if the row has none, or if one is unknown."""
+    """Returns (id, arguments) of each instruction. Raises `DataError` if the row has none or one is unknown."""
     ids = metadata.get("instruction_id_list")
     if not isinstance(ids, list) or not ids:
-        raise DataError("the row has no metadata['instruction_id_list']; the ifbench grader needs at least one id")
+        raise DataError("the ifbench grader needs metadata['instruction_id_list'] with at least one id")
     unknown = sorted({str(i) for i in ids if i not in CHECKS})
     if unknown:
-        raise DataError(f"the instructions {unknown} are unknown; use any of {', '.join(CHECKS)}")
+        raise DataError(f"unknown instructions {unknown}; use any of {', '.join(CHECKS)}")
     kwargs = metadata.get("kwargs") or [{}] * len(ids)
     if not isinstance(kwargs, list) or len(kwargs) != len(ids):
-        raise DataError(f"the kwargs {str(kwargs)!r:.100} do not fit {len(ids)} instructions; write one object per id")
+        raise DataError(f"metadata kwargs must have one object for each of {len(ids)} ids, got {str(kwargs)!r:.100}")
     return [(i, {k: v for k, v in (k or {}).items() if v is not None}) for i, k in zip(ids, kwargs, strict=True)]
 
 
 def follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Returns whether the text follows the instruction `name`. An empty text follows none."""
+    """Returns whether the text follows the instruction `name`. Empty text never does."""
     return bool(text.strip()) and CHECKS[name](text, **arguments)
 
 
 def variants(text: str) -> list[str]:
-    """Returns the variants of the text for the loose score (`InstructionFollowing`)."""
+    """Returns the variants of a text for the loose score (see `InstructionFollowing`)."""
     lines = text.split("\n")
     shortened = [text, "\n".join(lines[1:]).strip(), "\n".join(lines[:-1]).strip(), "\n".join(lines[1:-1]).strip()]
     return list(dict.fromkeys([*shortened, *(part.replace("*", "") for part in shortened)]))
@@ -213,11 +213,11 @@ def variants(text: str) -> list[str]:
 
 @GRADERS.register("ifbench")
 class InstructionFollowing(Grader):
-    """Whether the answer follows the row's instructions, strictly and loosely.
+    """Whether the answer follows the instructions of the row, by strict and loose criteria.
 
-    The row has `metadata["instruction_id_list"]` (ids in `CHECKS`) and `metadata["kwargs"]`, one object of arguments
-    per id, as in IFEval's data; null arguments are ignored. Strict: the text after the last `</think>` must follow.
-    Loose: it may also follow without its first line, its last line or both, and without asterisks.
+    As in IFEval's data, the row has `metadata["instruction_id_list"]` (ids in `CHECKS`) and `metadata["kwargs"]`, with
+    one object of arguments per id; null arguments are ignored. Strict: the text after the last `</think>` must follow
+    the instruction. Loose: a variant without its first line, last line, both, or asterisks may follow it instead.
     """
 
     score_keys = ("score", "loose", "strict_share", "loose_share")
@@ -225,17 +225,17 @@ class InstructionFollowing(Grader):
     wrong: ClassVar[Reward] = dict.fromkeys(score_keys, 0.0)
 
     def prepare(self, sample: Sample) -> None:
-        """Raises `DataError` for unknown instructions and for arguments that do not fit."""
+        """Raises `DataError` for unknown instructions or invalid arguments."""
         for name, arguments in instructions(sample.metadata):
             try:
                 follows("A text of some words.", name, arguments)
             except (TypeError, KeyError, ValueError, AttributeError) as problem:
-                raise DataError(f"the arguments {arguments} do not fit {name}: {problem!r}") from problem
+                raise DataError(f"the arguments {arguments} are invalid for {name}: {problem!r}") from problem
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the share that is followed.
+        """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the fractions followed.
 
-        Raises as `prepare` does.
+        Raises like `prepare`.
         """
         self.prepare(sample)
         wanted = instructions(sample.metadata)

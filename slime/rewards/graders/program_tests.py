@@ -1,18 +1,17 @@
-"""Code: runs the answer's last code block, a Python program, against the tests of the row, each test in a sandbox.
+"""Code: runs the last code block of the answer, a Python program, against the tests of the row, each in a sandbox.
 
-The tests are in `metadata["tests"]`, or else in the label (as JSON text or not), in one of these forms:
+The tests are in `metadata["tests"]`, or else in the label, optionally as JSON text. Supported formats:
 - `[{"input": text, "output": text}, ...]` or `{"inputs": [...], "outputs": [...]}`: standard input and output;
-- `inputs` and `outputs` with `"fn_name"`: each input is a list of arguments, each output is the function's return
-  value;
-- a list of Python statements, or a single text of statements: assertions. With `metadata["entry_point"]`, the text or
-  an entry of the list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). Entries of a
-  list that use no name of the program are not tests; they run before each test.
+- `inputs` and `outputs` with `"fn_name"`: each input is an argument list, each output the return value of the function;
+- a list of Python statements, or a single string of statements: assertions. With `metadata["entry_point"]`, the string
+  or an entry of the list defines `check(candidate)`, as in HumanEval (Chen et al., 2021, arXiv:2107.03374). List
+  entries that use no name from the program are not tests but setup code, which runs before each test.
 
-The score is the share of passed tests. With `metadata["code_reward"] = "all"` it is 1.0 if all pass, else 0.0.
-`metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024) limit each test. A program that is too slow
-fails its test and all later tests. All tests together may take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test,
-measured on the program's own clock (`program_sandbox`); after that, the remaining tests fail. A test's expected values
-are never in the same process as the program.
+The score is the fraction of tests passed. With `metadata["code_reward"] = "all"`, it is 1.0 if all pass, else 0.0.
+Each test is limited by `metadata["time_limit_s"]` (4) and `metadata["memory_limit_mb"]` (1024). If a test times out, it
+fails, and so do all later tests. All tests together can take `--reward-timeout-s` plus `SECONDS_PER_TEST` per test on
+the program's own clock (`program_sandbox`); after that, the remaining tests fail. The expected values of a test are
+never in the same process as the program.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from slime.rewards.graders.answers import after_thinking
 
 TIME_LIMIT_S, MEMORY_LIMIT_MB = 4.0, 1024
 SECONDS_PER_TEST = 1.0
-"""Each test adds this to the common time limit, unless its own limit is lower."""
+"""Added to the total time limit for each test, or the test's own limit if that is lower."""
 _BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([\w+#.-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
 PYTHON = frozenset({"", "python", "py", "python3"})
 
@@ -39,7 +38,7 @@ PYTHON = frozenset({"", "python", "py", "python3"})
 @dataclass(frozen=True, slots=True)
 class Case:
     request: dict[str, Any]
-    """The request for the sandbox, without the program."""
+    """The request to the sandbox, without the program."""
     stdin: str
     expected: Any
     """Printed text, return value, or True for assertions."""
@@ -48,19 +47,19 @@ class Case:
 
 
 def last_program(response: str) -> str | None:
-    """Returns the last complete code block that is marked as Python or has no language; None if there is none."""
+    """Returns the last complete code block in Python or without a language; None if there is none."""
     blocks = [body for language, body in _BLOCK.findall(after_thinking(response)) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None
 
 
 def cases_of(sample: Sample) -> list[Case]:
-    """Returns the tests of a row. Raises `DataError` if the row has none, or if their form is unknown."""
+    """Parses the tests of a row. Raises `DataError` if there are none or their format is unknown."""
     tests = sample.metadata.get("tests", sample.label)
     if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
         try:
             tests = json.loads(tests)
         except ValueError as problem:
-            raise DataError(f"the tests are not JSON ({problem}); write a list or an object") from None
+            raise DataError(f"the tests are not valid JSON ({problem}); write a list or an object") from None
     if isinstance(tests, dict) and len(tests.get("inputs", ())) == len(tests.get("outputs", ())) > 0:
         pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
         name = tests.get("fn_name") or sample.metadata.get("fn_name")
@@ -77,18 +76,18 @@ def cases_of(sample: Sample) -> list[Case]:
     if isinstance(tests, list) and tests and all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
         return [Case({}, _text(t["input"]), _text(t["output"]), "stdin") for t in tests]
     raise DataError(
-        f"the form of the tests {str(tests)!r:.100} is unknown; the code grader needs metadata['tests'] (or the label) "
-        "as [{'input', 'output'}], {'inputs', 'outputs'[, 'fn_name']}, or Python assertions"
+        f"the tests {str(tests)!r:.100} have an unknown format; metadata['tests'] (or the label) must be "
+        "[{'input', 'output'}], {'inputs', 'outputs'[, 'fn_name']}, or Python assertions"
     )
 
 
 def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
-    """Makes test cases from assertions. Raises `DataError` if they are not Python, or use no name of the program."""
+    """Builds test cases from assertions. Raises `DataError` if they are not Python or use no name from the program."""
     entry = str(entry_point) if entry_point else None
     try:
         found = [names_in([statement], entry) for statement in statements]
     except SyntaxError as problem:
-        raise DataError(f"the tests are not Python ({problem})") from None
+        raise DataError(f"the tests are not valid Python ({problem})") from None
     bound = frozenset().union(*(names.bound for names in found))
     if entry and "check" not in bound:
         raise DataError("metadata names an entry_point, but the tests do not define check(candidate)")
@@ -103,7 +102,7 @@ def _assertions(statements: list[str], entry_point: Any) -> list[Case]:
         cases.append(Case({"asserts": test}, "", True, "assert"))
     if not cases:
         raise DataError(
-            "the assertions name no function of the program; call one, or set metadata entry_point and define "
+            "the assertions do not use the program; call one of its functions, or set metadata entry_point and define "
             "check(candidate)"
         )
     return cases
@@ -118,7 +117,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compares outputs without trailing white space, or else word by word, with floats within 1e-6."""
+    """Compares outputs ignoring trailing whitespace, or else word by word, with a tolerance of 1e-6 for floats."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()
@@ -127,7 +126,7 @@ def same_output(printed: str, expected: str) -> bool:
 
 def _close(word: str, expected: str) -> bool:
     if len(word) > 64 or not any(c in expected for c in ".eE"):
-        return False  # integers are compared as text
+        return False  # integers must match as text
     try:
         return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-9)
     except ValueError:
@@ -135,9 +134,9 @@ def _close(word: str, expected: str) -> bool:
 
 
 def same_value(got: Any, expected: Any) -> bool:
-    """Compares values as JSON, with floats within 1e-6. A tuple equals a list; True does not equal 1.
+    """Compares JSON values, with a tolerance of 1e-6 for floats. A tuple equals a list, but True does not equal 1.
 
-    Values that cannot be compared, such as a float and an integer beyond the range of floats, are not equal.
+    Values that cannot be compared, such as a float and an integer too large for a float, are unequal.
     """
     try:
         return _same(got, expected)
@@ -158,7 +157,7 @@ def _same(got: Any, expected: Any) -> bool:
 @GRADERS.register("code")
 @dataclass(frozen=True, kw_only=True)
 class ProgramTests(Grader):
-    """The share of the row's tests that the program passes."""
+    """The fraction of the row's tests that the program passes."""
 
     is_slow = True
     runs_code = True
@@ -168,25 +167,25 @@ class ProgramTests(Grader):
     """Run programs even if this machine cannot confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Returns the time limit for all tests, on the program's clock. Raises `DataError` for a row without tests."""
+        """Returns the time limit for all tests together, on the program's clock. Raises `DataError` without tests."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:
         cases_of(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns the share of passed tests, or 0.0 or 1.0 with `code_reward` "all"; 0.0 without a complete code block.
+        """Returns the fraction of tests passed (0.0 or 1.0 with `code_reward` "all"); 0.0 without a complete block.
 
-        Raises `DataError` for a row without tests, or with a test that cannot be checked from outside the program;
-        `Unconfined` if this machine cannot confine programs and `--allow-unconfined-code` is not set; `OSError` if
-        the machine cannot run the program.
+        Raises `DataError` if there are no tests, or one cannot be checked from outside the program; `Unconfined` if
+        this machine cannot confine programs and `--allow-unconfined-code` is off; `OSError` if the machine cannot run
+        the program.
         """
         from slime.rewards.program_sandbox import Sandbox
 
         cases, program = cases_of(sample), last_program(sample.response)
         all_or_nothing = {"all": True, "share": False}.get(sample.metadata.get("code_reward", "share"))
         if all_or_nothing is None:
-            raise DataError(f"metadata code_reward is {sample.metadata['code_reward']!r}; write 'share' or 'all'")
+            raise DataError(f"metadata code_reward must be 'share' or 'all', got {sample.metadata['code_reward']!r}")
         if program is None:
             return 0.0
         own_s, num_passed = 0.0, 0

@@ -1,10 +1,10 @@
-"""reasoning-gym: the score of the task's own verifier (0.0 to 1.0) for the row's entry.
+"""reasoning-gym: scores answers with the task's own verifier (0.0 to 1.0).
 
-Rows of `--prompt-data rg:TASK` name the task and its entry as `metadata["reasoning_gym"] = {"dataset": ..., "entry":
-...}`, with `settings` if they differ from the task's defaults. Other rows name the task in
-`metadata["source_dataset"]`. Their entry (question, answer, metadata) is in `metadata["entry"]` or directly in the
-metadata, or only its answer is in the label. Verifiers expect the bare answer, which `bare_answer` extracts from the
-response. Source: `score_answer` of the tasks of reasoning_gym.
+Rows of `--prompt-data rg:TASK` contain the task and its entry as `metadata["reasoning_gym"] = {"dataset": ..., "entry":
+...}`, plus `settings` if they are not the defaults. Other rows name the task in `metadata["source_dataset"]`. Their
+entry (question, answer, metadata) is in `metadata["entry"]` or at the top level of the metadata, or only the answer is
+given, as the label. Verifiers expect the bare answer, which `bare_answer` extracts from the response. Source:
+`score_answer` of the tasks in reasoning_gym.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NUMBER = re.compile(r"[-+]?\d+(?:[.,/]\d+)*")
 TAIL_CHARS = 2_000
 """Without a marked answer, only the end of the response is searched."""
 BOARDS = ("arc_agi", "rearc")
-"""Tasks whose verifier compares boards as tuples. JSON has turned the tuples into lists."""
+"""Tasks with verifiers that compare boards as tuples, which JSON has converted to lists."""
 
 
 @functools.lru_cache(maxsize=256)
 def score_function(source_dataset: str, settings: str = "{}") -> Callable[[str, dict[str, Any]], float]:
-    """Returns the verifier of a task. `settings`: the task's settings, as JSON."""
+    """Returns the verifier of a task. `settings` are the task's settings as JSON."""
     import reasoning_gym
 
     function: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
@@ -50,7 +50,7 @@ def _with_boards(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
-    """Returns (name of the task, its entry). Raises `DataError` if one of them is missing from the metadata."""
+    """Returns (task name, entry). Raises `DataError` if the metadata lacks either."""
     metadata = sample.metadata
     task = metadata.get("reasoning_gym")
     if isinstance(task, dict) and task.get("dataset") and isinstance(task.get("entry"), dict):
@@ -61,14 +61,14 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
     source = metadata.get("source_dataset") or (entry.get("metadata") or {}).get("source_dataset")
     if not source or entry.get("answer") is None:
         raise DataError(
-            f"the metadata (keys {sorted(metadata)}) has no source_dataset or no answer of the entry, which the "
-            "reasoning_gym grader needs; write both into the metadata column of the dataset"
+            "the reasoning_gym grader needs source_dataset and the answer of the entry, but the metadata has only the "
+            f"keys {sorted(metadata)}; add both to the metadata column of the dataset"
         )
     return str(source), entry
 
 
 def bare_answer(response: str, reference: str) -> str:
-    """Returns the `<answer>` element, else the last box, the last number (for a reference number), or the last line."""
+    """Returns the last `<answer>` element, the last box, the last number (if the reference is one) or the last line."""
     for marked in (last_answer_element(response), last_boxed(response)):
         if marked is not None:
             return marked
@@ -81,13 +81,13 @@ def bare_answer(response: str, reference: str) -> str:
 
 @GRADERS.register("reasoning_gym")
 class ReasoningGymTask(Grader):
-    """The score of the task's own verifier."""
+    """The score from the task's own verifier."""
 
     held = True
     wrong = 0.0
 
     def prepare(self, sample: Sample) -> None:
-        """Loads the task. Raises `DataError` if the row does not name one."""
+        """Loads the task. Raises `DataError` if the row names none."""
         score_function(task_entry(sample)[0], _settings_of(sample))
 
     def grade(self, sample: Sample, limit_s: float) -> float:

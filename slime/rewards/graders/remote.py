@@ -1,15 +1,15 @@
-"""Remote reward: POSTs prompt, response, label and metadata as JSON to `--rm-url`; the response is the reward.
+"""Remote rewards: POSTs prompt, response, label and metadata as JSON to `--rm-url`, which returns the reward.
 
-The service responds with a number or an object. If the object has only the key `reward` or `score`, its value is the
-reward; otherwise the whole object is. With `--rm-batch-size` N > 1, concurrent samples are sent together as a list of
-at most N objects, and the response is a list with one reward per sample.
+The service returns a number or an object. If the only key of the object is `reward` or `score`, its value is the
+reward; otherwise, the whole object is. With `--rm-batch-size` N > 1, concurrent samples are sent together as a list of
+up to N objects, and the service returns a list with one reward per sample.
 
-Broken connections, 429 and 5xx are retried with a growing pause (or the service's `Retry-After`), until the pool's
-limit for each sample. Other statuses are not retried. If a batch is refused with a 4xx, its samples are sent again one
-by one, so that a bad sample affects only its own reward.
+Connection errors, 429 and 5xx are retried with exponential backoff (or after `Retry-After`) until the pool's time limit
+for the sample. Other statuses are not retried. If a batch is rejected with a 4xx, its samples are resent one by one, so
+that a bad sample affects only its own reward.
 
-Who wakes whom: `grade` adds a sample to the batcher's open list. The first sample of a list starts a task that sends
-the list after `GATHER_S` and wakes all its waiters. Everything runs on the worker's event loop.
+Who wakes whom: `grade` adds a sample to the open batch. The first sample of a batch starts a task that sends the batch
+after `GATHER_S` and wakes all waiters. Everything runs on the event loop of the worker.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from slime.rewards.graders import GRADERS, Grader
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 GATHER_S = 0.02
-"""Seconds for which the first sample of a batch waits for others."""
+"""How long the first sample of a batch waits for others, in seconds."""
 Batch = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 def reward_of(answer: Any) -> Any:
-    """Unwraps an object with the single key `reward` or `score`; returns anything else unchanged."""
+    """Unwraps an object whose only key is `reward` or `score`; returns anything else unchanged."""
     if isinstance(answer, dict) and len(answer) == 1:
         return next((answer[key] for key in ("reward", "score") if key in answer), answer)
     return answer
 
 
 async def post(session: Any, url: str, payload: Any) -> Any:
-    """POSTs `payload` and returns the JSON of the response. Retries transient failures without end, so the caller must
-    set a time limit.
+    """POSTs `payload` and returns the response as JSON. Retries transient failures indefinitely, so callers must set a
+    timeout.
 
     Raises `RequestRejected` for a 4xx other than 429, and `EngineError` for any other invalid response.
     """
@@ -51,7 +51,7 @@ async def post(session: Any, url: str, payload: Any) -> Any:
     while True:
         failures += 1
         pause_s = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):  # it may be restarting
+        with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):  # may be restarting
             async with session.post(url, json=payload, allow_redirects=False) as response:
                 body = b""
                 async for chunk in response.content.iter_chunked(65536):
@@ -62,7 +62,7 @@ async def post(session: Any, url: str, payload: Any) -> Any:
                     return json.loads(body)
                 if response.status != 429 and response.status < 500:
                     kind = RequestRejected if response.status >= 400 else EngineError
-                    raise kind(f"the reward service answered {response.status}: {body[:200].decode(errors='replace')}")
+                    raise kind(f"the reward service returned {response.status}: {body[:200].decode(errors='replace')}")
                 with contextlib.suppress(ValueError):
                     wished_s = float(response.headers.get("Retry-After", 0))
                     pause_s = min(max(pause_s, wished_s), LONGEST_PAUSE_S)
@@ -70,7 +70,7 @@ async def post(session: Any, url: str, payload: Any) -> Any:
 
 
 class Batcher:
-    """Gathers the samples of one event loop and sends them together, through one pool of connections."""
+    """Batches concurrent samples of one event loop and sends them over one connection pool."""
 
     def __init__(self, url: str, *, batch_size: int, limit_s: float) -> None:
         import aiohttp
@@ -81,7 +81,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """Returns the service's response for one sample. Raises like `post`; `DataError` for a list of wrong length."""
+        """Returns the service's response for a sample. Raises like `post`, and `DataError` for a malformed list."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -96,12 +96,12 @@ class Batcher:
     async def _send(self, batch: Batch) -> None:
         await asyncio.sleep(GATHER_S)
         if self._open is batch:
-            self._open = []  # later samples begin a new batch
+            self._open = []  # later samples start a new batch
         waiting = [(payload, future) for payload, future in batch if not future.done()]
         try:
             async with asyncio.timeout(self._limit_s):
                 rewards = await self._rewards([payload for payload, _ in waiting])
-        except Exception as problem:  # passed on to all waiters
+        except Exception as problem:  # forwarded to all waiters
             rewards = [problem] * len(waiting)
         for (_, future), reward in zip(waiting, rewards, strict=True):
             if future.done():
@@ -130,28 +130,28 @@ def _another_shape(answer: Any, num_samples: int) -> BaseException:
     if isinstance(answer, BaseException):
         return answer
     size = len(answer) if isinstance(answer, list) else type(answer).__name__
-    return DataError(f"the reward service returned {size} for {num_samples} samples; it must return a list of rewards")
+    return DataError(f"the reward service must return a list of {num_samples} rewards, got {size}")
 
 
 @GRADERS.register("remote_rm")
 @dataclass(kw_only=True)
 class RemoteReward(Grader):
-    """The reward from the service at `--rm-url`."""
+    """The reward returned by the service at `--rm-url`."""
 
     waits = True
 
     rm_url: str | None = None
-    """Address of the reward service."""
+    """URL of the reward service."""
     rm_batch_size: int = 1
-    """Maximum number of samples per request. With 1, each request is an object; otherwise a list of objects."""
+    """Maximum number of samples per request. With 1, a request is a single object; otherwise, a list of objects."""
 
     def __post_init__(self) -> None:
         self.batcher: Batcher | None = None
 
     async def grade(self, sample: Sample, limit_s: float) -> Any:
-        """Returns the service's reward. Raises `RequestRejected` if refused. The pool's limit ends retries."""
+        """Requests the reward, retrying until the pool's time limit. Raises `RequestRejected` if it is rejected."""
         if not self.rm_url:
-            raise ConfigError("--rm-type remote_rm has no address; set --rm-url")
+            raise ConfigError("--rm-type remote_rm needs the URL of the reward service; set --rm-url")
         if self.batcher is None:
             self.batcher = Batcher(self.rm_url, batch_size=self.rm_batch_size, limit_s=limit_s)
         payload = {

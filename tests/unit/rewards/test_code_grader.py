@@ -83,14 +83,14 @@ def test_assertions_hold_or_do_not() -> None:
     ("tests", "metadata", "said"),
     [
         *(
-            (tests, {}, "the code grader needs")
+            (tests, {}, "have an unknown format")
             for tests in (None, [], "", {"inputs": [1], "outputs": []}, [{"input": 1}])
         ),
-        ("[not json", {}, "not JSON"),
+        ("[not json", {}, "not valid JSON"),
         (PAIRS, {"code_reward": "some"}, "code_reward"),
-        (["assert f(1"], {}, "not Python"),
-        (["x = 1", "assert x == 1"], {}, "name no function of the program"),
-        ("def check(candidate):\n    assert candidate(1)", {}, "name no function of the program"),
+        (["assert f(1"], {}, "not valid Python"),
+        (["x = 1", "assert x == 1"], {}, "do not use the program"),
+        ("def check(candidate):\n    assert candidate(1)", {}, "do not use the program"),
         ("assert f(1)", {"entry_point": "f"}, "do not define check"),
         (["import math\nassert f(math)"], {}, "passes a module to the program"),
     ],
