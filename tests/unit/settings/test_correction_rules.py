@@ -14,11 +14,11 @@ FUNCTION = "--custom-tis-function-path json.loads"
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (f"{LIST} opsm --use-tis", "does not name tis"),
-        (f"{LIST} opsm --rejection-level token", "does not name rejection"),
-        (f"{LIST} opsm --get-mismatch-metrics", "does not name tis_metrics"),
-        (f"{LIST} tis --use-opsm", "does not name opsm"),
-        (f"{LIST} tis --no-use-tis", "which names tis"),
+        (f"{LIST} opsm --use-tis", "does not contain tis"),
+        (f"{LIST} opsm --rejection-level token", "does not contain rejection"),
+        (f"{LIST} opsm --get-mismatch-metrics", "does not contain tis_metrics"),
+        (f"{LIST} tis --use-opsm", "does not contain opsm"),
+        (f"{LIST} tis --no-use-tis", "which contains tis"),
         (f"{LIST} tis tis", "apply tis twice"),
         (f"{LIST} tis slime.algorithms.off_policy.tis:ImportanceSampling", "twice"),
         (f"{LIST} custom_tis", "custom_tis needs --custom-tis-function-path"),
