@@ -93,7 +93,7 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
             return Choice(op, form.name, "; ".join((form.what, *against)))
         against.append(f"not {form.what}: {' and '.join(reasons)}" if len(OPS[op]) > 1 else " and ".join(reasons))
     if kernels == FUSED:
-        raise ConfigError(f"--kernels fused cannot run for {op}: {'; '.join(against)}; use --kernels auto")
+        raise ConfigError(f"--kernels fused is not available for {op}: {'; '.join(against)}; use --kernels auto")
     return Choice(op, REFERENCE, "; ".join(against))
 
 

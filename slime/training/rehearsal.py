@@ -188,7 +188,7 @@ def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_siz
 
 
 def refusal(largest: Largest, passes: Passes, fitting: int, *, kept_bytes: int, gpu_bytes: int) -> str:
-    """Returns the error message. `kept_bytes` stay on the GPU between passes; `fitting` tokens fit on every rank."""
+    """Returns the error message. `kept_bytes` stay on the GPU between passes. `fitting` tokens fit on every rank."""
     peak = passes.peak(largest.tokens)
     return (
         f"micro-batches of up to {largest.tokens:,} tokens do not fit on the GPU: they need {peak / 1e9:.1f} GB "
@@ -208,8 +208,9 @@ def _peak_of(
         rehearse_step(context, objective, trainable, prepared)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"even a micro-batch of {tokens:,} tokens does not fit on the GPU next to {before / 1e9:.1f} GB of weights "
-            "and gradients; split the model over more GPUs, or recompute activations (--recompute-granularity full)"
+            f"even a micro-batch of {tokens:,} tokens does not fit on the GPU, which holds {before / 1e9:.1f} GB of "
+            "weights and gradients; split the model over more GPUs, or recompute activations "
+            "(--recompute-granularity full)"
         ) from error
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -2,9 +2,9 @@
 
 Context parallelism is visible only to `PolicyModel` and the attention layers: every rank receives the full row and the
 results of all response tokens, so all ranks compute the same losses and metrics. Softmax attention gathers keys and
-values. Recurrent layers need full sequences, but their heads are independent. They use an all-to-all, as DeepSpeed
-Ulysses does for attention (arXiv:2309.14509): each rank trades all heads of its tokens for all tokens of its heads
-before the recurrence, and back afterwards.
+values. Recurrent layers need full sequences, but their heads are independent. As DeepSpeed Ulysses does for attention
+(arXiv:2309.14509), they use an all-to-all before the recurrence to switch from a split by tokens to a split by heads,
+and another one afterwards to switch back.
 
 Invariants
 1. Every rank computes the same loss and so has the gradients of all results. It uses only those of its own tokens, so
@@ -76,15 +76,15 @@ class ContextShard:
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:
-        """Trades all heads of this rank's tokens, `part` [T / cp, h, d], for all tokens of this rank's heads.
+        """All-to-all from a split by tokens to a split by heads: `part` [T / cp, h, d] -> [T, h / cp, d] in row order.
 
-        Returns [T, h / cp, d] in row order. h must be divisible by the group size.
+        h must be divisible by the group size.
         """
         share: Tensor = _Exchange.apply(part, self, True)
         return share
 
     def by_tokens(self, share: Tensor) -> Tensor:
-        """Inverse of `by_heads`: trades `share` [T, h / cp, d] for all heads of this rank's tokens, [T / cp, h, d]."""
+        """All-to-all from a split by heads to a split by tokens: `share` [T, h / cp, d] -> [T / cp, h, d]."""
         part: Tensor = _Exchange.apply(share, self, False)
         return part
 

@@ -170,10 +170,10 @@ def _give_back(rooms: list[Future[Tensor]], undo: list[Undo]) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Allocates memory [num_bytes] uint8 with all pages resident. Forked children do not inherit it.
+    """Allocates [num_bytes] uint8 with all pages resident. Forked children do not inherit the memory.
 
-    Other threads can run while pages are touched but not while they are pinned, so touching them first shortens the
-    time for which other threads are blocked.
+    Other threads can run while pages are touched but not while they are pinned, so touching pages before pinning them
+    shortens the time for which other threads are blocked.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)

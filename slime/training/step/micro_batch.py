@@ -165,7 +165,7 @@ class MicroBatch:
     token_share: float
     """Weight of a trained token in a mean over the step's trained tokens."""
     unit: float
-    """Scale for the sum that a user's reducer returns; see `StepWeights.unit`."""
+    """Scale for the result of a user's reducer; see `StepWeights.unit`."""
     rollout_log_probs: Tensor
     """[R] float32; undefined where `sampled` is 0."""
     sampled: Tensor

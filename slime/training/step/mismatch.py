@@ -59,7 +59,7 @@ class MismatchMeter:
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
         self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """Micro-batch and, for its worst token, difference, index, trainer's and engine's log-prob as [4] float64."""
+        """(micro-batch, [4] float64: difference, index, trainer's and engine's log-prob of its worst token)."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
         """Adds the trainer's detached `log_probs` [R]. Only `finish` waits for the device."""
