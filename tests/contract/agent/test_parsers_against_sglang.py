@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slime.agent.parsers import FORMATS
+from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from tests.support.answers_with_calls import CUT, DAMAGED, Answer, corpus
 from tests.support.sglang_detectors import read_by_sglang
 from tests.support.written_calls import NAMES, TOOLS
@@ -115,7 +116,9 @@ def test_answers_are_read_as_by_sglang(answers: list[Answer], of_sglang: list[An
         why = reason(one, ours(one.format, one.text, one.thinks), theirs)
         assert why is not None, (one, ours(one.format, one.text, one.thinks), theirs)
         found[why] += 1
-    assert found == {AGREE: 788, TEXT: 205, UNKNOWN: 138, HALF: 84, TYPED: 20, FIRST: 20}
+    older = {AGREE: 788, TEXT: 205, UNKNOWN: 138, HALF: 84, TYPED: 20, FIRST: 20}
+    newer = {AGREE: 792, TEXT: 215, UNKNOWN: 138, HALF: 75, TYPED: 15, FIRST: 20}
+    assert found == (older if is_installed("sglang", BEFORE_SESSIONS) else newer)
 
 
 LOOK = '{"name": "look_up", "arguments": {"word": "a"}}'
