@@ -25,9 +25,9 @@ def training_ranks(run_id: str) -> dict[int, int]:
     mark, found = f"{RUN_ID_ENV}={run_id}".encode(), {}
     for pid, process in all_processes().items():
         if process.name.startswith("ray::TrainActor") and has_mark(pid, mark):
-            opened = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-            (log,) = (path for path in opened if Path(path).name.startswith("train_"))
-            found[int(Path(log).stem.removeprefix("train_"))] = pid
+            opened = {Path(os.readlink(link)) for link in Path(f"/proc/{pid}/fd").iterdir()}
+            (log,) = (file for file in opened if file.name.startswith("train_"))
+            found[int(log.stem.removeprefix("train_"))] = pid
     return found
 
 

@@ -31,6 +31,9 @@ from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 2.0
+"""How long an idle connection is kept. SGLang closes it after 5 s, and a request sent at that moment would fail as if
+the engine had died."""
 """A reachable engine accepts a connection immediately; a host that no longer exists never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
@@ -168,7 +171,8 @@ class Wire:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # the engine pool limits requests; aborts must not queue
+            # The engine pool limits requests; aborts must not queue.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
