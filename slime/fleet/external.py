@@ -1,17 +1,16 @@
-"""Watches external engines, which are servers that the run did not start, for the fleet's supervisor.
+"""Watches external engines (servers that the run did not start) for the fleet's supervisor.
 
-slime neither starts nor stops these servers. Instead of restarting a lost server, it waits until a server that fits
-(`fitting`) answers at the same address, because the owner may start one there. If the addresses come from a file, the
-file is read again when it changes (`slime.settings.topology_yaml`): engines at new addresses join, and engines at
-removed addresses leave.
+slime neither starts nor stops these servers. If one is lost, slime waits for its owner to start a compatible server
+(`fitting`) at the same address. If the addresses come from a file, the file is reread when it changes
+(`slime.settings.topology_yaml`): engines at new addresses join, and engines at removed addresses leave.
 
-The supervisor calls this module on one thread. Only `find`, at the start of a run, waits. Background threads poll the
-servers, with a time limit for each answer. All other methods only read the results.
+The supervisor calls this module from one thread. Background threads poll the servers, with a timeout for each response.
+Only `find`, at the start of a run, blocks. All other methods just read the results of the polls.
 
 Invariants
-1. A server is used, even after a restart, only if a check has shown that the server fits.
-2. A server counts as lost if it does not serve the weights that the run sent, because its owner must have restarted it.
-3. A server whose address is removed keeps serving, unless it was lost with unverified weights.
+1. A server is only used, even after a restart, once it has been checked for compatibility.
+2. A server counts as lost if it no longer serves the weights that the run sent, because it must have been restarted.
+3. slime never stops a server whose address is removed.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from slime.settings.topology_yaml import address_file, read_addresses
 logger = logging.getLogger(__name__)
 
 KNOCK_EVERY_S = 2.0
-"""Interval between requests to an address at which no fitting server has answered yet."""
+"""Poll interval for an address at which no compatible server has responded yet."""
 DOOR_EVERY_S = 1.0
-"""Interval between requests to the front end of a serving server."""
+"""Poll interval for the HTTP front end of a server in use."""
 LOOK_AGAIN_S = 0.5
-"""Time between a failed connection and the second try. If that fails, too, the server counts as gone. Also the interval
-between checks in `find`."""
+"""Delay before a failed connection is retried. If the retry fails too, the server counts as gone. Also the poll
+interval of `find`."""
 
 
 class ExternalEngines:
@@ -50,22 +49,22 @@ class ExternalEngines:
     """Always empty, because external engines are not processes of the run."""
 
     def __init__(self, args: Args, keys: EngineKeys, *, wanted: Wanted | None = None) -> None:
-        """`wanted` is by default derived from `args`. Call `find` next."""
+        """`wanted`: by default, derived from `args`. Call `find` next."""
         self._args, self._keys, self._wanted = args, keys, wanted or Wanted.of(args)
         self._list = AddressList(args.rollout_external_engine_addrs)
         self._known: list[Engine] = []
         self._urls: list[str] = []
-        """[engines] address of the engine, which never changes."""
+        """[engines] address of each engine, which never changes."""
         self._knocks: dict[str, _Knock] = {}
         self._looks: dict[int, _Look] = {}
         self.may_take_memory: Callable[[], bool] = lambda: True
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """A function that is called with an engine that gets no more requests; `Engines` sets it."""
+        """Called with each engine that is taken out of service. Set by `Engines`."""
 
     def find(self, limit_s: float, note: Callable[[str], object] = lambda text: None) -> None:
-        """Waits until every address has answered.
+        """Waits until the servers at all addresses have responded.
 
-        Raises `ConfigError` with all misfits, `EngineError` if some servers do not answer in time.
+        Raises `ConfigError` listing all incompatibilities, or `EngineError` if some servers do not respond in time.
         """
         knocks = {url: self._knock(url) for url in self._list.urls}
         deadline = time.monotonic() + limit_s
@@ -77,7 +76,7 @@ class ExternalEngines:
                 told = "; ".join(f"{url}: {why}" for url, why in silent.items())
                 raise EngineError(
                     f"{len(silent)} of {len(knocks)} external engines did not respond within {limit_s:.0f} s "
-                    f"(--engine-start-timeout-s): {told}; start them, or leave them out"
+                    f"(--engine-start-timeout-s): {told}; start them, or remove their addresses"
                 )
             time.sleep(LOOK_AGAIN_S)
         refuse({url: knock.problems or [] for url, knock in knocks.items()})
@@ -98,7 +97,7 @@ class ExternalEngines:
 
     @property
     def takes_memory(self) -> bool:
-        return False  # external engines share no GPU with the trainer
+        return False  # external engines do not share GPUs with the trainer
 
     def heard(self, index: int) -> None:
         if (look := self._looks.get(index)) is not None:
@@ -111,7 +110,7 @@ class ExternalEngines:
         return {**found, **gone}
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Returns engines at new addresses that answer and fit."""
+        """Returns engines at new addresses that respond and are compatible."""
         listed = self._list.now()
         for url in [url for url in self._knocks if url not in listed]:
             self._drop(url)
@@ -136,7 +135,7 @@ class ExternalEngines:
         self.dismissed(engine)
 
     def watch(self, engine: Engine) -> None:
-        """Watches an engine according to its state. Engines that are dead or starting are not watched."""
+        """Starts or stops watching an engine, depending on its state. Dead and starting engines are not watched."""
         look = self._looks.get(engine.index)
         if engine.url is None or engine.state is State.DEAD:
             if look is not None:
@@ -147,10 +146,10 @@ class ExternalEngines:
         look.state, look.version = engine.state, engine.version
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        raise AssertionError(f"engine {index} lends no memory, so it has no actor for {method}")
+        raise AssertionError(f"cannot call {method}: engine {index} is external and has no actor")
 
     def has_host(self, index: int) -> bool:
-        """Always true, because the run does not know the hosts of external engines."""
+        """Always returns True, because the run does not know the hosts of external engines."""
         return True
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
@@ -158,13 +157,13 @@ class ExternalEngines:
         return []
 
     def close(self) -> None:
-        """Stops watching. Warns about engines that may be paused after an interrupted weight sync."""
+        """Stops watching. Warns about engines that an interrupted weight sync may have left paused."""
         for index, look in self._looks.items():
             look.close()
             if look.state is State.TAINTED or (look.state is State.SYNCING and look.served):
                 logger.warning(
-                    "engine %d at %s may be paused, because a weight sync to it was interrupted. The next run resumes "
-                    "it; until then you can resume it with POST /continue_generation",
+                    "engine %d at %s may be paused because a weight sync to it was interrupted. The next run resumes "
+                    "it; to resume it earlier, send POST /continue_generation",
                     index,
                     self._urls[index],
                 )
@@ -172,11 +171,11 @@ class ExternalEngines:
             knock.close()
 
     def _take(self, url: str) -> Engine:
-        """Adds the server at `url` as an engine. The server must fit."""
+        """Adds the server at `url` as an engine. The server must be compatible."""
         facts = self._knock(url).facts
-        assert facts is not None, f"{url} has not been found to fit"
+        assert facts is not None, f"the server at {url} has not been checked"
         if not facts.asks_for_key and not is_loopback(host_of(url)):
-            logger.warning("anyone who can reach %s can replace its weights; start the server with a key", url)
+            logger.warning("anyone who can reach %s can replace its weights; start the server with an API key", url)
         engine = Engine(len(self._known), (), layout=layout_of_server(facts), host=host_of(url), external=True)
         self._known.append(engine)
         self._urls.append(url)
@@ -185,7 +184,7 @@ class ExternalEngines:
         return engine
 
     def _knock(self, url: str, layout: EngineLayout | None = None) -> _Knock:
-        """Returns a thread that polls an address. If `layout` is given, a new server there must have it."""
+        """Returns the thread that polls an address. `layout`: the layout that a new server there must have."""
         if url not in self._knocks:
             args, experts = self._args, self._wanted.experts
             limits = (args.rollout_health_check_timeout, args.weight_sync_timeout_s)
@@ -211,22 +210,22 @@ class AddressList:
     """The addresses of external engines, from the command line or a file."""
 
     def __init__(self, given: Sequence[str]) -> None:
-        """Reads the addresses. Raises the errors of `read_addresses`."""
+        """Reads the addresses. Raises the same errors as `read_addresses`."""
         self._given, self.file = given, address_file(given)
         self._seen = self._stamp()
         self.urls = read_addresses(given)
         """The addresses from the last valid read."""
 
     def now(self) -> tuple[str, ...]:
-        """Returns the current addresses. Reads a changed file again; logs and ignores an invalid one."""
+        """Returns the current addresses. Rereads the file if it has changed; logs and ignores an invalid file."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen = stamp
             try:
                 self.urls = read_addresses(self._given)
-                logger.info("%s has changed: external engines are %s", self.file, ", ".join(self.urls))
+                logger.info("%s has changed; the external engines are now %s", self.file, ", ".join(self.urls))
             except ConfigError as error:
-                logger.warning("%s; the engines stay as they are", error)
+                logger.warning("%s; keeping the current engines", error)
         return self.urls
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -238,18 +237,18 @@ class AddressList:
 
 
 class _Knock:
-    """A thread that polls one address until a fitting server answers."""
+    """A thread that polls one address until a compatible server responds."""
 
     def __init__(
         self, url: str, ask_once: Callable[[], ServerFacts], judge: Callable[[ServerFacts], list[str]]
     ) -> None:
         self._url, self._ask, self._judge = url, ask_once, judge
         self.facts: ServerFacts | None = None
-        """Facts about the server once it fits, else None."""
+        """The server's properties once it is known to be compatible, else None."""
         self.problems: list[str] | None = None
-        """Misfits in the last response; None if no server has responded."""
+        """Incompatibilities found in the last response. None: no response yet."""
         self.asked, self.silence = False, "not polled yet"
-        """Whether the address was polled at least once, and why no server answers."""
+        """Whether the address was polled at least once, and why no server responds."""
         self._over = threading.Event()
         threading.Thread(target=self._run, name=f"knock {url}", daemon=True).start()
 
@@ -276,15 +275,15 @@ class _Knock:
             return None, None
         except SlimeError as error:
             return None, [str(error)]
-        except Exception as error:  # a different kind of server may listen at the address
+        except Exception as error:  # a different kind of server may be listening at the address
             return None, [f"its responses are invalid: {type(error).__name__}: {error}; is it an SGLang server?"]
 
 
 class _Look:
-    """Checks whether one server still responds and still has the weights that the run sent.
+    """Checks whether a server still responds and still serves the weights that the run sent.
 
-    Polls the front end every second, so that the cause of failed calls is soon known. Polls the scheduler as often as
-    for the run's own engines.
+    Polls the front end every second, so that the cause of a failed call is found quickly. Polls the scheduler at the
+    same interval as for the run's own engines.
     """
 
     def __init__(self, url: str, args: Args, api_key: str | None) -> None:
@@ -304,7 +303,7 @@ class _Look:
 
     @property
     def version(self) -> int | None:
-        """The version of the last weights that were sent to the server."""
+        """Version of the last weights sent to the server."""
         return self._version
 
     @version.setter
@@ -344,7 +343,7 @@ class _Look:
                 refused = 0
                 if asked_of and asked_of == self._version and found != str(asked_of):
                     self._problem = (
-                        f"it was restarted: the run sent version {asked_of}, but it serves weights {found!r}"
+                        f"it was restarted: the run sent version {asked_of}, but it serves version {found!r}"
                     )
 
 

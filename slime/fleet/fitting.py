@@ -1,8 +1,8 @@
-"""Checks whether an external engine fits a run, by its version, model, layout and settings.
+"""Checks whether an external engine is compatible with a run: version, model, layout and settings.
 
-All misfits are listed together, with the flags that the server needs, because each fix requires a restart of the
-server. A server reports the names of its tensors but not their shapes. Names are always compared; sizes are compared if
-this host can read the server's `config.json`. The first weight sync refuses tensors with other shapes.
+All problems are reported together, with the flags that fix them, because every fix requires restarting the server. A
+server reports the names of its tensors but not their shapes. Names are always compared; model dimensions only if this
+host can read the server's `config.json`. Otherwise, the first weight sync rejects tensors of different shapes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ SAME_IN_CONFIG = (
     "rope_parameters",
     "rope_scaling",
 )
-"""Keys of `config.json` that must agree: sizes, and settings that change log-probs without changing a tensor."""
+"""Keys of `config.json` that must match: dimensions, and settings that change log-probs without changing a tensor."""
 NOT_RENEWED = ("glm4_moe", "glm4_moe_lite")
-"""Models for which stock SGLang 0.5.16 keeps a copy of a weight that weight syncs do not update and digests do not
-cover (`slime.compat.sglang_0_5_16`)."""
+"""Models for which stock SGLang 0.5.16 keeps a second copy of a weight, which weight syncs do not update and digests do
+not cover (`slime.compat.sglang_0_5_16`)."""
 LAUNCHER = "python -m slime.serving.launch"
 LOADER = "slime.weights.expert_runs.load"
-"""An entry in `custom_weight_loader` that marks a server as started by slime's launcher."""
+"""Entry in `custom_weight_loader` that identifies servers started by slime's launcher."""
 UNSET = (None, False)
 DTYPES = {"half": "float16", "float": "float32"}
-"""Alias of a dtype -> its name."""
+"""Dtype alias -> canonical name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Wanted:
     """The checkpoint's config.json."""
     table: FamilyTable
     settings: Mapping[str, Any]
-    """The ServerArgs that the run depends on, by name: given by the user, or needed by other settings."""
+    """ServerArgs name -> required value, set by the user or required by other settings."""
     labels: bool
-    """Whether responses must contain the weight version of each token."""
+    """Whether responses must include per-token weight versions."""
     experts: bool
-    """Whether responses must contain routed experts."""
+    """Whether responses must include routed experts."""
     trains: bool
     """Whether the run sends weights."""
 
@@ -86,7 +86,7 @@ class Wanted:
 
 
 def misfits(facts: ServerFacts, wanted: Wanted) -> list[str]:
-    """Returns all misfits, one line each, with the reason and the fix. Empty if the run can use the engine."""
+    """Returns all incompatibilities, one line each, with the reason and the fix. Empty if the engine is compatible."""
     found = list(_of_model(facts, wanted))
     if not found:
         found += _of_tensors(facts, wanted)
@@ -98,14 +98,14 @@ def report(found: Mapping[str, Sequence[str]]) -> str:
     return (
         f"this run cannot use {len(found)} external engine{'s' * (len(found) > 1)}:\n"
         + "\n".join(lines)
-        + '\nStart them as described under "Engines that run already" in docs/topologies.md, or leave them out'
+        + '\nStart them as described under "Engines that run already" in docs/topologies.md, or remove their addresses'
     )
 
 
 def _of_version(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     version, (oldest, newest) = facts.info.get("version"), WINDOW["sglang"]
     if not matches(parsed(version), f">={oldest},<={newest}"):
-        yield f"it runs SGLang {version}, but slime works with {oldest} to {newest}: start it with one of these"
+        yield f"it runs SGLang {version}, but slime supports {oldest} to {newest}; install one of these versions"
 
 
 def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
@@ -113,20 +113,20 @@ def _of_model(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     served = facts.model.get("architectures") or [facts.model.get("model_type")]
     ours = config.get("architectures") or [config.get("wrapper_type", config.get("model_type"))]
     if facts.model.get("is_generation") is False or facts.info.get("is_embedding"):
-        yield "it embeds texts and does not sample; start it without --is-embedding"
+        yield "it is an embedding server, which cannot sample; start it without --is-embedding"
     if bool(facts.model.get("architectures")) is not bool(config.get("architectures")):  # only one of the two has them
         served, ours = [facts.model.get("model_type")], [config.get("wrapper_type", config.get("model_type"))]
     if list(served) != list(ours):
         path = facts.model.get("model_path")
-        yield f"it serves model {served[0]} ({path}), not {ours[0]}: start it with --model-path of the checkpoint"
+        yield f"it serves model {served[0]} ({path}), not {ours[0]}; set --model-path to the run's checkpoint"
         return
     differing = [f"{name} {theirs} instead of {mine}" for name, theirs, mine in _differences(facts, config)]
     if differing:
-        yield f"its model {facts.model.get('model_path')} has {', '.join(differing)}: start it with the checkpoint"
+        yield f"its model {facts.model.get('model_path')} has {', '.join(differing)}; serve the run's checkpoint"
 
 
 def _differences(facts: ServerFacts, ours: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, theirs, ours) of each differing size; nothing if this host cannot read the server's folder."""
+    """Yields (name, theirs, ours) for each config difference. Nothing if this host cannot read the server's folder."""
     try:
         theirs = text_config(json.loads((Path(str(facts.model.get("model_path"))) / "config.json").read_text()))
     except (OSError, ValueError):
@@ -141,26 +141,26 @@ def _of_tensors(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     meant = set(wanted.table.resident) | {e.plus_one for e in wanted.table.entries if e.plus_one}
     missing, extra = sorted(meant - held), sorted(held - meant)
     if any("shared_expert" in name for name in missing):
-        yield "it fuses shared experts with routed ones: start it with --disable-shared-experts-fusion"
+        yield "it fuses shared experts with routed ones; start it with --disable-shared-experts-fusion"
     elif missing or extra:
         parts = [f"has no {listed(missing, 3)}"] * bool(missing) + [f"has {listed(extra, 3)}"] * bool(extra)
-        yield f"its model {' and '.join(parts)}, unlike the checkpoint: start it with the checkpoint"
+        yield f"its model {' and '.join(parts)}, unlike the run's checkpoint; serve that checkpoint"
 
 
 def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     worker = "encoder" if facts.info.get("encoder_only") else facts.info.get("disaggregation_mode", "null")
     if worker != "null":
-        yield f"it is a {worker} worker, which cannot answer a request alone; start it without disaggregation"
+        yield f"it is a {worker} worker, which cannot serve requests alone; start it without disaggregation"
     for name, plain in UNVERIFIED.items():
         if name in facts.info and facts.info[name] not in plain:
             yield (
-                f"with {_flag(name)} {facts.info[name]} its tensors differ from those that the trainer verifies after "
-                "each weight sync; leave the flag out"
+                f"with {_flag(name)} {facts.info[name]}, its tensors differ from those that the trainer verifies after "
+                "each weight sync; drop the flag"
             )
     if facts.info.get(ALGORITHM):
         yield (
-            f"with {_flag(ALGORITHM)} {facts.info[ALGORITHM]} it has a draft model, which slime cannot verify on an "
-            "external engine; leave the flag out"
+            f"with {_flag(ALGORITHM)} {facts.info[ALGORITHM]}, it has a draft model, which slime cannot verify on an "
+            "external engine; drop the flag"
         )
     try:
         layout = layout_of_server(facts)
@@ -169,11 +169,11 @@ def _of_layout(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     else:
         yield from _of_sizes(layout, facts, wanted)
     if facts.info.get("enable_lora") or facts.info.get("lora_paths"):
-        yield "it serves adapters in addition to the weights that the run verifies; start it without LoRA"
+        yield "it serves LoRA adapters on top of the weights that the run verifies; start it without LoRA"
 
 
 def layout_of_server(facts: ServerFacts) -> EngineLayout:
-    """Returns the layout of the server's ranks. Raises `ConfigError` for sizes that slime does not support."""
+    """Returns the server's engine layout. Raises `ConfigError` for unsupported sizes."""
     stages = int(facts.info.get("pp_size") or 1)
     return layout_of(int(facts.info.get("tp_size") or 1) * stages, facts.info)
 
@@ -181,23 +181,23 @@ def layout_of_server(facts: ServerFacts) -> EngineLayout:
 def _of_sizes(layout: EngineLayout, facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     ranks, heads = layout.attention_tp_size, wanted.table.sizes.num_heads
     if heads % ranks:
-        yield f"{layout}: its {ranks} attention ranks do not divide the {heads} heads; choose a divisor"
+        yield f"{layout}: the {heads} heads cannot be split over {ranks} attention ranks; choose a divisor"
     elif wanted.trains and (problem := layout_problem(wanted.config, layout)):
         yield f"{layout}: {problem}; choose a different layout"
     if layout.pp_size > 1 and wanted.labels:
         yield (
-            f"{layout}: its pipeline stages keep serving while weights change; use one stage, or "
+            f"{layout}: its pipeline stages keep serving while weights change; use a single stage, or "
             "--pause-generation-mode abort"
         )
     if max(layout.pp_size, layout.dp_size) > 1 and not _has_hooks(facts):
         yield (
-            f"{layout}: stock SGLang reports only its first stage or group; start it with {LAUNCHER}, and with "
-            f"--custom-weight-loader {LOADER} so that the run can see this"
+            f"{layout}: stock SGLang reports only its first stage or group; start it with {LAUNCHER}, and add "
+            f"--custom-weight-loader {LOADER} so that the run can detect this"
         )
 
 
 def _has_hooks(facts: ServerFacts) -> bool:
-    """Returns whether slime's launcher started the server, according to its settings."""
+    """Returns whether the server was started by slime's launcher, according to its settings."""
     return LOADER in (facts.info.get("custom_weight_loader") or ())
 
 
@@ -205,7 +205,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
     for name, value in wanted.settings.items():
         has = facts.info.get(name)
         if name in facts.info and not _same(has, value):
-            yield f"it has {_flag(name)} {_shown(has)}, but the run needs {_shown(value)}: start it with that"
+            yield f"it has {_flag(name)} {_shown(has)}, but the run requires {_shown(value)}; change the setting"
     if wanted.trains:
         yield from kept_prefixes(facts.info, divided=wanted.labels)
     if facts.is_open:
@@ -213,31 +213,31 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
             yield "a weight update of another run was interrupted, and this run syncs no weights; start it again"
         return
     if facts.probe is None:
-        yield f"it did not sample a few tokens: {facts.problem}"
+        yield f"it failed to generate a few test tokens: {facts.problem}"
         return
     if facts.probe.repeats:
-        yield "each event of a stream repeats the earlier ones; start it with --incremental-streaming-output"
+        yield "each streaming event repeats the previous ones; start it with --incremental-streaming-output"
     if wanted.labels and not facts.probe.labels:
         yield (
-            "its responses do not contain the weight version of each token, which --pause-generation-mode retract and "
-            f"in_place need; start it with {LAUNCHER} --token-versions"
+            "its responses do not include per-token weight versions, which --pause-generation-mode retract and "
+            f"in_place require; start it with {LAUNCHER} --token-versions"
         )
     if wanted.experts and not facts.probe.experts:
         yield (
-            "it returns no routed experts for requests with the mark in their id; start it with "
+            "it does not return routed experts for requests whose id asks for them; start it with "
             f"{LAUNCHER} ... --enable-return-routed-experts"
         )
     renews = not matches(parsed(facts.info.get("version")), BEFORE_SESSIONS)
     if str(facts.model.get("model_type")) in NOT_RENEWED and not renews and not _has_hooks(facts):
         yield (
             "stock SGLang keeps a copy of this model's expert routers, which weight syncs do not update and digests "
-            f"do not cover; start it with {LAUNCHER}, and with --custom-weight-loader {LOADER} so that the run can see "
-            "this"
+            f"do not cover; start it with {LAUNCHER}, and add --custom-weight-loader {LOADER} so that the run can "
+            "detect this"
         )
     if not wanted.trains and not str(facts.model.get("weight_version")).isdecimal():
         yield (
-            f"--weight-version {facts.model.get('weight_version')} is not a number, and this run syncs no weights, "
-            "which would set the version; start it with --weight-version 0"
+            f"--weight-version {facts.model.get('weight_version')} is not a number, and there is no weight sync that "
+            "would set it in this run; start it with --weight-version 0"
         )
 
 
@@ -257,7 +257,7 @@ def _shown(value: Any) -> str:
 
 
 def refuse(found: Mapping[str, Sequence[str]]) -> None:
-    """Raises one `ConfigError` with all misfits, if any. `found` maps each address to its misfits."""
+    """Raises one `ConfigError` that lists all incompatibilities, if any. `found`: address -> incompatibilities."""
     wrong = {url: problems for url, problems in found.items() if problems}
     if wrong:
         raise ConfigError(report(wrong))

@@ -1,6 +1,6 @@
-"""The record of an engine (`Engine`), the list of engines (`Membership`), and the supervisor that keeps them alive.
+"""Engine records (`Engine`), the list of engines (`Membership`), and the supervisor that keeps engines running.
 
-The diagram shows the states of an engine. Only a `ready` engine gets requests. Any state can change to `dead`.
+Engine states (only `ready` engines receive requests, and any state can change to `dead`):
 
     starting ──► syncing ──► ready
         ▲           ▲          │
@@ -8,21 +8,21 @@ The diagram shows the states of an engine. Only a `ready` engine gets requests. 
         │        tainted ◄─────┤
         └───────── dead ◄──────┘
 
-The supervisor finds engines that died or hang, restarts them, and knows which engines need weights. The owner of the
-supervisor calls `tend` about twice a second, even while it waits for something else. `tend` polls the port (`troubles`,
-`started`) and changes the membership. It never waits. One thread owns the membership and changes it. `change` calls all
-followers, in the order of their subscription, before it returns.
+The supervisor detects dead and hung engines, restarts them, and tracks which engines need weights. Its owner calls
+`tend` about twice a second, even while waiting for something else. `tend` polls the port (`troubles`, `started`) and
+updates the membership without blocking. The membership is only used from one thread. `change` calls all followers, in
+the order of subscription, before it returns.
 
 Invariants
-1. When an engine is in trouble, requests to it are stopped first.
-2. A restarted engine gets requests only after a weight sync that verified it (`wants_weights`, `synced`).
-3. If an engine fails `MAX_FAILURES` times without being ready in between, the run fails. This does not apply to
-   external engines: the owner may repair an engine while others serve.
-4. If an engine fails `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is sick and is not restarted. The run
-   continues with other engines of the same kind, or fails if none is left.
-5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model wait for hosts
-   or are sick, the run fails, even if other models are served.
-6. The number of an engine is its index in the list. Engines are never removed.
+1. When an engine has a problem, requests to it are stopped before anything else is done.
+2. A restarted engine only receives requests after a verified weight sync (`wants_weights`, `synced`).
+3. If an engine fails `MAX_FAILURES` times without becoming ready in between, the run fails. External engines are
+   exempt, because their owner may repair them while others serve.
+4. If an engine fails `MAX_LOSSES` times within `LOSSES_WITHIN_S` of serving, it is marked as sick and not restarted.
+   The run continues with other engines of the same kind, or fails if there are none.
+5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model are sick or
+   waiting for hosts, the run fails, even if other models are still served.
+6. An engine's number is its index in the list. Engines are never removed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
 POLICY, FROZEN = "policy", "frozen"
-"""Roles of a model: trained, or with the fixed weights of its checkpoint."""
+"""Roles of a model: trained, or frozen at its checkpoint's weights."""
 
 
 class State(str, Enum):
     STARTING = "starting"
-    """The engine is starting and does not answer yet."""
+    """The engine is starting and does not respond yet."""
     SYNCING = "syncing"
-    """The engine answers, and waits for weights or receives them."""
+    """The engine responds and is waiting for or receiving weights."""
     READY = "ready"
     """The engine serves verified weights."""
     TAINTED = "tainted"
-    """A weight sync failed midway, so the engine may have weights of two versions and needs a new weight sync."""
+    """A weight sync failed midway, so the engine may have mixed weights and needs another sync."""
     DEAD = "dead"
-    """The engine has exited, or does not respond and is being killed."""
+    """The engine has exited or is unresponsive and being killed."""
 
 
 NEXT: Mapping[State, frozenset[State]] = {
@@ -69,39 +69,39 @@ NEXT: Mapping[State, frozenset[State]] = {
 """State -> allowed next states."""
 
 EXPECTS_ANSWERS = (State.READY, State.TAINTED)
-"""States in which a silent scheduler counts as hanging. A scheduler that receives weights may be silent for minutes."""
+"""States in which an unresponsive scheduler counts as hung. Receiving weights can make it unresponsive for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     index: int
-    """The engine's number, which does not change when its processes are replaced."""
+    """The engine's number, which stays the same when its processes are replaced."""
     slots: tuple[int, ...]
-    """Slots of its ranks in the placement plan, stage by stage."""
+    """The ranks' slots in the placement plan, stage by stage."""
     layout: EngineLayout = ONE_RANK
     model: str = DEFAULT_NAME
     role: str = POLICY
-    """The role of its model. Only a policy gets the trainer's weights."""
+    """Role of the model. Only policy engines receive the trainer's weights."""
     worker: Worker = Worker.REGULAR
     """Regular, or one half of a prefill-decode pair."""
     lends: bool = False
-    """Whether it shares GPUs with the trainer and lends it their memory."""
+    """Whether the engine shares GPUs with the trainer and lends it their memory."""
     external: bool = False
-    """Whether the engine is external: the run neither starts nor stops its processes."""
+    """Whether the engine is external, that is, neither started nor stopped by the run."""
     host: str | None = None
-    """Address of its host; None if unknown."""
+    """Address of the engine's host, or None if unknown."""
     url: str | None = None
-    """None while it does not answer."""
+    """None while the engine does not respond."""
     state: State = State.STARTING
     version: WeightVersion | None = None
-    """The version of the weights that the engine serves; None unless it is ready."""
+    """Weight version that the engine serves. None unless it is ready."""
     incarnation: int = 0
-    """How often its processes were replaced."""
+    """Number of times the engine's processes were replaced."""
     reason: str = ""
-    """Why it is dead or tainted."""
+    """Why the engine is dead or tainted."""
 
     def moved(self, state: State, **changes: Any) -> Engine:
-        """Returns the record in a different state. Drops version and reason, and the address of a dead engine."""
+        """Returns the record in a new state. Resets version and reason, and for a dead or starting engine the URL."""
         assert state in NEXT[self.state], f"engine {self.index} cannot become {state.value} from {self.state.value}"
         forgotten: dict[str, Any] = {"version": None, "reason": ""}
         if state in (State.DEAD, State.STARTING):
@@ -119,7 +119,7 @@ class Engine:
 
 
 Follower = Callable[[Engine, Engine], None]
-"""(record before a change, record after it) -> None."""
+"""Called with the record before and after a change."""
 
 
 class Membership:
@@ -139,7 +139,7 @@ class Membership:
         return tuple(engine for engine in self._engines if engine.state in states)
 
     def follow(self, follower: Follower) -> None:
-        """Calls `follower` after every change from now on."""
+        """Subscribes `follower` to all future changes."""
         self._followers.append(follower)
 
     def add(self, engine: Engine) -> None:
@@ -156,54 +156,54 @@ class Membership:
 
 
 class EnginePort(Protocol):
-    """Starts, watches and stops the processes of engines. Implemented by `RayEngines` and `ExternalEngines`.
+    """Starts, watches and stops engine processes. Implemented by `RayEngines` and `ExternalEngines`.
 
-    No method waits. Slow work happens in the background, and a later call reports its result.
+    Methods do not block. Slow work happens in the background, and a later call reports its result.
     """
 
     def troubles(self) -> Mapping[int, str]:
-        """Returns index -> problem, for all started engines with problems."""
+        """Returns index -> problem for all started engines with problems."""
         ...
 
     def start(self, engine: Engine) -> None:
-        """Kills remaining processes of the engine and starts it again."""
+        """Kills the engine's remaining processes and restarts it."""
         ...
 
     def started(self, index: int) -> str | None:
-        """Returns the address of an engine once it answers, else None. Raises `EngineError` if it exited first."""
+        """Returns the engine's address once it responds, until then None. Raises `EngineError` if it exits first."""
         ...
 
     def stop(self, indices: Sequence[int]) -> Sequence[object]:
-        """Tells the processes of these engines to exit. Returns references to their answers."""
+        """Tells the processes of these engines to exit. Returns object refs of the calls."""
         ...
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Returns engines that joined since the last call, with their addresses. They get the next free numbers."""
+        """Returns the engines that joined since the last call, numbered consecutively, with their addresses."""
         ...
 
     def has_host(self, index: int) -> bool:
-        """Returns whether the host of an engine is present, so that a restart can succeed."""
+        """Returns whether an engine's host is present, so that a restart can succeed."""
         ...
 
     def dismiss(self, engine: Engine) -> None:
-        """Stops requests to an engine; running requests move to other engines."""
+        """Stops requests to an engine. Running requests move to other engines."""
         ...
 
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Limit of failures in a row, without being ready in between."""
+"""Maximum number of consecutive failures without becoming ready in between."""
 MAX_LOSSES, LOSSES_WITHIN_S = 10, 3600.0
-"""Limit of losses within this time of serving. Startup time does not count."""
+"""Maximum number of losses within this much serving time. Startup time does not count."""
 PAUSE_S = 1.0
-"""Time between the loss of an engine and its restart. It doubles with every loss that counts."""
+"""Initial delay before a lost engine is restarted. Doubles with every loss that counts."""
 LONGEST_PAUSE_S = 30.0
 REASON_CHARS = 400
 
 
 class Supervisor:
-    """Keeps the engines of a membership alive."""
+    """Keeps a membership's engines running."""
 
     def __init__(
         self,
@@ -213,20 +213,20 @@ class Supervisor:
         restarts: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """If `restarts` is false, the loss of an engine fails the run."""
+        """`restarts`: if False, losing an engine fails the run."""
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
         self._failures: Counter[int] = Counter()
         self._lives = _Lives()
         self._sick: set[int] = set()
-        """Dead engines that are not restarted."""
+        """Dead engines that will not be restarted."""
         self._again_at: dict[int, float] = {}
         self._hostless: set[int] = set()
-        """Dead engines that wait for their hosts."""
+        """Dead engines that are waiting for their hosts."""
         self._missed: set[int] = set()
         """Lost engines that have not served again yet."""
 
     def tend(self) -> None:
-        """Checks all engines once. Raises `EngineError` if an engine cannot be kept alive."""
+        """Checks all engines once. Raises `EngineError` if an engine cannot be kept running."""
         for index, reason in self._port.troubles().items():
             if self._membership[index].answers:
                 self.lost(self._membership[index], reason)
@@ -245,8 +245,8 @@ class Supervisor:
     def _can_start(self, engine: Engine) -> bool:
         """Returns whether the engine is not sick and its host is present.
 
-        Raises `EngineError` if no engine of its kind is alive or can start. Then the run must fail even if other kinds
-        are left, because half of a prefill-decode pair cannot answer requests.
+        Raises `EngineError` if no engine of this kind is running or can be started. The run must then fail even if
+        other kinds are left, because half of a prefill-decode pair cannot serve requests.
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
@@ -265,19 +265,19 @@ class Supervisor:
         return engine.index not in lost | self._sick
 
     def _kind_of(self, engine: Engine) -> set[int]:
-        """Returns the numbers of all engines of the same model and worker type, including this one."""
+        """Returns the numbers of all engines with the same model and worker type, including this one."""
         kind = (engine.model, engine.worker)
         return {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
 
     def up(self, index: int, url: str) -> None:
-        """Records that an engine answers. A policy engine then needs weights; a frozen one serves its checkpoint."""
+        """Records that an engine responds. A policy engine now needs weights; a frozen one serves its checkpoint."""
         engine = self._membership.change(index, State.SYNCING, url=url)
         self._lives.begin(index, self._clock())
         if engine.role == FROZEN:
             self.synced([engine], 0)
 
     def wants_weights(self) -> tuple[Engine, ...]:
-        """Returns the engines that answer but need weights."""
+        """Returns the engines that respond but need weights."""
         return self._membership.in_states(State.SYNCING, State.TAINTED)
 
     def syncing(self, engines: Sequence[Engine]) -> None:
@@ -286,7 +286,7 @@ class Supervisor:
                 self._membership.change(engine.index, State.SYNCING)
 
     def synced(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """Records that these engines serve `version`. Ignores engines that died or were replaced meanwhile."""
+        """Records that these engines serve `version`. Ignores engines that have since died or been replaced."""
         for engine in engines:
             now = self._membership[engine.index]
             if now.incarnation == engine.incarnation and now.state is State.SYNCING:
@@ -303,7 +303,7 @@ class Supervisor:
                 self._membership.change(engine.index, State.TAINTED, reason=reason)
 
     def _welcome(self, engine: Engine) -> None:
-        if not self._port.has_host(engine.index):  # without its host, the engine would never finish starting
+        if not self._port.has_host(engine.index):  # without its host, the engine would never start
             self.lost(engine, "its host was lost while it was starting")
             return
         try:
@@ -312,13 +312,13 @@ class Supervisor:
             self.lost(engine, str(error))
             return
         if url is not None:
-            logger.info("engine %d answers again, at %s", engine.index, url)
+            logger.info("engine %d responds again at %s", engine.index, url)
             self.up(engine.index, url)
 
     def lost(self, engine: Engine, reason: str, *, longest_s: float = LONGEST_PAUSE_S) -> None:
-        """Marks an engine as dead, to be restarted later. Raises `EngineError` if it cannot be kept alive.
+        """Marks an engine as dead and schedules its restart. Raises `EngineError` if it cannot be kept running.
 
-        `longest_s` is the longest pause before an external engine is tried again.
+        `longest_s`: maximum delay before an external engine is retried.
         """
         self._port.dismiss(engine)
         self._membership.change(engine.index, State.DEAD, reason=reason)
@@ -328,12 +328,12 @@ class Supervisor:
         failures, losses = self._failures[engine.index], self._lives.end(engine.index, self._clock(), counts=has_host)
         if not self._restarts:
             raise EngineError(
-                f"engine {engine.index} was lost, which fails a run with --no-use-fault-tolerance: {reason}"
+                f"engine {engine.index} was lost, and --no-use-fault-tolerance forbids restarting it: {reason}"
             )
         if failures >= MAX_FAILURES and not engine.external:
             raise EngineError(
-                f"engine {engine.index} failed {failures} times without serving in between, so a restart would not "
-                f"help. Last reason: {reason}"
+                f"engine {engine.index} failed {failures} times in a row without serving, so another restart would "
+                f"not help. Last reason: {reason}"
             )
         logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
         if losses >= MAX_LOSSES and not engine.external:
@@ -349,11 +349,11 @@ class Supervisor:
         left = self._kind_of(engine) - self._sick - self._hostless
         if not left:
             raise EngineError(
-                f"{often}, so a restart would not help, and no other engine of model {engine.model} is left. Last "
-                f"reason: {reason}"
+                f"{often}, so another restart would not help, and no other engine of model {engine.model} is left. "
+                f"Last reason: {reason}"
             )
         self._port.stop([engine.index])
-        logger.error("%s. It is not restarted; the run continues with engines %s", often, sorted(left))
+        logger.error("%s, so it is not restarted; the run continues with engines %s", often, sorted(left))
 
 
 class _Lives:
@@ -363,13 +363,13 @@ class _Lives:
         self._lived_s: dict[int, float] = {}
         self._since: dict[int, float] = {}
         self._losses: dict[int, list[float]] = {}
-        """Index of an engine -> its total seconds of serving at each loss that counts."""
+        """Engine index -> its accumulated serving time at each loss that counts, in seconds."""
 
     def begin(self, index: int, now: float) -> None:
         self._since[index] = now
 
     def end(self, index: int, now: float, *, counts: bool) -> int:
-        """Records a loss. Returns how many losses within `LOSSES_WITHIN_S` count."""
+        """Records a loss. Returns the number of losses within `LOSSES_WITHIN_S` that count."""
         lived_s = self._lived_s[index] = self._lived_s.get(index, 0.0) + now - self._since.pop(index, now)
         recent = [at for at in self._losses.get(index, ()) if at > lived_s - LOSSES_WITHIN_S]
         self._losses[index] = [*recent, *[lived_s] * counts]

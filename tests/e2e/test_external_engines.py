@@ -182,7 +182,7 @@ def test_a_server_that_holds_other_weights_is_left_out_until_it_holds_the_right_
             run.wait_until("step 1", lambda: steps() >= 1)
             assert "engine 1 was lost" not in run.output
             liar.lies = True
-            run.wait_until("word of the loss", lambda: "engine 1 was lost: a weight sync to it failed" in run.output)
+            run.wait_until("word of the loss", lambda: "engine 1 was lost: the weight sync to it failed" in run.output)
             assert liar.told, "NOT PROVEN: no report was changed"
             after = steps()
             run.wait_until("two steps with one engine", lambda: steps() >= after + 2)
@@ -192,7 +192,7 @@ def test_a_server_that_holds_other_weights_is_left_out_until_it_holds_the_right_
             run.wait_until("two steps with it", lambda: steps() >= after + 2)
             liar.told, liar.silent = 0, True
             run.wait_until(
-                "word of the silence", lambda: "engine 1 was lost: none of its requests got a token" in run.output
+                "word of the silence", lambda: "engine 1 was lost: none of its requests received a token" in run.output
             )
             assert liar.told, "NOT PROVEN: no request was kept"
             after = steps()

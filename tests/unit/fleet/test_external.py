@@ -153,7 +153,7 @@ def test_a_server_that_was_started_again_behind_our_back_is_lost(args: Callable[
         assert fleet.state(0) is State.READY and fleet.gone == []
     server.model["weight_version"] = "default"
     fleet.until(lambda: fleet.gone == [0])
-    assert "the run sent version 5, but it serves weights 'default'" in fleet.members[0].reason
+    assert "the run sent version 5, but it serves version 'default'" in fleet.members[0].reason
     fleet.until(lambda: fleet.state(0) is State.SYNCING)
     fleet.port.close()
 

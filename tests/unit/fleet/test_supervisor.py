@@ -196,7 +196,7 @@ def test_a_sick_engine_is_left_out_however_long_its_starts_take(
     fleet = Fleet()
     assert starts_of_a_sick_one(fleet, start_s=start_s) == MAX_LOSSES - 1
     assert fleet.states() == [State.DEAD, State.READY] and fleet.port.log[-1] == "stop 0"
-    assert "engine 0 failed 10 times within 1 h of serving. It is not restarted" in caplog.text
+    assert "engine 0 failed 10 times within 1 h of serving, so it is not restarted" in caplog.text
     fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
     with pytest.raises(EngineError, match=r"is left: the hosts of 1 are lost, and 1 failed too often"):
         fleet.supervisor.tend()
