@@ -1,4 +1,4 @@
-"""Records of a run: metrics with a defined reduction, spans, the run folder, progress and the report.
+"""Observability of a run: metrics with a defined reduction, spans, the run folder, progress and the report.
 
-Imports no torch and no engine. Optional packages (TensorBoard, W&B, matplotlib, rich) are imported where they are used.
+Does not import torch or engines. Imports optional packages (TensorBoard, W&B, matplotlib, rich) only where needed.
 """

@@ -1,14 +1,14 @@
-"""Health of a run: detectors over the logged steps, each with a threshold, a finding and advice.
+"""Run health: detectors that report problems in the logged metrics, with an explanation and advice.
 
-`HealthWatch` is pure: no clock, no file. `HealthSink` feeds it during a run and logs its findings; the report feeds it
-the rows of `metrics.jsonl` and gets the same findings.
+`HealthWatch` is pure (no clock, no files). `HealthSink` feeds it during a run and logs its findings. The report feeds
+it the rows of `metrics.jsonl` and gets the same findings.
 
 Invariants
-1. A detector reads only the steps so far, so the same rows give the same findings, live or later.
-2. A finding begins after a number of bad steps in a row, and ends after the same number of good steps in a row. The
-   finding is reported once, when it begins. The problem may come back as a new finding.
-3. Only a failing run crosses a threshold. A healthy run does not, although its entropy falls and more and more of its
-   groups are solved.
+1. A detector only uses past steps, so the same rows produce the same findings, live or later.
+2. A finding begins after a number of consecutive bad steps and ends after the same number of consecutive good steps. It
+   is reported once, when it begins. If the problem recurs, that is a new finding.
+3. Thresholds are only crossed by failing runs. The falling entropy and the growing share of solved groups of a healthy
+   run do not trigger findings.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from slime.observability.sinks import AXES, StepRecord, read_jsonl
 logger = logging.getLogger(__name__)
 
 EQUAL_STEPS = 2
-"""Steps in a row with equal rewards."""
+"""Number of consecutive steps with equal rewards."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
-"""More than half of the samples, three steps in a row, because a small first batch may be truncated by chance."""
+"""More than half of the samples in three consecutive steps. A single small batch may be truncated by chance."""
 START_STEPS = 3
-"""Number of first steps whose median is the initial value."""
+"""The initial value is the median over this many steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
-"""Below a tenth of the initial value and below 0.05 nats (a next token of 99 %), the policy no longer explores."""
+"""Below 10 % of the initial value and below 0.05 nats (top token at 99 %), the policy no longer explores."""
 SOLVED_REWARD = 0.95
-"""At this reward or above, a confident policy is not a problem."""
+"""From this reward on, a confident policy is not a problem."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
-"""Three times the initial value, and more than float32's rounding."""
+"""More than three times the initial value, and more than float32 rounding."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
-"""Means over the tokens of the batch, and of the probe of async runs. A maximum would jump by chance."""
+"""Means over the tokens of the batch and of the async probe. A maximum would fluctuate too much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem that begins with a step."""
+    """A problem detected in the metrics."""
 
     kind: str
-    """One of `DETECTORS`."""
+    """A key of `DETECTORS`."""
     step: int
-    """The step at which the problem was found."""
+    """Step at which the problem was detected."""
     text: str
-    """The observation, why it is bad, and what to do."""
+    """What was observed, why it is a problem, and what to do."""
     last_step: int | None = None
-    """The step at which the problem ended; None while it lasts."""
+    """Step at which the problem ended. None while it persists."""
 
 
 Series = Mapping[str, Sequence[float]]
 """Metric -> its values so far."""
 Detector = Callable[[Series], str | None]
-"""Returns the problem of the latest step in words, or None."""
+"""Returns a description of the problem in the latest step, or None."""
 
 
 def equal_rewards(seen: Series) -> str | None:
@@ -68,8 +68,8 @@ def equal_rewards(seen: Series) -> str | None:
     if not spread or not reward or spread[-1] > 1e-12:
         return None
     return (
-        f"all rewards of a step are {reward[-1]:.4g}, so no response is better than any other and nothing is learnt; "
-        "check the samples and the grader, or use prompts of a different difficulty"
+        f"all rewards of a step are {reward[-1]:.4g}, so there is nothing to learn from them; check the samples and "
+        "the grader, or use prompts of a different difficulty"
     )
 
 
@@ -79,12 +79,12 @@ def truncation(seen: Series) -> str | None:
         return None
     return (
         f"{share[-1]:.0%} of the samples are truncated, so most responses are incomplete when they are graded; raise "
-        "--rollout-max-response-len, or ask for shorter responses"
+        "--rollout-max-response-len, or prompt for shorter responses"
     )
 
 
 def entropy_collapse(seen: Series) -> str | None:
-    """Detects a policy that is sure of every token, but does not solve its task."""
+    """Detects a policy that is certain of every token but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
     if len(entropy) <= START_STEPS or (reward and reward[-1] >= SOLVED_REWARD):
         return None
@@ -92,13 +92,13 @@ def entropy_collapse(seen: Series) -> str | None:
     if entropy[-1] >= min(ENTROPY_PART * start, ENTROPY_NATS):
         return None
     return (
-        f"the entropy fell from {start:.3g} to {entropy[-1]:.3g} nats: the policy no longer explores; lower --lr, "
+        f"the entropy fell from {start:.3g} to {entropy[-1]:.3g} nats, so the policy no longer explores; lower --lr, "
         "raise --eps-clip-high or --rollout-temperature, or add --use-kl-loss"
     )
 
 
 def mismatch_rises(key: str) -> Detector:
-    """Returns a detector of a growing difference between trainer and engine. `key`: the metric with its mean."""
+    """Returns a detector for a growing difference between trainer and engine. `key`: metric for the mean difference."""
 
     def detect(seen: Series) -> str | None:
         values = seen[key]
@@ -108,8 +108,8 @@ def mismatch_rises(key: str) -> Detector:
         if values[-1] <= max(MISMATCH_FACTOR * start, MISMATCH_NATS):
             return None
         return (
-            f"{key} rose from {start:.2g} to {values[-1]:.2g} nats: the engine's policy no longer matches "
-            "the trainer's; compare dtypes and sampling settings, or correct for it with --use-tis"
+            f"{key} rose from {start:.2g} to {values[-1]:.2g} nats, so the engine's policy no longer matches the "
+            "trainer's; compare dtypes and sampling settings, or correct for it with --use-tis"
         )
 
     return detect
@@ -119,9 +119,9 @@ def mismatch_rises(key: str) -> Detector:
 class Rule:
     detect: Detector
     metric: str
-    """Steps count only if this metric is logged."""
+    """Only steps that log this metric count."""
     steps: int
-    """Number of steps in a row that begin and end a finding."""
+    """Number of consecutive steps that begin or end a finding."""
 
 
 DETECTORS: Mapping[str, Rule] = {
@@ -135,7 +135,7 @@ NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.va
 
 
 class HealthWatch:
-    """Finds problems in logged steps."""
+    """Detects problems in logged steps."""
 
     def __init__(self, *, learns_from_rewards: bool = True) -> None:
         """`learns_from_rewards`: False for distillation and fine-tuning, where equal rewards are normal."""
@@ -146,7 +146,7 @@ class HealthWatch:
         self._open: dict[str, Finding] = {}
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """Returns the findings that begin at this record, and the findings that end (`last_step` is set)."""
+        """Returns the findings that begin with this record and those that end with it (with `last_step` set)."""
         for key in NEEDED & metrics.keys():
             if math.isfinite(metrics[key]):
                 self._seen[key].append(metrics[key])
@@ -155,7 +155,7 @@ class HealthWatch:
 
     @property
     def still(self) -> list[Finding]:
-        """Findings that have not ended, with the numbers of the last step."""
+        """Findings that have not ended, with the values of the last step."""
         return list(self._open.values())
 
     def _judge(self, kind: str, rule: Rule, step: int) -> Finding | None:
@@ -178,7 +178,7 @@ def _step(row: Mapping[str, float]) -> int:
 
 
 def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool = True) -> list[Finding]:
-    """Returns all findings in the rows of `metrics.jsonl`, in order of their first step."""
+    """Returns all findings in the rows of `metrics.jsonl`, ordered by their first step."""
     watch = HealthWatch(learns_from_rewards=learns_from_rewards)
     found: dict[tuple[str, int], Finding] = {}
     for row in rows:
@@ -189,12 +189,12 @@ def findings(rows: Iterable[Mapping[str, float]], *, learns_from_rewards: bool =
 
 
 class HealthSink:
-    """Logs a warning when a finding begins, and a line when it ends."""
+    """Logs a warning when a finding begins and a line when it ends."""
 
     essential = False
 
     def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
-        """`metrics_jsonl`: rows of earlier launches, so that the initial values are known after a resume."""
+        """`metrics_jsonl`: rows of earlier launches, which provide the initial values after a resume."""
         self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
         for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
             self._watch.see(_step(row), row)
@@ -204,7 +204,7 @@ class HealthSink:
             if finding.last_step is None:
                 logger.warning("%s at step %d: %s", finding.kind, finding.step, finding.text)
             else:
-                logger.info("ended at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
+                logger.info("resolved at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
 
     def close(self, *, failed: bool = False) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Logging of one process: short lines on stderr, and the same lines with their date in a file of the run folder."""
+"""Logging setup of a process: short lines on stderr, and the same lines with dates in a file of the run folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from slime.core.text import visible
 
 NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "fsspec")
-"""Libraries with too many INFO lines (httpx logs every request)."""
+"""Libraries that log too much at INFO level (httpx logs every request)."""
 FILE_ONLY = {"file_only": True}
-"""`extra=` of a record for the file only, not for the console."""
+"""Pass as `extra=` to log to the file but not to the console."""
 
 
 class VisibleFormatter(logging.Formatter):
-    """Spells out control characters, since a line may contain text of a model, a tool or a dataset."""
+    """Escapes control characters, because a line may contain text from a model, tool or dataset."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -25,10 +25,10 @@ class VisibleFormatter(logging.Formatter):
 def setup_logging(
     log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO, crashes: bool = False
 ) -> None:
-    """Replaces the handlers of the root logger. Can be called again.
+    """Replaces the root logger's handlers. Can be called again.
 
-    `log_path`: a file for the same lines. `process`: a name for the lines; default: the name of the file. `crashes`:
-    also write the stack to the file when a signal like SIGSEGV kills the process, because its stderr is not read.
+    `log_path`: file to log to. `process`: name shown in each line; default: the name of the file. `crashes`: also write
+    the stack to the file when a signal like SIGSEGV kills the process, because nobody reads its stderr.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()

@@ -1,12 +1,12 @@
 """Metrics with a defined reduction.
 
-A metric from one rank, micro-batch or sample defines how it combines with others: a mean has a weight, counts are
-summed, and worst cases are reduced by the maximum. So the reduction is the same everywhere, and never a mean of means.
+Each metric from a rank, micro-batch or sample defines how it is combined with others: means are weighted, counts are
+summed, and worst cases use the maximum. So the reduction is the same everywhere, and never a mean of means.
 
 Invariants
-1. Reducing is associative: any grouping of the inputs results in the same metric, up to float rounding. For all kinds
-   except LAST, the order does not matter either.
-2. All metrics of one name have one kind; mixing kinds is an error.
+1. Reduction is associative: any grouping of the inputs yields the same metric, up to float rounding. Except for LAST,
+   it is also commutative.
+2. All metrics with the same name have the same kind. Mixing kinds is an error.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Metric:
     value: float
     how: Reduce = Reduce.MEAN
     weight: float = 1.0
-    """Number of units (tokens, samples) of a mean; unused by the other kinds."""
+    """Number of units (tokens, samples) that a mean covers. Ignored by the other kinds."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:
-            raise DataError(f"the weight of a mean is {self.weight}; it must be >= 0")
+            raise DataError(f"the weight of a mean must be >= 0, got {self.weight}")
 
     def merge(self, other: Metric) -> Metric:
         """Combines this metric with a later one. Raises `DataError` if they reduce differently."""
         if self.how is not other.how:
-            raise DataError(f"one metric is a {self.how.value} and a {other.how.value}; use one kind for each name")
+            raise DataError(f"cannot combine a {self.how.value} with a {other.how.value}; use one kind for each name")
         if self.how is Reduce.MEAN:
             return self._merge_mean(other)
         if self.how is Reduce.LAST:
@@ -51,13 +51,13 @@ class Metric:
         if self.how is Reduce.SUM:
             return dataclasses.replace(self, value=self.value + other.value)
         if math.isnan(self.value) or math.isnan(other.value):
-            return dataclasses.replace(self, value=math.nan)  # max() and min() may hide it
+            return dataclasses.replace(self, value=math.nan)  # max() and min() can hide NaN
         pick = max if self.how is Reduce.MAX else min
         return dataclasses.replace(self, value=pick(self.value, other.value))
 
     def _merge_mean(self, other: Metric) -> Metric:
         weight = self.weight + other.weight
-        # An empty mean may be NaN (0/0), which must not spoil the result.
+        # An empty mean may be NaN (0/0), which must not propagate.
         parts = [m.value * m.weight for m in (self, other) if m.weight > 0]
         value = sum(parts) / weight if weight > 0 else math.nan
         return Metric(value, Reduce.MEAN, weight)
@@ -72,7 +72,7 @@ def mean(value: float, weight: float = 1.0) -> Metric:
 
 
 def total(value: float) -> Metric:
-    """Returns a count or an amount, which is summed."""
+    """Returns a count or amount that is summed."""
     return Metric(float(value), Reduce.SUM)
 
 
@@ -85,18 +85,18 @@ def minimum(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """Returns a state (a learning rate, a version); its latest value counts."""
+    """Returns a state, such as a learning rate or a version, of which the latest value is kept."""
     return Metric(float(value), Reduce.LAST)
 
 
 def as_metric(value: MetricValue) -> Metric:
-    """Converts a bare number to a mean of weight 1."""
+    """Converts a plain number to a mean with weight 1."""
     return value if isinstance(value, Metric) else mean(value)
 
 
 def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
-    """Combines the metrics of several ranks, micro-batches or samples by name. Raises `DataError` with the name of a
-    metric that cannot be combined."""
+    """Combines the metrics of several ranks, micro-batches or samples by name. Raises `DataError` if a name has metrics
+    of different kinds."""
     out: dict[str, Metric] = {}
     for part in parts:
         for name, value in part.items():
@@ -109,7 +109,7 @@ def merge(*parts: Mapping[str, MetricValue]) -> dict[str, Metric]:
 
 
 def to_floats(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Returns plain numbers for a sink, without means of weight zero."""
+    """Returns plain numbers for a sink. Omits means with weight zero."""
     out = {}
     for name, value in metrics.items():
         metric = as_metric(value)
@@ -123,7 +123,7 @@ def prefixed(prefix: str, metrics: Mapping[str, MetricValue]) -> dict[str, Metri
 
 
 def describe(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Returns `name/mean`, `/median`, `/max` and `/min` of `values`; empty without values."""
+    """Returns `name/mean`, `/median`, `/max` and `/min` of `values`. Empty if there are none."""
     if not values:
         return {}
     return {

@@ -1,12 +1,12 @@
-"""Progress of long work (a bar on a terminal, otherwise a line every ten seconds), and the phases of startup.
+"""Progress display for long operations (a bar on a terminal, else a line every ten seconds), and startup phases.
 
-The worker calls `advance` or `note`; a daemon thread of each `Progress` prints. If the worker calls neither, the line
-says for how long there was no progress.
+The worker calls `advance` or `note`, and a daemon thread of each `Progress` prints. If the worker calls neither for a
+while, the line says how long there has been no progress.
 
 Invariants
-1. Nothing is printed for work that finishes within the first interval.
-2. Leaving the block ends the thread, even after an exception.
-3. A note may contain text of a model, so it is printed as one line, with control characters escaped and without markup.
+1. Nothing is printed for operations that finish within the first interval.
+2. Leaving the block stops the thread, even after an exception.
+3. A note may contain text from a model, so it is printed on one line with control characters escaped and no markup.
 4. No phase is recorded after `StartUp.end`, because it would belong to a step.
 """
 
@@ -26,14 +26,14 @@ from slime.core.text import one_line
 logger = logging.getLogger("slime.progress")
 
 NOTE_CHARS = 300
-"""Length of a note in a line."""
+"""Maximum length of a note."""
 
 
 class Progress:
     """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total=None`: unknown length (startup, a wait), so no ETA. `limit_s`: a deadline, only for display. `tty`: draw a
-    bar (None: only if stderr is a terminal). `console`: rich's, for the bar (None: stderr).
+    `total`: None if unknown (startup, a wait), then there is no ETA. `limit_s`: timeout, only displayed. `tty`: draw a
+    bar (None: if stderr is a terminal). `console`: rich console for the bar (None: stderr).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Progress:
             self._bar.update(self._bar_task, advance=num)
 
     def note(self, text: str) -> None:
-        """Sets the text at the end of the line. A new text counts as progress."""
+        """Sets the text at the end of the line. A changed text counts as progress."""
         text = one_line(text, NOTE_CHARS)
         if text == self._note:
             return
@@ -138,21 +138,21 @@ startup_logger = logging.getLogger("slime.startup")
 
 
 class StartUp:
-    """The phases of a run's startup, which may overlap. Only the driver calls the methods, from one thread.
+    """The phases of a run's startup, which may overlap. Only used from the driver's thread.
 
-    A finished phase is a line on the console. All phases become `startup/*` metrics of the first step, so that the
-    times of that step do not include startup.
+    Each phase is logged when it finishes. All phases become `startup/*` metrics of the first step, so that the step's
+    own timings do not include startup.
     """
 
     def __init__(self, began_s: float | None = None) -> None:
-        """`began_s`: `time.monotonic()` at the beginning of startup; default: now."""
+        """`began_s`: `time.monotonic()` when startup began; default: now."""
         self._began_s = time.monotonic() if began_s is None else began_s
         self._seconds: dict[str, float] = {}
         self._over = False
 
     @contextmanager
     def phase(self, name: str, line: str) -> Iterator[None]:
-        """Times the block as phase `name`. `line`: printed on the console when the phase ends."""
+        """Times the block as phase `name`. `line`: logged when the phase ends."""
         start_s = time.monotonic()
         yield
         self.done(name, line, time.monotonic() - start_s)
@@ -163,12 +163,12 @@ class StartUp:
             startup_logger.info("%s, %.1f s", line, seconds)
 
     def part(self, name: str, seconds: float) -> None:
-        """Records a step within a phase as a metric, without a line."""
+        """Records part of a phase as a metric without logging it."""
         if not self._over:
             self._seconds[name] = seconds
 
     def end(self) -> dict[str, float]:
-        """Ends startup. The first call returns `startup/<phase>_time` of all phases and `startup/total_time`."""
+        """Ends startup. The first call returns `startup/<phase>_time` for all phases and `startup/total_time`."""
         if self._over:
             return {}
         self._over = True

@@ -1,25 +1,24 @@
-"""The run folder: all files of one run.
+"""The run folder, which contains all files of one run.
 
     <run dir>/
-      run.json        each launch: run id, time, command, where, host, versions, code, files (see `start_record`)
+      run.json        per launch: run id, time, command, working directory, host, versions, code, files (`start_record`)
       args.json       all resolved settings of the latest launch
-      starts/N/       of the N-th launch: args.json, and uncommitted changes of the code as CHECKOUT.diff
+      starts/N/       files of the N-th launch: args.json, and uncommitted code changes as CHECKOUT.diff
       metrics.jsonl   one line per logged step
       samples.jsonl   a few samples of each step and evaluation, as text
       logs/           one file per process
-      traces/         a Chrome trace of the driver, and of the rollout side, for each launch
+      traces/         Chrome traces of the driver and the rollout side, for each launch
       tensorboard/
-      profiles/       traces of chosen training steps and engines
-      memory/         histories of GPU memory
-      non_finite/     samples whose loss was not finite
+      profiles/       profiler traces of selected training steps and engines
+      memory/         GPU memory histories
+      non_finite/     samples with a non-finite loss
       report.html report.png report.md
 
 Invariants
-1. The folder appears together with its first files, or not at all: it is written under a different name, then renamed.
-2. A resume keeps all files: metrics are appended, and `run.json` gets one more launch.
-3. Settings that look like a secret are never written.
-4. Only the owner can read a new folder, because the folder and its logs contain prompts and responses. A resume keeps
-   the mode.
+1. The folder is created atomically with its first files: it is written under a temporary name and then renamed.
+2. Resuming keeps all files: metrics are appended, and `run.json` gets an entry for the new launch.
+3. Settings that look like secrets are never written.
+4. A new folder is only readable by its owner, because it contains prompts and responses. Resuming keeps the mode.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from slime.observability.start_record import (
 logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "safetensors", "numpy")
-"""Packages whose versions affect what a run computes."""
+"""Packages whose versions affect a run's results."""
 SUBFOLDERS = ("logs", "traces")
 
 
@@ -96,11 +95,11 @@ class RunFolder:
         command: Sequence[str] = (),
         without_effect: Mapping[str, str] = types.MappingProxyType({}),
     ) -> RunFolder:
-        """Creates the folder, or uses the folder of an earlier launch of the run.
+        """Creates the folder, or reuses the folder of an earlier launch of the run.
 
-        `args`: all resolved settings; `command`: the command with these settings, `slime train ...`; `without_effect`:
-        given settings that have no effect, and why.
-        Raises `ConfigError` if `path` holds something that is not a run.
+        `args`: all resolved settings. `command`: the command with these settings, `slime train ...`. `without_effect`:
+        setting without effect -> reason.
+        Raises `ConfigError` if `path` contains something other than a run.
         """
         settings = plain(args)
         code = checkouts(SLIME, Path.cwd())
@@ -127,14 +126,14 @@ class RunFolder:
         return folder
 
     def note(self, name: str, facts: Any) -> None:
-        """Adds facts to the record of the latest launch."""
+        """Adds an entry to the record of the latest launch."""
         record = self.path / "run.json"
         starts = json.loads(record.read_text())["starts"]
         starts[-1][name] = plain(facts)
         replace_text(record, json_text({"starts": starts}), durable=False)
 
     def write_report(self) -> None:
-        """Makes the report of everything logged so far. A failure is logged, never raised."""
+        """Writes a report of everything logged so far. Errors are logged, never raised."""
         if not self.metrics.is_file() or not self.metrics.stat().st_size:
             logger.info("nothing was logged, so there is no report")
             return
@@ -144,7 +143,7 @@ class RunFolder:
             report = write_report(self.path)
             logger.info("report: %s\n%s", report.page, summary_text(report.summary, report.title))
         except Exception:
-            logger.exception("no report could be made; the metrics are in %s", self.metrics)
+            logger.exception("cannot write the report; the metrics are in %s", self.metrics)
 
     def _make(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         partial = self.path.with_name(f".{self.path.name}.{self.run_id}")
@@ -156,21 +155,21 @@ class RunFolder:
             _write_start(partial, [start], own)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise ConfigError(f"--run-dir {self.path} cannot be created ({error}); name another folder") from error
+            raise ConfigError(f"--run-dir {self.path} cannot be created ({error}); choose another folder") from error
         try:
             partial.rename(self.path)  # also replaces an empty folder
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise ConfigError(
-                f"another run has just created --run-dir {self.path} ({error}); name another folder"
+                f"another run has just created --run-dir {self.path} ({error}); choose another folder"
             ) from error
 
     def _join(self, start: Mapping[str, Any], own: Mapping[str, str]) -> None:
         record = self.path / "run.json"
         if not record.is_file():
             raise ConfigError(
-                f"--run-dir {self.path} holds files but no run.json, so it is not the folder of a run; name a new or "
-                "an empty folder"
+                f"--run-dir {self.path} contains files but no run.json, so it is not a run folder; choose a new or "
+                "empty folder"
             )
         for name in SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
@@ -181,13 +180,13 @@ class RunFolder:
             earlier = None
         if earlier is None:
             raise ConfigError(
-                f"run.json in --run-dir {self.path} is damaged, so its launches are unknown; name another folder"
+                f"run.json in --run-dir {self.path} is corrupt, so its launches are unknown; choose another folder"
             )
         _write_start(self.path, [*earlier, start], own)
 
 
 def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping[str, str]) -> None:
-    """Writes the record of a launch. `own`: files of this launch by name."""
+    """Writes the record of a launch. `own`: file name -> content, for the files of this launch."""
     where = folder / "starts" / str(len(starts) - 1)
     where.mkdir(parents=True, exist_ok=True)
     for name, text in own.items():
@@ -197,12 +196,12 @@ def _write_start(folder: Path, starts: Sequence[Mapping[str, Any]], own: Mapping
 
 
 def json_text(value: Any) -> str:
-    """Formats JSON as in the run's files."""
+    """Serialises JSON as in the run's files."""
     return json.dumps(value, indent=2, sort_keys=False) + "\n"
 
 
 def plain(value: Any, name: str = "") -> Any:
-    """Converts `value` to JSON types. Hides values whose names look like secrets; converts unknown objects to text."""
+    """Converts `value` to JSON types. Hides values whose names look like secrets. Converts unknown types to strings."""
     if isinstance(value, str) and value and SECRET.search(name.lower()):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -213,7 +212,7 @@ def plain(value: Any, name: str = "") -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns installed versions by package name, None if missing. Imports none of them."""
+    """Returns the installed versions by package name (None: not installed), without importing the packages."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -224,7 +223,7 @@ def versions() -> dict[str, str | None]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Facts about the machine that are needed to read timings."""
+    """Returns the machine's properties that are needed to interpret timings."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "name": socket.gethostname(),

@@ -1,12 +1,12 @@
-"""A few samples of each step and evaluation, written to `samples.jsonl` for people to read.
+"""A few human-readable samples of each step and evaluation, written to `samples.jsonl`.
 
 The rollout side picks and decodes them (`slime.rollout.sample_metrics`), the driver writes them (`SamplesFile`), and
-the console, TensorBoard, W&B, the report and `slime samples` show them. They are never encoded again or trained.
+the console, TensorBoard, W&B, the report and `slime samples` show them. They are never re-tokenized or trained on.
 
 Invariants
-1. One line is one sample. It is written before the loop continues.
-2. The reader skips an incomplete line of a killed run. A resumed run never appends to such a line.
-3. Text of a model, a tool or a dataset is hostile: it is escaped by `visible` before it reaches a terminal or a page.
+1. Each line is one sample, written before the loop continues.
+2. The reader skips an incomplete line left by a killed run. A resumed run never appends to such a line.
+3. Text from models, tools and datasets is untrusted, so `visible` escapes it before it reaches a terminal or a page.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ PICKS: tuple[Picked, ...] = get_args(Picked)
 
 FILE_NAME = "samples.jsonl"
 CELL_CHARS = 200
-"""Characters of a prompt or a response in a cell of a table."""
+"""Maximum characters of a prompt or response in a table cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
-    """A sample as text for people. Long text is shortened in the middle."""
+    """A sample as text for display. Long text is shortened in the middle."""
 
     kind: Kind
     step: int
-    """Number of the sample's rollout, from 0; for an evaluation, of the rollout before it (-1: none yet)."""
+    """Rollout number, from 0. For an evaluation, the number of the preceding rollout (-1: none)."""
     dataset: str | None = None
-    """Name of an evaluation's dataset."""
+    """Name of the evaluation dataset."""
     prompt: str
-    """Everything before the response, with special tokens."""
+    """Everything before the response, including special tokens."""
     response: str
-    """The model's tokens and the tool results, with special tokens. SFT: from the first trained token on."""
+    """The model's tokens and tool results, including special tokens. For SFT, starts at the first trained token."""
     reward: float | None
-    """Before any normalisation; None if no grader could score the sample."""
+    """Reward before normalisation. None if no grader could score the sample."""
     label: str | None
-    """The reference answer, as text."""
+    """The reference answer as text."""
     status: str
     """A value of `slime.core.sample.Status`."""
     response_length: int
     """Number of tokens after the prompt, including tool results."""
     weight_version: int | None
-    """The newest weight version that sampled one of the tokens; None if no engine sampled them."""
+    """Newest weight version that sampled any of the tokens. None if no engine sampled them."""
     finish_reason: str | None
-    """stop, length or abort; None if no engine sampled the tokens."""
+    """stop, length or abort. None if no engine sampled the tokens."""
     picked: Picked
     """Why the sample was picked."""
     group_index: int | None = None
@@ -67,34 +67,34 @@ class ShownSample:
     index: int | None = None
     """Index of the execution."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
-    `scores` (the numbers of a reward that is a dict), `trained_tokens`."""
+    """Additional values, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
+    `scores` (the numbers in a dict reward), `trained_tokens`."""
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ShownSample:
-        """Ignores unknown keys. Raises `TypeError` if some are missing."""
+        """Ignores unknown keys. Raises `TypeError` for missing keys."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
 class SamplesFile:
-    """Appends samples to a file. The first sample creates it."""
+    """Appends samples to a file, which is created by the first sample."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_new_start = True
 
     def append(self, samples: Iterable[ShownSample]) -> None:
-        """Writes a line for each sample, all with the same `time` (Unix, seconds)."""
+        """Writes one line per sample, all with the same `time` (Unix seconds)."""
         stamp = {"time": time.time()}
         rows = [{**stamp, **sample.to_dict()} for sample in map(_finite, samples)]
         if not rows:
             return
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows]
-        # Half of a surrogate pair cannot be encoded, but JSON can escape it.
+        # A lone surrogate cannot be encoded as UTF-8, but it can be escaped in JSON.
         content = ("\n".join(lines) + "\n").encode("utf-8", errors="backslashreplace")
         with full_disk_named(self._path.parent), self._path.open("ab") as file:
             if self._is_new_start and not ends_whole(self._path):
@@ -104,14 +104,14 @@ class SamplesFile:
 
 
 def _finite(sample: ShownSample) -> ShownSample:
-    """Returns the sample, with None instead of a reward that JSON cannot represent."""
+    """Returns the sample with a non-finite reward replaced with None, because JSON cannot represent it."""
     reward = sample.reward
     return sample if reward is None or abs(reward) < float("inf") else dataclasses.replace(sample, reward=None)
 
 
 def read_samples(path: Path) -> list[ShownSample]:
-    """Returns the samples in `samples.jsonl`, in file order; none if the file is missing. If a resumed run repeated a
-    step, only the later samples count. Incomplete lines are skipped."""
+    """Returns the samples in `samples.jsonl` in file order, or an empty list if there is no file. If a resumed run
+    repeated a step, only returns the later samples. Skips incomplete lines."""
     if not path.is_file():
         return []
     steps: dict[tuple[str, int, str | None], tuple[Any, list[ShownSample]]] = {}
@@ -129,7 +129,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 
 
 def heading(sample: ShownSample) -> str:
-    """Describes origin and outcome of a sample in one line."""
+    """Describes a sample's origin and outcome in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
     parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
@@ -147,10 +147,10 @@ def number(value: float | None) -> str:
 
 
 def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -> str:
-    """Returns a section with a table of at most `limit` samples; empty without samples.
+    """Returns a Markdown section with a table of at most `limit` samples, or "" without samples.
 
-    Half of the samples are from the first step and evaluation, half from the last; best and worst come before random
-    ones. With `fine_tuning` the responses come from the data.
+    Half of them are from the first step and evaluation, half from the last. Best and worst samples have priority over
+    random ones. `fine_tuning`: responses come from the data.
     """
     samples = read_samples(path)
     if not samples:
@@ -166,7 +166,7 @@ def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -
 
 
 def first_and_last(samples: Sequence[ShownSample], limit: int) -> list[ShownSample]:
-    """Returns at most `limit` samples: in turn from the first and last steps of each dataset, best and worst first."""
+    """Selects up to `limit` samples in turn from the first and last steps of each dataset, best and worst first."""
     steps: dict[tuple[str, str | None], list[int]] = {}
     for s in samples:
         steps.setdefault((s.kind, s.dataset), []).append(s.step)
@@ -196,7 +196,7 @@ def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """Returns a Markdown code span. Bars are escaped, because they would end a cell."""
+    """Returns a Markdown code span. Escapes pipes, because they would end a table cell."""
     line = one_line(text, CELL_CHARS).strip().replace("|", "\\|")
     if not line:
         return ""
@@ -205,16 +205,16 @@ def _code(text: str) -> str:
     return f"{fence}{pad}{line}{pad}{fence}"
 
 
-# --- views of samples for the sinks: console, TensorBoard's text plugin, W&B tables
+# --- formatting for the sinks: console, TensorBoard's text plugin, W&B tables
 
 CONSOLE_CHARS = 240
-"""Characters of a prompt or a response on the console."""
+"""Maximum characters of a prompt or response on the console."""
 COLUMNS = ("step", "picked", "reward", "label", "prompt", "response", "status", "response_length", "weight_version")
-"""Fields of `ShownSample` in a table."""
+"""Fields of `ShownSample` shown in tables."""
 
 
 def is_due(step: int, interval: int | None) -> bool:
-    """Returns whether the console shows samples of this step: every `interval` steps, default 1, 2, 4, 8, ...."""
+    """Returns whether the console shows samples of this step: every `interval` steps; by default 1, 2, 4, 8, ..."""
     if interval == 0:
         return False
     if interval is None:
@@ -223,7 +223,7 @@ def is_due(step: int, interval: int | None) -> bool:
 
 
 def console_lines(samples: Sequence[ShownSample]) -> list[str]:
-    """Returns two lines each for the best and the worst sample, or for any sample if none was scored."""
+    """Returns two lines each for the best and the worst sample, or for a random one if none was scored."""
     shown = [next((s for s in samples if s.picked == picked), None) for picked in PICKS]
     best, worst, other = shown
     lines = []
@@ -236,7 +236,7 @@ def console_lines(samples: Sequence[ShownSample]) -> list[str]:
 
 
 def by_tag(samples: Sequence[ShownSample]) -> dict[str, list[ShownSample]]:
-    """Samples by `samples/rollout` and `samples/eval/<dataset>`."""
+    """Groups samples by tag: `samples/rollout` or `samples/eval/<dataset>`."""
     tags: dict[str, list[ShownSample]] = {}
     for sample in samples:
         tag = f"samples/{sample.kind}" + (f"/{sample.dataset}" if sample.dataset else "")
@@ -249,7 +249,7 @@ def table(samples: Sequence[ShownSample]) -> list[list[Any]]:
 
 
 def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
-    """Returns a page of Markdown for each tag, for TensorBoard's text plugin."""
+    """Returns one page of Markdown per tag, for TensorBoard's text plugin."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.text import metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -267,7 +267,7 @@ def tensorboard_summary(samples: Sequence[ShownSample]) -> Summary:
 
 
 def page(samples: Sequence[ShownSample]) -> str:
-    """Returns Markdown with prompt and response as indented code."""
+    """Returns Markdown with prompts and responses as indented code."""
     parts = []
     for sample in samples:
         facts: Mapping[str, Any] = {"reward": number(sample.reward), "status": sample.status, "label": sample.label}

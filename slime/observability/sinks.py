@@ -1,7 +1,7 @@
-"""Sinks of logged steps: console, JSONL, TensorBoard, W&B.
+"""Sinks for logged steps: console, JSONL, TensorBoard, W&B.
 
-The JSONL file is the record of the run: one object per line, flushed before `write` returns, so a killed run loses no
-finished step. The other sinks are views.
+The JSONL file is the authoritative record: one object per line, flushed before `write` returns, so a killed run does
+not lose any logged step. The other sinks are views.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from slime.observability.samples import (
 logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
-"""Kind of step -> its axis. Evaluations have the number of the rollout before them (-1: none yet)."""
+"""Kind of step -> its axis. An evaluation has the number of the preceding rollout (-1: none)."""
 KINDS = tuple(AXES)
 OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
-"""Axes of other prefixes, whose metrics are in rows of these kinds."""
+"""Axes of other metric prefixes that are logged with these kinds."""
 
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
 EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_[a-z]+|loss|pass@\d+)$")
 EVAL_FACTS = ("eval/step", "eval/weight_version")
-"""`eval/` metrics that are not the score of a dataset."""
+"""`eval/` metrics that are not dataset scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class StepRecord:
     kind: str
     """One of `KINDS`."""
     step: int
-    """Value on the axis of the kind."""
+    """Position on the axis of this kind."""
     metrics: Mapping[str, float]
-    """Full name -> value."""
+    """Full metric name -> value."""
     time_s: float = field(default_factory=time.time)
     """Unix time."""
 
@@ -66,7 +66,7 @@ class StepRecord:
 
 class Sink(Protocol):
     essential: bool
-    """Whether a failure of this sink fails the run. Otherwise the failure is reported once, and the sink is dropped."""
+    """Whether a failure of this sink fails the run. If not, the failure is logged once and the sink is disabled."""
 
     def write(self, record: StepRecord) -> None: ...
 
@@ -82,9 +82,9 @@ class SampleView(Protocol):
 
 
 class JsonlSink:
-    """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file, flushed per line.
+    """Appends `{"time": ..., "<axis>": n, name: value, ...}` to a file and flushes each line.
 
-    On opening, adds a line break after an incomplete line of a killed run, so that the next row is a line of its own.
+    When opening the file, terminates an incomplete line left by a killed run, so that the next row starts a new line.
     """
 
     essential = True
@@ -97,7 +97,7 @@ class JsonlSink:
 
     def write(self, record: StepRecord) -> None:
         row: dict[str, Any] = {"time": round(record.time_s, 3), record.axis: record.step}
-        # JSON has no NaN and no infinity. Every reader accepts them as text, and float() reads them back.
+        # JSON has no NaN or infinity. They are written as strings, which every JSON parser accepts and float() parses.
         row.update({k: v if math.isfinite(v) else str(v) for k, v in record.metrics.items()})
         with full_disk_named(self._folder):
             self._file.write(json.dumps(row) + "\n")
@@ -108,7 +108,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, float]]:
-    """Returns the rows of a metrics file. Skips incomplete lines. Raises `DataError` for lines without metrics."""
+    """Returns the rows of a metrics file. Skips incomplete lines. Raises `DataError` for other invalid lines."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -124,14 +124,14 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 
 def eval_name(key: str) -> str | None:
-    """Returns the dataset of a score `eval/<dataset>`; None for any other metric."""
+    """Returns the dataset of a score `eval/<dataset>`, or None for any other metric."""
     if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
         return None
     return key.removeprefix("eval/")
 
 
 class TensorBoardSink:
-    """Writes TensorBoard's files without torch."""
+    """Writes TensorBoard event files without importing torch."""
 
     essential = False
 
@@ -162,19 +162,19 @@ class TensorBoardSink:
 
 
 WANDB_LIMIT_S = 300.0
-"""Time limit for W&B's servers at the end of a run."""
+"""Timeout for W&B's servers at the end of a run."""
 
 
 class WandbSink:
-    """Weights & Biases. Each kind of step has its own axis, `<kind>/step`.
+    """Logs to Weights & Biases. Each kind of step has its own axis, `<kind>/step`.
 
-    The package sends everything to its process `wandb-core`, which must live until `close` returns.
+    The package sends everything to its process `wandb-core`, which must stay alive until `close` returns.
     """
 
     essential = False
 
     def __init__(self, *, settings: Mapping[str, Any], **init: Any) -> None:
-        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: the run's config there."""
+        """`init`: arguments of `wandb.init` (project, group, name, dir, mode). `settings`: the run's config in W&B."""
         try:
             import wandb  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
@@ -187,7 +187,7 @@ class WandbSink:
             raise ConfigError(
                 f"W&B refused --use-wandb: {error}; run wandb login, set --wandb-mode offline, or drop --use-wandb"
             ) from error
-        sys.excepthook = hook  # W&B's hook would print every traceback again; `close` reports the end
+        sys.excepthook = hook  # W&B's hook would print tracebacks a second time; `close` reports failures
         for prefix, axis in (AXES | OTHER_AXES).items():
             self._run.define_metric(axis)
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -204,7 +204,7 @@ class WandbSink:
         self._run.log({AXES[kind]: step, **tables})
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends the run at W&B and `wandb-core`. Raises `DeadlineExceeded` if that takes more than `WANDB_LIMIT_S`."""
+        """Finishes the W&B run and stops `wandb-core`. Raises `DeadlineExceeded` after `WANDB_LIMIT_S`."""
         import wandb
 
         def end() -> None:
@@ -216,7 +216,7 @@ class WandbSink:
         thread.join(WANDB_LIMIT_S)
         if thread.is_alive():
             raise DeadlineExceeded.waiting(
-                owner="driver", for_what="W&B to take the last steps (run wandb sync)", limit_s=WANDB_LIMIT_S
+                owner="driver", for_what="W&B to receive the last steps (run wandb sync)", limit_s=WANDB_LIMIT_S
             )
 
 
@@ -243,16 +243,16 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "eval": (),
 }
-"""(metric, label, format) on the console for each kind of step, in order; missing metrics are left out."""
+"""(metric, label, format) shown on the console for each kind of step, in order. Missing metrics are skipped."""
 FINE_TUNING = (
     ("rollout/total_len/mean", "length", ".1f"),
     ("rollout/trained_tokens", "trained tokens", ".0f"),
 )
-"""Replaces the headlines of a rollout in fine-tuning, where nothing is sampled or rewarded."""
+"""Replaces the "rollout" headlines for fine-tuning, where nothing is sampled or rewarded."""
 
 
 class ConsoleSink:
-    """One line per step: the most important numbers and the time left."""
+    """Prints one line per step with the most important metrics and the ETA."""
 
     essential = False
 
@@ -272,18 +272,18 @@ class ConsoleSink:
         logger.info("%s", line, extra=FILE_ONLY)
 
     def write_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Prints samples of a step if it is due; of an evaluation only if the run has no steps."""
+        """Prints samples of a step if they are due, and of an evaluation only if the run has no steps."""
         only_evaluates = self._num_rollout == 0 and self._samples_interval != 0
         if only_evaluates if kind == "eval" else is_due(step, self._samples_interval):
             for line in console_lines(samples):
                 self._print(f"{'sample':>7}  {line}", "dim")
 
     def _print(self, line: str, style: str) -> None:
-        """Prints plain text: rich must not read brackets as markup or `:smile:` as an emoji."""
+        """Prints plain text, so that rich does not interpret brackets as markup or `:smile:` as an emoji."""
         self._console.print(line, soft_wrap=True, markup=False, emoji=False, style=style)
 
     def line(self, record: StepRecord) -> str:
-        """Returns the line of a record. Call it once per record, because it counts steps."""
+        """Returns the console line for a record. Must be called once per record, because it counts steps."""
         head = f"{record.kind:>7} {record.step}"
         if record.kind in ("rollout", "train") and self._num_rollout is not None:
             head += f" ({record.step + 1}/{self._num_rollout})"
@@ -301,7 +301,7 @@ class ConsoleSink:
         return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
 
     def _eta(self, record: StepRecord) -> str:
-        """Returns the time left, estimated from the steps of this process, without startup and without earlier
+        """Returns the remaining time, estimated from the steps of this process, excluding startup and earlier
         launches."""
         self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
         if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
@@ -320,5 +320,5 @@ class ConsoleSink:
 
 
 def _number(value: float, spec: str) -> str:
-    """Formats by `spec`; a trailing `s` in it adds the unit."""
+    """Formats a number with `spec`. A trailing `s` in `spec` adds the unit."""
     return f"{value:{spec[:-1]}} s" if spec.endswith("s") else f"{value:{spec}}"

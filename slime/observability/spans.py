@@ -1,13 +1,13 @@
-"""Spans: the time of each part of a step, as `perf/<name>_time` and as a Chrome trace.
+"""Spans: timings of the parts of a step, reported as `perf/<name>_time` metrics and as a Chrome trace.
 
-Any thread or asyncio task of a process produces spans. The owner of the step loop consumes them once per step
+Spans are recorded by any thread or asyncio task of a process and collected once per step by the owner of the step loop
 (`collect`). The trace file is written line by line and can be read at any time, even after the process was killed. Code
-without its own `Spans` uses `span`, which adds to the recorder of the process. Before `start_recording`, that recorder
-keeps only times.
+without its own `Spans` uses `span`, which records to the process-wide recorder. Until `start_recording` is called, that
+recorder does not write a trace.
 
 Invariants
-1. A span that ends with an exception is recorded too, with the name of the exception.
-2. Spans in one row of a trace are nested or disjoint, because each asyncio task has its own row.
+1. A span that ends with an exception is also recorded, with the exception's name.
+2. Spans in the same row of a trace are nested or disjoint, because each asyncio task has its own row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.core.files import full_disk_named
 
 
 class Spans:
-    """Collects the spans of one process: `with spans("train"): ...`, and once per step `spans.collect()`."""
+    """Records the spans of one process: `with spans("train"): ...`, then `spans.collect()` once per step."""
 
     def __init__(self, process: str = "main", trace_path: Path | None = None) -> None:
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-        """Times the block. `timed=False`: only adds it to the trace, for parallel work. `facts`: for the trace."""
+        """Times the block. `timed=False`: only add it to the trace (for parallel work). `facts`: added to the trace."""
         start_s = time.perf_counter()
         try:
             yield
@@ -55,7 +55,7 @@ class Spans:
             self._record(name, start_s, time.perf_counter(), timed, facts)
 
     def note(self, name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-        """Adds a span of another process, in Unix time, to the trace. `row`: by default, one row per name."""
+        """Adds a span from another process to the trace, in Unix time. `row`: by default, one row per name."""
         with self._lock:
             self._event(name, begin_s, end_s, ("noted", row or name), facts)
 
@@ -73,12 +73,12 @@ class Spans:
             self._write({**event, **stamp, "args": facts})
 
     def _write(self, event: dict[str, Any]) -> None:
-        assert self._file is not None, "a trace event without a trace file"
+        assert self._file is not None, "cannot write a trace event without a trace file"
         with full_disk_named(self._folder):
             self._file.write(json.dumps(event, default=str) + ",\n")
 
     def collect(self) -> dict[str, float]:
-        """Returns the seconds per name since the last call as `perf/<name>_time`, and the elapsed time as
+        """Returns the seconds per name since the last call as `perf/<name>_time`, plus the elapsed time as
         `perf/step_time`."""
         now_s = time.perf_counter()
         with self._lock:
@@ -89,7 +89,7 @@ class Spans:
         return out
 
     def close(self) -> None:
-        """Closes the trace file. Times are still collected."""
+        """Closes the trace file. Timings can still be collected."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -97,7 +97,7 @@ class Spans:
 
 
 def _doer() -> object:
-    """Returns the owner of a trace row: the asyncio task, else the thread."""
+    """Returns the key of the current trace row: the asyncio task, or else the thread."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -109,7 +109,7 @@ _recorder = Spans()
 
 
 def start_recording(process: str, trace_dir: Path | None) -> Spans:
-    """Gives this process a new recorder, which writes `<trace_dir>/<process>-<pid>.json`."""
+    """Replaces this process's recorder with a new one that writes `<trace_dir>/<process>-<pid>.json`."""
     global _recorder
     _recorder.close()
     path = None if trace_dir is None else trace_dir / f"{process}-{os.getpid()}.json"
@@ -119,23 +119,23 @@ def start_recording(process: str, trace_dir: Path | None) -> Spans:
 
 @contextmanager
 def span(name: str, *, timed: bool = True, **facts: Any) -> Iterator[None]:
-    """Times the block in this process's recorder (see `Spans.__call__`)."""
+    """Times the block with this process's recorder (see `Spans.__call__`)."""
     with _recorder(name, timed=timed, **facts):
         yield
 
 
 def note_span(name: str, begin_s: float, end_s: float, *, row: str | None = None, **facts: Any) -> None:
-    """Adds a span of another process to this process's trace (see `Spans.note`)."""
+    """Adds a span from another process to this process's trace (see `Spans.note`)."""
     _recorder.note(name, begin_s, end_s, row=row, **facts)
 
 
 def collect() -> dict[str, float]:
-    """Returns the times of this process's recorder since the last call (see `Spans.collect`)."""
+    """Returns this process's timings since the last call (see `Spans.collect`)."""
     return _recorder.collect()
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Returns the events of a trace file, complete or not; a truncated last line is skipped."""
+    """Returns the events of a trace file, which may be incomplete. Skips a truncated last line."""
     events = []
     for line in path.read_bytes().splitlines()[1:]:
         try:

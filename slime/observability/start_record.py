@@ -1,11 +1,11 @@
-"""The record of a launch besides its settings: code, files that settings name, environment.
+"""Records a launch's code, input files and environment.
 
-The record is part of `run.json`, so that `slime rerun` can report what has changed. For a large file, such as gigabytes
-of weights, only the size, the beginning and the end are hashed.
+The record is part of `run.json`, so that `slime rerun` can report what has changed. Of a large file, such as gigabytes
+of weights, only the beginning and the end are hashed.
 
 Invariants
 1. Recording never fails a run: an unreadable file is recorded as such.
-2. Files and variables whose names look like a secret are left out, and secrets in a diff are hidden.
+2. Files and variables with names that look like secrets are omitted, and secrets in a diff are hidden.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.core.text import HIDDEN
 SECRET = re.compile(
     r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?(_b)?|token|secret|password|watermark_config)$"
 )
-"""Names of settings and variables (in lower case) whose values are never written."""
+"""Lower-case names of settings and variables whose values are never written."""
 
 SLIME = Path(__file__).parents[1] / "__init__.py"
 OUTPUTS = frozenset(
@@ -38,25 +38,25 @@ OUTPUTS = frozenset(
 )
 """Settings for folders and files that a run writes."""
 SHARED_OUTPUTS = frozenset(("tensorboard_dir", "wandb_dir"))
-"""Output folders that many runs share: each run writes into its own folder in them."""
+"""Output folders that several runs can share. Each run writes to its own subfolder."""
 NO_INPUTS = OUTPUTS | {"origins", "idle", "run_id", "components.run_id"}
 ENVIRONMENT = re.compile(
     r"(OMP|MKL|NCCL|GLOO|CUDA|CUBLAS|TORCH|PYTORCH|SGLANG|SGL|MEGATRON|NVTE|HF|TRANSFORMERS|TOKENIZERS|RAY|WANDB)_\w+"
     r"|PYTHONPATH|PYTHONHASHSEED|SLIME_(?!RUN_ID)\w+"
 )
-"""Variables that affect what a run computes or where it finds files."""
+"""Environment variables that affect a run's results or where it finds files."""
 MAX_HASHED_BYTES = 256 << 20
-"""For a larger file, only the beginning and the end are hashed."""
+"""Of larger files, only the beginning and the end are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Limit for the hashed bytes of all files. After that only the beginning and the end of each file are hashed."""
+"""Maximum number of bytes hashed in total. Of further files, only the beginning and the end are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""Maximum number of files per setting; a larger folder is recorded in part."""
+"""Maximum number of files per setting. A larger folder is recorded partially."""
 MAX_DIFF_BYTES = 1 << 20
-"""Maximum number of bytes of one checkout's uncommitted changes."""
+"""Maximum recorded size of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10
 NOT_READ = "not read"
-"""The value instead of a hash if git failed or was too slow."""
+"""Used instead of a hash if git failed or timed out."""
 _SECRET_FILES = ("*.env", ".env*", "*.pem", "*.key", "*secret*", "*credential*", "*password*")
 _SECRET_LINE = re.compile(r"(?im)^([+ -].*(?:key|token|secret|password)\w*[\"']?\s*[:=]\s*[\"']?)([^\s\"',)]{8,})")
 _SECRET_JSON = re.compile(r"(\"\w*(?:key|token|secret|password)\"\s*:\s*\")[^\"]*(\")", re.I)
@@ -67,18 +67,18 @@ class Checkout:
     root: str
     commit: str
     diff: str
-    """Uncommitted changes of tracked files, as text without secrets; at most `MAX_DIFF_BYTES`."""
+    """Uncommitted changes of tracked files with secrets removed, at most `MAX_DIFF_BYTES`."""
     diff_sha256: str | None
-    """Hash of all uncommitted changes; None without any, `NOT_READ` if git failed."""
+    """Hash of all uncommitted changes. None if there are none, `NOT_READ` if git failed."""
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
-    """Replaces the values of secret flags in a command line, in both spellings (`--wandb-key x`, `--wandb-key=x`).
+    """Hides the values of secret flags in a command line, in both forms (`--wandb-key x`, `--wandb-key=x`).
 
-    `@FILE` stays, because it only says where the secret is.
+    Keeps `@FILE`, because it only says where the secret is stored.
     """
     out: list[str] = []
-    hide = False  # until the next flag, since a flag may take several values
+    hide = False  # until the next flag, because a flag may take several values
     for word in command:
         flag, equals, value = word.partition("=")
         secret = flag.startswith("--") and SECRET.search(flag.lstrip("-").replace("-", "_")) is not None
@@ -101,7 +101,7 @@ def environment() -> dict[str, str]:
 
 
 def checkouts(*places: Path) -> list[Checkout]:
-    """Returns the git checkouts that track these files or folders, each once."""
+    """Returns the git checkouts that track these files or folders, without duplicates."""
     found: dict[str, Checkout] = {}
     for place in places:
         root = _root_of(place)
@@ -116,7 +116,7 @@ def checkouts(*places: Path) -> list[Checkout]:
 
 
 def _root_of(place: Path) -> str | None:
-    """Returns the checkout that tracks `place`; None for a package in a folder that git ignores."""
+    """Returns the root of the checkout that tracks `place`. None for a package in a folder that git ignores."""
     folder = place if place.is_dir() else place.parent
     root = _git(folder, "rev-parse", "--show-toplevel")
     return root.strip() if root and _git(folder, "ls-files", "--", str(place)) else None
@@ -135,10 +135,7 @@ def _shown(diff: str) -> str:
     hidden = _SECRET_LINE.sub(rf"\g<1>{HIDDEN}", diff)
     if len(hidden.encode()) <= MAX_DIFF_BYTES:
         return hidden
-    return (
-        hidden.encode()[:MAX_DIFF_BYTES].decode(errors="ignore")
-        + f"\n(the rest, after {MAX_DIFF_BYTES} bytes, is left out)\n"
-    )
+    return hidden.encode()[:MAX_DIFF_BYTES].decode(errors="ignore") + f"\n(truncated after {MAX_DIFF_BYTES} bytes)\n"
 
 
 def _digest(text: str) -> str | None:
@@ -146,16 +143,16 @@ def _digest(text: str) -> str | None:
 
 
 def input_files(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the files that settings name, with size and hash: data, hooks, YAML, and the files of a model.
+    """Returns the files referenced by settings (data, hooks, YAML, model files) with their sizes and hashes.
 
-    `settings`: as JSON. A value may be a path, a folder, a pattern, a path with a slice (`@[a:b]`) or `{rollout_id}`,
-    or a function whose module is already loaded.
+    `settings`: as JSON. Values can be paths, folders, glob patterns, paths with a slice (`@[a:b]`) or `{rollout_id}`,
+    or functions in modules that are already loaded.
     """
     out: dict[str, dict[str, Any]] = {}
     left = MAX_TOTAL_BYTES
     for name, value in _strings(settings):
         if name == "load" and value == settings.get("save"):
-            continue  # this run will write it
+            continue  # an output of this run
         for path in itertools.islice(_files_of(value), MAX_FILES):
             if str(path) not in out:
                 facts = _fingerprint(path, min(left, MAX_HASHED_BYTES))
@@ -183,7 +180,7 @@ def _files_of(value: str) -> Iterator[Path]:
     if module is not None:
         yield module
     if "/" not in text and "." not in text:
-        return  # a single word is not a path, even if there is a file of that name
+        return  # a plain word is not treated as a path, even if a file with that name exists
     pattern = glob.escape(text).replace("{rollout_id}", "*") if "{rollout_id}" in text else text
     try:
         for found in sorted(glob.glob(pattern, recursive=True)) if not os.path.exists(text) else [text]:
@@ -194,14 +191,14 @@ def _files_of(value: str) -> Iterator[Path]:
 
 
 def _module_file(value: str) -> Path | None:
-    """Returns the file of a loaded function `pkg.mod:fn` or `pkg.mod.fn` of the user."""
+    """Returns the source file of a user function `pkg.mod:fn` or `pkg.mod.fn` if its module is loaded."""
     name = value.rpartition(":")[0] or value.rpartition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) if name.partition(".")[0] != "slime" else None
     return Path(file).resolve() if file else None
 
 
 def _fingerprint(path: Path, most: int) -> dict[str, Any]:
-    """Returns size and hash of a file. If it has more than `most` bytes, only its beginning and end are hashed."""
+    """Returns a file's size and hash. Beyond `most` bytes, only the beginning and the end are hashed."""
     try:
         size = path.stat().st_size
         whole = size <= max(most, 2 * END_BYTES)

@@ -1,11 +1,11 @@
-"""`Tracker`: passes the metrics of a step to every sink.
+"""`Tracker`: passes the metrics of each step to all sinks.
 
-Only the driver of the run calls it, from one thread; ranks and actors return their metrics to the driver.
+Only used from the driver's thread. Ranks and actors return their metrics to the driver.
 
 Invariants
-1. Steps of one kind increase; a repeated or earlier step is refused (an evaluation may repeat its step).
-2. A view that fails (TensorBoard, W&B, the console) is dropped with one message, and the run continues. If the JSONL
-   file, the record of the run, cannot be written, the run fails. Problems with samples never fail a run.
+1. Steps of one kind increase. A repeated or earlier step is an error, but an evaluation may repeat its step.
+2. If a view (TensorBoard, W&B, the console) fails, it is dropped with a log message and the run continues. If the JSONL
+   file cannot be written, the run fails. Problems with samples never fail a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Views:
     num_rollout: int | None
     """Number of steps, for the console."""
     log_samples_interval: int | None = None
-    """Steps between samples on the console (`samples.is_due`)."""
+    """Number of steps between samples on the console (`samples.is_due`)."""
     use_tensorboard: bool = False
     tensorboard_dir: str | None = None
     tb_project_name: str | None = None
@@ -68,7 +68,7 @@ class Tracker:
     """Logs the steps of one run. Leaving the block closes the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
-        """`sinks`: views in addition to `metrics.jsonl` of `folder`, which is always written."""
+        """`sinks`: views in addition to `metrics.jsonl` in `folder`, which is always written."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._samples: SamplesFile | None = SamplesFile(folder.samples)
@@ -77,7 +77,7 @@ class Tracker:
 
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
-        """Creates the sinks that `views` selects. Raises `ConfigError` if a package is missing."""
+        """Creates the sinks selected by `views`. Raises `ConfigError` if a package is missing."""
         sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
         sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
@@ -87,20 +87,20 @@ class Tracker:
         return cls(folder, sinks)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Keeps metrics for the "perf" record of the current step. A bare name becomes `perf/name`."""
+        """Stores metrics for the "perf" record of the current step. A name without prefix becomes `perf/name`."""
         self._pending.update(_grouped("perf", metrics))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-        """Writes one step and returns its plain numbers. A bare name becomes `kind/name`.
+        """Logs one step and returns its metrics as plain numbers. A name without prefix becomes `kind/name`.
 
-        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for an unknown kind, or a step that does not
+        `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for an unknown kind or a step that does not
         increase.
         """
         if kind not in KINDS:
-            raise DataError(f"unknown kind of step {kind!r}; use one of {KINDS}, which have their own axes")
+            raise DataError(f"unknown kind of step {kind!r}; use one of {KINDS}")
         if kind in self._last_step and kind != "eval" and step <= self._last_step[kind]:
             raise DataError(
-                f"{kind} step {step} comes after {self._last_step[kind]}, but steps must increase; log each step once"
+                f"{kind} step {step} was logged after step {self._last_step[kind]}; log steps once, in increasing order"
             )
         self._last_step[kind] = step
         grouped = _grouped(kind, metrics)
@@ -113,14 +113,14 @@ class Tracker:
         return dict(record.metrics)
 
     def log_samples(self, kind: Kind, step: int, samples: Sequence[ShownSample]) -> None:
-        """Appends the samples of a step or an evaluation to `samples.jsonl` and passes them to the views."""
+        """Appends the samples of a step or evaluation to `samples.jsonl` and passes them to the views."""
         if not samples:
             return
         try:
             if self._samples is not None:
                 self._samples.append(samples)
         except Exception:
-            logger.exception("%s cannot be written, so no more samples are saved", self.folder.samples.name)
+            logger.exception("cannot write %s; no more samples will be saved", self.folder.samples.name)
             self._samples = None
         for sink in list(self._sinks):
             if isinstance(sink, SampleView):
@@ -128,7 +128,7 @@ class Tracker:
 
     @contextmanager
     def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
-        """Shows the progress of long work. Yields a function that takes the latest note and returns it, or "none"."""
+        """Shows the progress of a long operation. Yields a function that sets the note and returns it (or "none")."""
         with Progress(what, limit_s=limit_s) as progress:
 
             def on_poll(text: str) -> str:
@@ -143,11 +143,11 @@ class Tracker:
         except Exception:
             if sink.essential:
                 raise
-            logger.exception("%s failed and is dropped; metrics.jsonl is still written", type(sink).__name__)
+            logger.exception("%s failed and is disabled; metrics.jsonl is still written", type(sink).__name__)
             self._sinks.remove(sink)
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes every sink. `failed`: whether the run failed. Can be called again."""
+        """Closes all sinks. `failed`: whether the run failed. Idempotent."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)
@@ -169,7 +169,7 @@ def _grouped(kind: str, metrics: Mapping[str, MetricValue]) -> dict[str, MetricV
 
 
 def _tensorboard_dir(views: Views, folder: RunFolder) -> Path:
-    """Returns the run's own folder in --tensorboard-dir or TENSORBOARD_DIR, which many runs may share."""
+    """Returns the run's own folder inside --tensorboard-dir or TENSORBOARD_DIR, which several runs can share."""
     shared = views.tensorboard_dir or os.environ.get("TENSORBOARD_DIR")
     if not shared and not views.tb_project_name:
         return folder.tensorboard

@@ -63,4 +63,4 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_checkpoint(
     groups = [group[0].group_index for step in range(NUM_STEPS) for group in recorded_groups(rollouts, step)]
     assert len(groups) == len(set(groups)), "a group was trained twice"
     report = (run.run_dir / "report.html").read_text()
-    assert "resumed by itself, after" in report and "2 starts" in report
+    assert "resumed automatically after" in report and "2 starts" in report

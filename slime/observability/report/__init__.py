@@ -1,7 +1,7 @@
-"""The report of a run: a picture, a text and a page, made from its run folder during or after the run.
+"""The report of a run (image, text and HTML page), created from the run folder during or after the run.
 
-`record` reads the folder, `panels` chooses the curves, `summary` describes the run in words, `figure` draws, and `page`
-writes the HTML. Each uses the results of the previous one, so no number is computed twice.
+`record` reads the folder, `panels` selects the curves, `summary` describes the run in words, `figure` draws the plots,
+and `page` writes the HTML. Each uses the results of the previous ones, so no number is computed twice.
 """
 
 from slime.observability.report.page import Report, write_report

@@ -1,7 +1,8 @@
-"""Draws the panels with matplotlib: for the picture of a run (`report.png`), and as SVG for the cards of its page.
+"""Draws the panels with matplotlib: as an image (`report.png`), and as SVG for the cards of the HTML page.
 
-matplotlib's SVG is adapted to the page: the page's policy allows no `style`, ids must be unique in a page, and a dark
-page has different colours. `data-*` attributes of each curve hold the values under the pointer, which page.js shows.
+matplotlib's SVG is adapted to the page: the content security policy forbids `style`, ids must be unique within a page,
+and dark mode uses different colours. The `data-*` attributes of each curve contain the values that page.js shows under
+the pointer.
 """
 
 from __future__ import annotations
@@ -31,32 +32,31 @@ from slime.observability.report.record import (
 from slime.observability.report.summary import RunSummary, summary_of
 
 COLORS = ("#2563c9", "#d9730d", "#23935a", "#c93a3a", "#7d4fc2", "#12858f", "#a0527c", "#6b7280")
-"""The same colours as in page.css, which has different colours for a dark page."""
+"""The same colours as in page.css, which has other colours for dark mode."""
 OTHER_COLOR = "#b6bcc6"
 PART_COLORS = dict(zip(STEP_PARTS, (0, 6, 1, 7, 2, 5, 4, 3), strict=True))
-"""Part of a step -> index of its colour."""
+"""Part of a step -> colour index."""
 INK, MUTED, GRID, MARK = "#1b2029", "#626b7a", "#e3e6eb", "#8b93a1"
 CLASSES = {color: f"c{i}" for i, color in enumerate((*COLORS, OTHER_COLOR))}
 VARIABLES = CLASSES | {MUTED: "muted", GRID: "grid", MARK: "mark"}
-"""Colour -> its variable in page.css."""
+"""Colour -> variable in page.css."""
 PARTS_TITLE = "Where the time of a step goes"
 ROOM = 0.08
-"""The free space above and below a curve, as a fraction of the curve's range."""
+"""Margin above and below a curve, as a fraction of its range."""
 ROOM_ABOVE_ONE = 0.05
-"""Keeps a curve at 100 % away from the title."""
+"""Margin that keeps a curve at 100 % away from the title."""
 MARKERS_UP_TO = 40
-"""A curve with at most this many steps has a marker for each step."""
+"""Curves with at most this many steps have a marker at each step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The x axis that all panels share, so that they can be compared."""
+    """The x axis shared by all panels, so that they can be compared."""
 
     limits: tuple[int, int]
     """First and last step of the run."""
     marks: Sequence[float]
-    """Positions of the dotted lines that mark a resume: between the last step before the resume and the first step
-    after it."""
+    """Positions of the dotted lines that mark a resume, halfway between the steps before and after it."""
 
 
 def frame_of(record: RunRecord) -> Frame:
@@ -65,12 +65,11 @@ def frame_of(record: RunRecord) -> Frame:
     return Frame((first, last), [step - 0.5 for step in sorted(set(record.resumed_at)) if first < step <= last])
 
 
-# --- axes and curves: the same in the picture and on the page
+# --- axes and curves, the same for image and page
 
 
 def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ()) -> None:
-    """Draws curves, band, grid and numbers. `names`: names of the curves, for a legend; the id of curve i is
-    `series-i`."""
+    """Draws curves, band, grid and tick labels. `names`: legend labels. The id of curve i is `series-i`."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     low, high = value_limits(drawn)
@@ -101,7 +100,7 @@ def draw_panel(axes: Any, drawn: Drawn, frame: Frame, names: Sequence[str] = ())
 
 
 def draw_parts(axes: Any, times: StepTimes, frame: Frame) -> None:
-    """Draws stacked bars of the parts of a step; the id of part i is `series-i`."""
+    """Draws the parts of a step as stacked bars. The id of part i is `series-i`."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
@@ -144,7 +143,7 @@ def _draw_frame(axes: Any, frame: Frame, limits: tuple[float, float]) -> None:
 
 
 def value_limits(drawn: Drawn) -> tuple[float, float]:
-    """Returns the lowest and the highest value that the panel shows."""
+    """Returns the limits of the panel's y axis."""
     curves = [one.curve for one in drawn.series] + list(drawn.band or ())
     values = [value for one in curves for value in one.values]
     low, high = min(values), max(values)
@@ -171,7 +170,7 @@ def unit_of(drawn: Drawn) -> str:
 
 
 def headline(drawn: Drawn) -> str:
-    """Returns the first and the last value of a panel with one curve, as text."""
+    """Returns the first and last value of a panel with a single curve, as text."""
     if len(drawn.series) != 1:
         return ""
     curve = drawn.series[0].curve
@@ -180,7 +179,7 @@ def headline(drawn: Drawn) -> str:
 
 
 def in_words(panels: Iterable[Drawn]) -> str:
-    """Returns one sentence about the panels with constant values; empty if there are none."""
+    """Returns one sentence about the panels with constant values, or "" if there are none."""
     said = []
     for drawn in (one for one in panels if one.in_words):
         values = [f"{one.label} {written(one.curve.last, drawn)}" for one in drawn.series]
@@ -190,15 +189,15 @@ def in_words(panels: Iterable[Drawn]) -> str:
     return f"the same in every step: {'; '.join(said)}" if said else ""
 
 
-# --- the cards of the page
+# --- cards of the page
 
 WIDTH, HEIGHT = 460.0, 220.0
-"""The size of a panel on the page, in points."""
+"""Size of a panel on the page, in points."""
 LEFT, RIGHT, TOP, BOTTOM = 48.0, 12.0, 10.0, 24.0
 
 
 def svg_of(draw: Callable[[Any], None]) -> tuple[str, tuple[float, float]]:
-    """Returns an SVG image of the axes that `draw` fills, and the first and last step of their x axis."""
+    """Returns an SVG image of the axes drawn by `draw`, and the limits of their x axis."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -234,9 +233,9 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
         color = f"p {CLASSES[part_color(part)]}"
         data[f"series-{i}"] = _data(color, part, times.steps, " ".join(map(short, seconds)))
         entries.append((color, part, seconds_text(sum(seconds) / len(seconds)), False))
-    about = "What the driver waited for. The parts do not overlap. The legend shows the means."
+    about = "What the driver waited for. The parts do not overlap. The legend shows their means."
     if times.steps_per_bar > 1:
-        about += f" One bar is the mean of {times.steps_per_bar} steps."
+        about += f" Each bar is the mean of {times.steps_per_bar} steps."
     said = "; ".join(f"{name}: mean {value}" for _, name, value, _ in entries)
     svg, steps = svg_of(lambda axes: draw_parts(axes, times, frame))
     return _card(PARTS_TITLE, "s", about, "", entries, _picture(svg, steps, f"{PARTS_TITLE}: {said}", data))
@@ -245,7 +244,7 @@ def parts_figure(times: StepTimes, frame: Frame) -> Markup:
 def _card(
     title: str, unit: str, about: str, value: str, entries: Sequence[tuple[str, str, str, bool]], picture: Markup
 ) -> Markup:
-    """Builds a card. `entries` of the legend: class of the colour, name, value, dashed."""
+    """Builds a card. `entries`: legend entries (colour class, name, value, dashed)."""
     head = [element("h3", title, element("span", f" {unit}", class_="unit") if unit else None)]
     if value:
         head.append(element("span", value, class_="value"))
@@ -263,7 +262,7 @@ def _card(
 
 
 def _data(color: str, name: str, steps: Sequence[float], values: str) -> Mapping[str, str]:
-    """Attributes of the group of one curve, for the script."""
+    """Returns the attributes of a curve's SVG group, for page.js."""
     numbers = " ".join(f"{step:g}" if abs(step) < 1e5 else f"{step:.1f}".removesuffix(".0") for step in steps)
     return {"class_": f"series {color}", "data_name": name, "data_x": numbers, "data_y": values}
 
@@ -275,7 +274,7 @@ def _said(one: Series, drawn: Drawn) -> str:
 
 
 def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str, Mapping[str, str]]) -> Markup:
-    """Adapts an image to the page. `data`: id of a group in the image -> its attributes on the page."""
+    """Adapts an SVG image to the page. `data`: id of a group in the image -> its attributes on the page."""
     inside = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]
     inside = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style.*?</style>\s*</defs>", "", inside, flags=re.S)
     inside = re.sub(r'style="([^"]*)"', lambda found: _attributes(found[1]), inside)
@@ -299,13 +298,13 @@ def _picture(svg: str, steps: tuple[float, float], said: str, data: Mapping[str,
 
 
 def _attributes(style: str) -> str:
-    """Returns a style as attributes, without the font, which the page sets."""
+    """Converts a `style` value to attributes. Drops fonts, which the page sets."""
     pairs = [one.split(":", 1) for one in style.split(";") if ":" in one]
     return " ".join(f'{key.strip()}="{value.strip()}"' for key, value in pairs if "font" not in key)
 
 
 def _rounded(value: re.Match[str]) -> str:
-    """Returns the attribute with one decimal. More decimals would not be visible."""
+    """Rounds the numbers in an attribute to one decimal, because more would not be visible."""
     return re.sub(r"(\.\d)\d{2,}", r"\1", value[0])
 
 
@@ -313,17 +312,17 @@ def _opened(attributes: Mapping[str, str]) -> str:
     return element("g", **attributes).removesuffix("></g>")
 
 
-# --- all panels in one picture. Legends are above the axes, so nothing covers a curve.
+# --- all panels in one image. Legends are above the axes, so they never cover a curve.
 
 LEGEND_CHARS = 57
-"""Characters of a legend that fit on one line above a panel."""
+"""Number of legend characters that fit on one line above a panel."""
 PANEL_INCHES = (4.7, 2.75)
 HEADER_INCHES, FOOTER_INCHES = 0.78, 0.46
 FOOTER_CHARS_PER_INCH = 13
 
 
 def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: str) -> None:
-    """Draws the panels for the picture, and the parts of a step, into a PNG."""
+    """Writes a PNG with the panels and the plot of step times."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -342,11 +341,11 @@ def write_picture(record: RunRecord, panels: Sequence[Drawn], out: Path, title: 
     _footer(figure, frame, in_words(panels))
     cells = figure.add_gridspec(rows, columns)
     spans = [(i // columns, slice(i % columns, i % columns + 1)) for i in range(count)]
-    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last panel takes the rest
+    spans[-1:] = [(row, slice(cell.start, None)) for row, cell in spans[-1:]]  # the last panel fills the row
     grid = [figure.add_subplot(cells[row, cell]) for row, cell in spans]
     legends = [_labels(drawn) for drawn in shown] + ([list(times.parts)] if times is not None else [])
     lines = [legend_lines(labels) for labels in legends]
-    in_row = [max(lines[i - i % columns :][:columns]) for i in range(count)]  # titles of a row are aligned
+    in_row = [max(lines[i - i % columns :][:columns]) for i in range(count)]  # align the titles in a row
     for axes, drawn, labels, room_above in zip(grid, shown, legends, in_row, strict=False):
         draw_panel(axes, drawn, frame, labels)
         _name(axes, drawn.panel.title, unit_of(drawn), headline(drawn), labels, room_above)
@@ -387,7 +386,7 @@ def _footer(figure: Any, frame: Frame, constant: str) -> None:
 
 
 def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], room_above: int) -> None:
-    """Writes title, value and legend above a panel. `room_above`: lines of legend above the panels of its row."""
+    """Adds title, value and legend above a panel. `room_above`: number of legend lines above the panels in this row."""
     pad = 6 + 15 * room_above
     full = f"{title}, {unit}" if unit else title
     axes.set_title(full, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=pad, parse_math=False)
@@ -400,12 +399,12 @@ def _name(axes: Any, title: str, unit: str, value: str, labels: Sequence[str], r
 
 
 def legend_lines(labels: Sequence[str]) -> int:
-    """Returns the number of lines that a legend takes above a panel."""
+    """Returns the number of lines that a legend occupies above a panel."""
     return math.ceil(sum(len(label) + 6 for label in labels) / LEGEND_CHARS) if labels else 0
 
 
 def _labels(drawn: Drawn) -> list[str]:
-    """Returns the labels of the legend; empty if the title already names the only curve."""
+    """Returns the legend labels. Empty if the title already names the only curve."""
     labels = [one.label for one in drawn.series]
     if drawn.band:
         return [f"{labels[0]} (band: minimum to maximum)", *labels[1:]]

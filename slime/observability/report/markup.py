@@ -1,7 +1,7 @@
-"""HTML and SVG with all content escaped, except `Markup`.
+"""Builds HTML and SVG. Everything except `Markup` is escaped.
 
-Text of a model or a dataset is hostile. It enters a page only as a child or an attribute of `element`. Control
-characters, and characters that reverse the order of a line, are spelled out.
+Text from models and datasets is untrusted, so it must only be inserted as a child or attribute of `element`. Control
+characters, and characters that reverse the text direction, are shown as escape sequences.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ VOID = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Text that is already markup. Made only in this module, from constants, and from matplotlib's images."""
+    """Trusted markup. Only created in this module, from constants, and from matplotlib's images."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Markup:
-    """Any value, escaped for a page or an attribute."""
+    """Escapes any value for use as content or attribute."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value)), quote=True))
 
 
 def joined(*children: object) -> Markup:
-    """Concatenates the children, without None."""
+    """Concatenates the children and skips None."""
     return Markup("".join(text(child) for child in children if child is not None))
 
 
 def element(name: str, /, *children: object, **attributes: object) -> Markup:
-    """Builds one element. Attributes: `class_` is `class`, `data_x` is `data-x`; None is left out, True has no value.
-
-    `name` and the names of attributes must be constants.
+    """Builds one element. Attributes: `class_` becomes `class` and `data_x` becomes `data-x`; None and False are
+    omitted; True adds an attribute without value. `name` and attribute names must be constants.
     """
     parts = [name]
     for key, value in attributes.items():
@@ -48,9 +47,9 @@ def element(name: str, /, *children: object, **attributes: object) -> Markup:
     return Markup(opened if name in VOID else f"{opened}{joined(*children)}</{name}>")
 
 
-# --- numbers and dates for people
+# --- human-readable numbers and dates
 def short(value: float) -> str:
-    """Formats three significant digits, with thousands separators, or as a power of ten if very large or small."""
+    """Formats a number with three significant digits (more from 1,000 to 1e6), or in scientific notation."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -65,17 +64,17 @@ def short(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time in seconds, or in milliseconds if it is short."""
+    """Formats a time in seconds, or in milliseconds if it is short."""
     return f"{short(1000 * seconds)} ms" if 0 < seconds < 0.1 else f"{short(seconds)} s"
 
 
 def percent(value: float) -> str:
-    """Returns a share in %; a small one with more digits."""
+    """Formats a fraction as a percentage, with more digits if it is small."""
     if value and abs(value) < 0.1:
         return f"{100 * value:.3g} %"
     return f"{100 * value:.0f} %"
 
 
 def when(time_s: float) -> str:
-    """Formats date and time to the minute, UTC."""
+    """Formats a date and time in UTC, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))

@@ -1,8 +1,7 @@
-"""The page of a run: `report.html`, one file that needs neither server nor network.
+"""The HTML report, `report.html`: a single file that needs neither a server nor a network.
 
-It contains its style and its script. A content security policy lets the browser use only this style and this script, so
-text of a model cannot run as a program even if it gets past the escaping of `markup`. The script only shows the values
-under the pointer.
+Stylesheet and script are inlined. A content security policy allows only these two, so text from a model cannot execute
+even if it gets past the escaping in `markup`. The script just shows the values under the pointer.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from slime.observability.samples import PICKS, ShownSample, number, where
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
-"""Number of visible samples of the latest steps. The other samples are in a collapsed section."""
+"""Number of samples shown initially, from the latest steps. The others are in a collapsed section."""
 VALUE_CHARS = 400
 NUM_COMMIT_CHARS = 12
 COLUMNS = ("of", "reward", "label", "prompt", "response")
 TARGET = "target"
-"""The column for a response that comes from the data."""
+"""Column for a response that comes from the data."""
 
 
 def chosen_samples(samples: Sequence[ShownSample], limit: int = MAX_SAMPLES) -> list[ShownSample]:
-    """Returns at most `limit` samples, latest first: from the last step, the first, and evenly spaced steps between."""
+    """Returns up to `limit` samples from the last, the first and evenly spaced intermediate steps, latest first."""
     steps: dict[tuple[int, str, str], list[ShownSample]] = {}
     for one in samples:
         steps.setdefault((one.step, one.kind, one.dataset or ""), []).append(one)
@@ -69,7 +68,7 @@ def samples_section(record: RunRecord) -> Markup | None:
     shown, rest = chosen[:SHOWN_SAMPLES], chosen[SHOWN_SAMPLES:]
     about = f"{len(chosen)} of the {len(record.samples):,} in samples.jsonl, the latest step first: "
     if record.kind is RunKind.SFT:
-        about += "a random choice of what was trained. The target comes from the data, not from the model."
+        about += "a random selection of what was trained. The target comes from the data, not from the model."
     else:
         about += "the best, the worst and some random ones of each step and evaluation."
     columns = _columns(record)
@@ -79,7 +78,7 @@ def samples_section(record: RunRecord) -> Markup | None:
 
 
 def _columns(record: RunRecord) -> Sequence[str]:
-    """Returns the columns: fine-tuning has targets instead of rewards; not every dataset has labels."""
+    """Returns the table columns. Fine-tuning has targets instead of rewards, and not every dataset has labels."""
     columns = ("of", "label", "prompt", TARGET) if record.kind is RunKind.SFT else COLUMNS
     has_labels = any(one.label for one in record.samples)
     return [name for name in columns if name != "label" or has_labels]
@@ -119,14 +118,14 @@ def _text(value: str) -> Markup:
 
 
 def settings_section(record: RunRecord) -> Markup | None:
-    """Returns the given settings, and all other settings in a collapsed section."""
+    """Returns the settings given by the user, and all others in a collapsed section."""
     every = list(given_settings(record.settings))
     if not every:
         return None
     given = [one for one in every if was_given(one[2])]
     rest = [one for one in every if not was_given(one[2])]
     about = (
-        "Every setting of the latest launch (args.json): first the given settings, then the defaults and derived ones."
+        "All settings of the latest launch (args.json): first those set by the user, then defaults and derived ones."
     )
     drawer = element("details", element("summary", f"{len(rest)} defaults and derived settings"), _settings_table(rest))
     return _section("Settings", about, _settings_table(given) if given else None, drawer)
@@ -146,7 +145,7 @@ def _settings_table(settings: Sequence[tuple[str, object, str]]) -> Markup:
 
 
 def starts_section(record: RunRecord) -> Markup | None:
-    """Shows time, host, commit and command of each launch, and the versions of the latest."""
+    """Returns the time, host, commit and command of each launch, and the versions of the latest one."""
     if not record.starts:
         return None
     rows = []
@@ -176,7 +175,7 @@ def _how(number_of: int, step: str, facts: Mapping[str, object]) -> str:
         return "first start"
     how = "ended before a step" if step == "none" else "resumed"
     restart = facts.get("restart")
-    return f"{how} by itself, after {restart.get('because')}" if isinstance(restart, dict) else how
+    return f"{how} automatically after {restart.get('because')}" if isinstance(restart, dict) else how
 
 
 def _host(host: dict[str, object]) -> str:
@@ -213,7 +212,7 @@ def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title:
     links = element("nav", *anchors, aria_label="sections")
     header = element("header", element("h1", title), element("p", _subtitle(record, summary), class_="muted"), links)
     main = element("main", _tiles(summary), _warnings(summary), *sections.values())
-    note = f"Made by slime from {record.path.name}/metrics.jsonl, {when(time.time())}."
+    note = f"Generated by slime from {record.path.name}/metrics.jsonl, {when(time.time())}."
     style, script = Markup(STYLE.read_text()), Markup(SCRIPT.read_text())
     head = element(
         "head",
@@ -228,7 +227,7 @@ def page(record: RunRecord, panels: Sequence[Drawn], summary: RunSummary, title:
 
 
 def _policy(style: str, script: str) -> str:
-    """Lets a browser use only this style and script, by their hashes."""
+    """Returns a content security policy that only allows this style and script, by their hashes."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
     return (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; base-uri 'none'; "
@@ -283,11 +282,11 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
         return None
     notes = ["Steps are counted from 0, as in metrics.jsonl."]
     if frame.limits[0] < 0:
-        notes.append("An evaluation has the number of the step that it follows; -1 is before the first.")
+        notes.append("An evaluation has the number of the preceding step; -1 is before the first step.")
     if frame.marks:
-        notes.append("Dotted lines: the run was resumed. If a step was repeated, the last repetition is drawn.")
+        notes.append("Dotted lines mark where the run was resumed. Of repeated steps, only the last one is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:
-        notes.append("Pale: every step; strong: the running mean.")
+        notes.append("Pale lines show every step, strong lines the running mean.")
     if constant := in_words(panels):
         notes.append(f"{constant[0].upper()}{constant[1:]}.")
     return _section("Curves", " ".join(notes), element("div", *cards, class_="cards"))
@@ -304,9 +303,9 @@ def _timeline(record: RunRecord) -> Markup | None:
         )
         for i, one in enumerate(found)
     ]
-    about = "What the driver did between the end of the previous step and the end of this step, from traces/."
+    about = "What the driver did between the end of the previous step and the end of this step (from traces/)."
     if any(bar.name == GENERATION for one in found for bar in one.bars):
-        about += " The row “generation” shows what the rollout did meanwhile, for this step or for the next one."
+        about += " The row “generation” shows concurrent rollout work, for this step or the next one."
     return _section("Timeline of a step", about, *figures)
 
 
@@ -327,10 +326,10 @@ class Report:
 
 
 def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | None = None) -> Report:
-    """Creates the report of a run folder. The run may be running, finished or crashed.
+    """Creates the report for a run folder. The run may be running, finished or crashed.
 
-    `out_dir`: default: the run folder. `title`: default: model, data and method. Raises `DataError` if no step was
-    logged.
+    `out_dir`: by default, the run folder. `title`: by default, model, data and method. Raises `DataError` if no step
+    was logged.
     """
     record = read_run(run_dir)
     title, panels, summary = title or record.title, drawn_panels(record), summary_of(record)
@@ -341,6 +340,6 @@ def write_report(run_dir: Path, out_dir: Path | None = None, *, title: str | Non
         (report.text, report_markdown(record, summary, title)),
         (report.page, page(record, panels, summary, title)),
     ):
-        replace_bytes(path, text.encode(errors="replace"), durable=False)  # half a surrogate pair becomes `?`
+        replace_bytes(path, text.encode(errors="replace"), durable=False)  # a lone surrogate becomes `?`
     write_picture(record, panels, report.picture, title)
     return report

@@ -1,6 +1,6 @@
-"""The panels of a report: one table for all kinds of run. Panels without data are left out.
+"""The panels of a report, defined in one table for all kinds of run. Panels without data are omitted.
 
-A line of a panel is one metric. `*` in its key stands for an evaluation dataset and makes a line for each dataset.
+Each line of a panel shows one metric. `*` in a key matches any evaluation dataset and adds one line per dataset.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from slime.observability.report.record import Curve, Row, RunKind, RunRecord, cu
 from slime.observability.sinks import eval_name
 
 Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]
-"""auto: around the values; zero: from 0; unit: 0 to 1 if they fit; share: 0 to 100 %; percent: from 0, in %; log."""
+"""auto: range of the values; zero: from 0; unit: 0 to 1 if possible; share: 0 to 100 %; percent: from 0, in %; log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     key: str
     label: str = ""
-    """`*` becomes the dataset. Empty if the panel's title is enough."""
+    """`*` is replaced with the dataset. Empty if the panel's title is sufficient."""
     dashed: bool = False
     unless_alone: bool = False
-    """Leave the line out if it has one step and another line has more."""
+    """Omit the line if it has only one step while another line has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     title: str
     about: str
-    """What the panel shows, and what to look for."""
+    """What the panel shows and what to look for."""
     section: str
     lines: Sequence[Line]
     unit: str = ""
     scale: Scale = "zero"
     band: tuple[str, str] | None = None
-    """Metrics of the minimum and the maximum around the first line."""
+    """Minimum and maximum metrics for a band around the first line."""
     if_any: bool = False
-    """Leave the panel out if all values are zero."""
+    """Omit the panel if all values are zero."""
     flat_in_words: bool = False
-    """If the values never change, a sentence says so instead of the panel."""
+    """If the values never change, show a sentence instead of the panel."""
     rounding: float = 0.0
-    """Leave the panel out if all values are below this, because they are rounding errors."""
+    """Omit the panel if all values are below this, because they are rounding errors."""
     in_picture: bool = True
-    """Whether `report.png` has the panel; the page has every panel."""
+    """Whether the panel is included in `report.png`. The HTML page includes all panels."""
     kinds: frozenset[RunKind] = field(default_factory=lambda: frozenset(RunKind))
 
 
@@ -57,7 +57,7 @@ class Series:
     curve: Curve
     dashed: bool = False
     is_joined: bool = False
-    """Whether the series stands for several equal lines."""
+    """Whether the series represents several identical lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Drawn:
 
     @property
     def in_words(self) -> bool:
-        """Whether the panel is described in words, because no line changes."""
+        """Whether the panel is replaced by a sentence because no line changes."""
         flat = all(len(one.curve.steps) > 1 and len(set(one.curve.values)) == 1 for one in self.series)
         even = self.band is None or all(len(set(edge.values)) == 1 for edge in self.band)
         return self.panel.flat_in_words and flat and even
@@ -87,7 +87,7 @@ LEARNING, SAMPLES, OPTIMIZER = "Learning", "Samples", "Optimizer"
 AGREEMENT, TIME = "Trainer and engine", "Time"
 SFT = frozenset({RunKind.SFT})
 SAMPLED = frozenset(RunKind) - SFT
-"""Kinds of run with responses and rewards. Fine-tuning logs both as zeros."""
+"""Kinds of run that have responses and rewards. Fine-tuning logs zeros for both."""
 WITH_STALENESS = frozenset({RunKind.ASYNC})
 
 MISMATCH = (
@@ -99,13 +99,13 @@ PROBE = (
     Line("probe/train_rollout_logprob_abs_diff_max", "fresh responses, worst token"),
     Line("probe/train_rollout_logprob_abs_diff_mean", "fresh responses, mean", dashed=True),
 )
-"""Asynchronous runs compare fresh responses, because their batches are older than the trainer."""
+"""Asynchronous runs use fresh responses for comparison, because their batches are older than the trainer's weights."""
 
 PANELS: Sequence[Panel] = (
     Panel(
         "Loss",
-        "The minimised loss: on the step's conversations before its update, on held-out ones after it. A held-out "
-        "loss that rises again means overfitting.",
+        "The minimised loss: on the step's conversations before its update, and on held-out ones after it. If the "
+        "held-out loss rises again, the model is overfitting.",
         LEARNING,
         (Line("train/loss", "trained"), Line("eval/*-loss", "held out: *")),
         unit="nats",
@@ -114,7 +114,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Reward",
-        "Mean reward of the samples trained on, before any normalisation.",
+        "Mean reward of the trained samples, before normalisation.",
         LEARNING,
         (Line("rollout/raw_reward"),),
         scale="unit",
@@ -136,7 +136,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "KL",
-        "How far an update, or training as a whole, moved the policy.",
+        "How far one update, or the entire training, has moved the policy.",
         LEARNING,
         (
             Line("train/ppo_kl", "to the old policy"),
@@ -149,7 +149,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Response length",
-        "Trained tokens of a sample: mean, and from the shortest to the longest.",
+        "Trained tokens per sample: mean, and range from shortest to longest.",
         SAMPLES,
         (Line("rollout/response_len/mean", "mean"), Line("rollout/response_len/median", "median", dashed=True)),
         unit="tokens",
@@ -158,7 +158,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Conversation length",
-        "Mean tokens of a conversation, prompt included.",
+        "Mean number of tokens per conversation, including the prompt.",
         SAMPLES,
         (Line("rollout/total_len/mean"),),
         unit="tokens",
@@ -166,7 +166,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Truncated",
-        "Share of the samples that a length limit ended.",
+        "Share of samples that hit a length limit.",
         SAMPLES,
         (Line("rollout/truncated_ratio", "trained"), Line("eval/*-truncated_ratio", "held out: *", dashed=True)),
         scale="share",
@@ -174,7 +174,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Groups without variance",
-        "Share of the groups whose rewards are all equal: a group-relative advantage learns nothing from them.",
+        "Share of groups in which all rewards are equal. Group-relative advantages are zero for them.",
         SAMPLES,
         (Line("rollout/zero_std/ratio"),),
         scale="share",
@@ -192,7 +192,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Groups not trained",
-        "Filtered on purpose, given up, or issued again after a failure.",
+        "Groups that were filtered on purpose, given up, or issued again after a failure.",
         SAMPLES,
         (
             Line("rollout/num_filtered_groups", "filtered"),
@@ -205,7 +205,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Policy loss",
-        "The minimised loss. Its size means little; sudden jumps matter.",
+        "The minimised loss. Its magnitude means little, but sudden jumps matter.",
         OPTIMIZER,
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
@@ -215,13 +215,13 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Critic loss",
-        "Distance of the critic's values from the returns.",
+        "Error of the critic's values compared with the returns.",
         OPTIMIZER,
         (Line("train/critic-value_loss"),),
     ),
     Panel(
         "Gradient norm",
-        "Global norm before clipping. A spike means a bad batch, a rise a learning rate that is too high.",
+        "Global norm before clipping. A spike indicates a bad batch; a steady rise, a learning rate that is too high.",
         OPTIMIZER,
         (Line("train/grad_norm", "policy"), Line("train/critic-grad_norm", "critic")),
     ),
@@ -234,7 +234,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Clipped tokens",
-        "Share of the tokens whose ratio was clipped, or that a correction left out.",
+        "Share of tokens with a clipped ratio, or that were dropped by a correction.",
         OPTIMIZER,
         (
             Line("train/pg_clipfrac", "ratio clipped"),
@@ -247,7 +247,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Train-inference mismatch",
-        "Difference of the trainer's and the engine's log-prob of a sampled token under the same weights.",
+        "Difference between the trainer's and the engine's log-prob of a sampled token under the same weights.",
         AGREEMENT,
         (*MISMATCH, *PROBE),
         unit="nats",
@@ -255,7 +255,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Mismatch of older weights",
-        "Mean difference on tokens that older weights sampled: how far training has moved on since.",
+        "Mean difference on tokens sampled by older weights, that is, how far training has moved on since.",
         AGREEMENT,
         (Line("train/train_rollout_logprob_abs_diff_stale"),),
         unit="nats",
@@ -263,7 +263,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Staleness",
-        "By how many weight versions the sampled tokens are older than the newest weights.",
+        "How many weight versions the sampled tokens are behind the newest weights.",
         AGREEMENT,
         (Line("rollout/staleness/mean", "mean"), Line("rollout/staleness/max", "oldest", dashed=True)),
         unit="versions",
@@ -271,7 +271,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Generation speed",
-        "Trained tokens per second and rollout GPU (or slot).",
+        "Trained tokens per second per rollout GPU (or slot).",
         TIME,
         (Line("perf/tokens_per_gpu_per_sec"),),
         unit="tokens/s",
@@ -280,7 +280,7 @@ PANELS: Sequence[Panel] = (
     ),
     Panel(
         "Training speed",
-        "Floating-point operations per second and rank, over the whole training call.",
+        "Floating-point operations per second per rank, over the entire training call.",
         TIME,
         (Line("perf/actor_train_tflops"),),
         unit=TERA,
@@ -290,7 +290,7 @@ PANELS: Sequence[Panel] = (
 
 
 def drawn_panels(record: RunRecord) -> list[Drawn]:
-    """Returns the panels with data in this run, in the order of the table."""
+    """Returns the panels for which this run has data, in table order."""
     keys = sorted({key for row in record.rows for key in row})
     made = (_drawn(panel, record.rows, keys) for panel in PANELS if record.kind in panel.kinds)
     return [drawn for drawn in made if drawn is not None]
@@ -309,7 +309,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
         panel = replace(panel, unit="GFLOP/s")
         series = [replace(one, curve=Curve(one.curve.steps, [1e3 * v for v in one.curve.values])) for one in series]
     scale = panel.scale
-    if scale == "log":  # which cannot show zeros
+    if scale == "log":  # a log scale cannot show zeros
         positive = [replace(one, curve=_positive(one.curve)) for one in series]
         series = [one for one in positive if one.curve] or series
         scale = "log" if any(one.curve for one in positive) else "zero"
@@ -321,7 +321,7 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:
-    """Merges equal lines into one, with both names."""
+    """Merges identical lines into one with a combined label."""
     out: list[Series] = []
     for one in series:
         same = next((i for i, other in enumerate(out) if other.curve == one.curve), None)
@@ -339,7 +339,7 @@ def _series(line: Line, keys: Sequence[str], rows: Sequence[Row]) -> Iterator[Se
 
 
 def _named(line: Line, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (metric, label) of each metric of this run that the line stands for."""
+    """Yields (metric, label) for each of the run's metrics that matches the line's key."""
     if "*" not in line.key:
         yield line.key, line.label
         return

@@ -1,10 +1,10 @@
-"""`RunRecord`: the content of a run folder. Only `metrics.jsonl` must exist.
+"""`RunRecord`: the content of a run folder. Only `metrics.jsonl` is required.
 
 Invariants
-1. If a step was repeated after a resume, only its last repetition counts. Steps that the resume dropped do not count
+1. If a resumed run repeated a step, only the last repetition counts. Steps discarded by the resume do not count
    (`standing_rows`).
-2. Steps are counted as in `metrics.jsonl`: from 0; an evaluation carries the number of the rollout that it follows, or
-   -1 before the first rollout.
+2. Steps are numbered from 0, as in `metrics.jsonl`. An evaluation has the number of the preceding rollout, or -1 before
+   the first rollout.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from slime.observability.samples import FILE_NAME, ShownSample, read_samples
 from slime.observability.sinks import AXES, read_jsonl
 
 Row = Mapping[str, float]
-"""One line of `metrics.jsonl`: `time` (Unix, seconds), the step on its axis, metrics by name."""
+"""One line of `metrics.jsonl`: `time` (Unix seconds), the step on its axis, and metrics by name."""
 
 
 class RunKind(str, Enum):
-    """The kind of a run, as the report names it."""
+    """The kind of a run, as displayed in the report."""
 
     SYNC = "synchronous RL"
     ASYNC = "asynchronous RL"
@@ -43,24 +43,24 @@ class Start:
     """One launch of the run."""
 
     time_s: float | None
-    """Unix time; None if the record is unreadable."""
+    """Unix time. None if the record is unreadable."""
     step: int | None
-    """The first step that this launch logged; None if it logged no step."""
+    """First step logged by this launch, or None."""
     facts: Mapping[str, Any]
-    """The entry in `run.json`: time, command, versions, commit, host."""
+    """The launch's entry in `run.json`: time, command, versions, commit, host."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     path: Path
     rows: Sequence[Row]
-    """The rows that count, in the order they were written."""
+    """The rows that count, in file order."""
     settings: Mapping[str, Any]
     """`args.json` of the latest launch."""
     starts: Sequence[Start]
     samples: Sequence[ShownSample]
     traces: Sequence[Path]
-    """The Chrome traces of the driver, one for each launch."""
+    """The driver's Chrome traces, one per launch."""
     kind: RunKind
 
     @property
@@ -69,16 +69,16 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each launch after the first."""
+        """First step of each launch except the first."""
         return [start.step for start in self.starts[1:] if start.step is not None]
 
 
 def read_run(path: Path) -> RunRecord:
-    """Reads the folder. Raises `DataError` if no step was logged."""
+    """Reads a run folder. Raises `DataError` if no step was logged."""
     metrics = path / "metrics.jsonl"
     rows = read_jsonl(metrics) if metrics.is_file() else []
     if not rows:
-        raise DataError(f"{metrics} has no steps, so there is nothing to report; name the folder of a run")
+        raise DataError(f"{metrics} has no steps, so there is nothing to report; pass a run folder")
     settings = _json_dict(path / "args.json")
     starts = _starts(_facts_of_starts(_json_dict(path / "run.json")), rows)
     return RunRecord(
@@ -101,13 +101,13 @@ def _json_dict(path: Path) -> dict[str, Any]:
 
 
 def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the readable launches in a `run.json` that may be damaged."""
+    """Returns the readable launches in a `run.json` that may be corrupt."""
     found = record.get("starts")
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 def report_title(settings: Mapping[str, Any]) -> str:
-    """Names model, data and method in a few words. `settings`: from `args.json`."""
+    """Returns a short title with model, data and method. `settings`: from `args.json`."""
     model = Path(str(settings.get("hf_checkpoint") or "")).name
     method = (
         "SFT" if settings.get("loss_type") == "sft_loss" else str(settings.get("advantage_estimator") or "").upper()
@@ -117,7 +117,7 @@ def report_title(settings: Mapping[str, Any]) -> str:
 
 
 DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", re.I)
-"""Names of data files that mean nothing without their folder."""
+"""File names that say nothing about the data without their folder."""
 
 
 def _data_name(prompt_data: object) -> str:
@@ -133,7 +133,7 @@ def _data_name(prompt_data: object) -> str:
 
 
 def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[Start]) -> RunKind:
-    """Returns the kind of run, by its settings and its logged metrics."""
+    """Determines the kind of run from its settings and logged metrics."""
     if settings.get("loss_type") == "sft_loss":
         return RunKind.SFT
     if not any("train/step" in row for row in rows):
@@ -146,12 +146,12 @@ def kind_of(rows: Sequence[Row], settings: Mapping[str, Any], starts: Sequence[S
 
 
 def step_of(row: Row) -> int | None:
-    """Returns the step of a row, from any of the axes."""
+    """Returns a row's step, whichever axis it is on."""
     return next((int(row[axis]) for axis in AXES.values() if axis in row), None)
 
 
 def standing_rows(rows: Sequence[Row], starts: Sequence[Start]) -> list[Row]:
-    """Returns the rows that count: without those that a later launch replaced from its first step on."""
+    """Returns the rows that count: drops those that a later launch replaced from its first step on."""
     standing: list[Row] = list(rows)
     for start in starts[1:]:
         if start.time_s is not None and start.step is not None:
@@ -168,7 +168,7 @@ def _starts(facts: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> list[Sta
 
 
 def _first_step(rows: Sequence[Row], begin_s: float | None, end_s: float | None) -> int | None:
-    """Returns the first step of the loop logged in a span of time, evaluations left out."""
+    """Returns the first step logged in a time interval, excluding evaluations."""
     for row in rows if begin_s is not None else ():
         time_s = row.get("time", 0.0)
         if begin_s is not None and time_s >= begin_s and (end_s is None or time_s < end_s) and "eval/step" not in row:
@@ -190,7 +190,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, value, origin) of every setting by name. Settings that the user gave come first."""
+    """Yields (name, value, origin) of all settings, first those given by the user, sorted by name."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -203,23 +203,23 @@ def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]
 
 
 def was_given(origin: str) -> bool:
-    """Returns whether the user gave a setting with this origin."""
+    """Returns whether a setting with this origin was given by the user."""
     return bool(origin) and not origin.startswith(("default", "derived", "HF config"))
 
 
 # --- curves
 
 MAX_POINTS = 400
-"""Limit for the points of a drawn curve, so that a page stays small."""
+"""Maximum number of points drawn per curve, to keep the page small."""
 SMOOTHED_FROM = 100
-"""A curve of at least this many steps is drawn with its running mean."""
+"""Curves with at least this many steps are drawn with a running mean."""
 WINDOW_PART = 40
-"""The running mean covers 1 / 40 of the steps on either side."""
+"""The running mean covers 1/40 of the steps on either side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Steps in increasing order, each with a finite value."""
+    """Finite values by increasing step."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -237,7 +237,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Row], key: str) -> Curve:
-    """Returns the finite values of one metric by step. If a step was logged twice, its last value counts."""
+    """Returns a metric's finite values by step. If a step was logged twice, the last value counts."""
     points: dict[int, float] = {}
     for row in rows:
         if key in row and math.isfinite(row[key]) and (step := step_of(row)) is not None:
@@ -247,8 +247,8 @@ def curve(rows: Sequence[Row], key: str) -> Curve:
 
 
 def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """Keeps about `max_points` points: the first, the last, and the minimum and maximum of each interval, so that no
-    peak is lost.
+    """Downsamples to about `max_points` points: the first, the last, and the minimum and maximum of each interval, so
+    that peaks are preserved.
     """
     count = len(whole.steps)
     if count <= max_points:
@@ -264,7 +264,7 @@ def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
 
 
 def running_mean(whole: Curve) -> Curve | None:
-    """Returns the running mean of a long curve; None for a short one."""
+    """Returns the running mean of a long curve, or None for a short one."""
     count = len(whole.steps)
     if count < SMOOTHED_FROM:
         return None
@@ -279,7 +279,7 @@ def running_mean(whole: Curve) -> Curve | None:
     return thinned(Curve(whole.steps, means), MAX_POINTS // 2)
 
 
-# --- parts of the time of a step, which do not overlap
+# --- non-overlapping parts of the step time
 
 STEP_PARTS: Mapping[str, Sequence[str]] = {
     "wait for batch": ("perf/rollout_wait_time",),
@@ -291,36 +291,36 @@ STEP_PARTS: Mapping[str, Sequence[str]] = {
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
-"""Part, in the order of the loop -> metrics of how long the driver waited for it, which are summed."""
+"""Part (in loop order) -> metrics for how long the driver waited for it, which are summed."""
 NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
-"""Span of the driver -> its part."""
+"""Driver span -> part."""
 OTHER = "other"
-"""The rest of `perf/step_time`."""
+"""The remainder of `perf/step_time`."""
 OTHER_FROM = 0.02
-"""The rest is shown if its share of the run is at least this."""
+"""The remainder is shown if it exceeds this fraction of the run."""
 MAX_BARS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each part by bar: a step or, in a long run, the mean of several steps."""
+    """Time of each part per bar. A bar is one step or, in a long run, the mean of several steps."""
 
     steps: Sequence[float]
-    """The middle of each bar."""
+    """Center of each bar."""
     steps_per_bar: int
     parts: Mapping[str, Sequence[float]]
-    """Part -> seconds of each bar."""
+    """Part -> seconds per bar."""
 
 
 def seconds_without_evaluation(rows: Sequence[Row]) -> list[float]:
-    """Returns the seconds of each step without its evaluation."""
+    """Returns the seconds of each step, excluding evaluations."""
     evaluations = part_seconds(rows).get("evaluation", {})
     seconds = (value - evaluations.get(step, 0.0) for step, value in step_seconds(rows).items())
     return [value for value in seconds if value > 0]
 
 
 def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
-    """Returns the seconds of each step: the measured time, or else the sum of its parts."""
+    """Returns step -> seconds: the measured time, or else the sum of the parts."""
     measured = curve(rows, "perf/step_time")
     if measured:
         return {int(s): v for s, v in zip(measured.steps, measured.values, strict=True)}
@@ -332,15 +332,15 @@ def step_seconds(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Returns part -> step -> seconds, for the parts that this run has."""
-    rows = [row for row in rows if AXES["perf"] in row]  # not the evaluation before step 0, which has a different axis
+    """Returns part -> step -> seconds for the parts that occur in this run."""
+    rows = [row for row in rows if AXES["perf"] in row]  # excludes the evaluation before step 0, on another axis
     out: dict[str, dict[int, float]] = {}
     for label, keys in STEP_PARTS.items():
         part: dict[int, float] = {}
         for key in keys:
             found = curve(rows, key)
             if not found and key == "perf/rollout_wait_time":
-                found = curve(rows, "perf/rollout_time")  # the run did not log how long the driver waited
+                found = curve(rows, "perf/rollout_time")  # this run did not log the driver's waiting time
             for step, value in zip(found.steps, found.values, strict=True):
                 part[int(step)] = part.get(int(step), 0.0) + value
         if any(part.values()):
@@ -349,7 +349,7 @@ def part_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def step_times(rows: Sequence[Row], max_bars: int = MAX_BARS) -> StepTimes | None:
-    """Returns the data for the picture of the parts; None if no time was logged."""
+    """Returns the data for the plot of step times, or None if no time was logged."""
     parts = part_seconds(rows)
     if not parts:
         return None

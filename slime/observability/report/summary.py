@@ -1,4 +1,4 @@
-"""The report in words: values before and after, the time of a step, and findings."""
+"""The text report: values before and after training, time per step, and findings."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The content of the report in words."""
+    """The content of the text report."""
 
     kind: RunKind
     num_rollouts: int
-    """Number of steps that generated samples or fetched conversations."""
+    """Number of steps that generated samples or, for SFT, fetched conversations."""
     reward: tuple[float, float] | None
-    """Mean reward of the first and the last rollout."""
+    """Mean reward of the first and last rollout."""
     evals: Mapping[str, tuple[float, float]]
-    """Dataset -> score of the first and the last evaluation."""
+    """Dataset -> score of the first and last evaluation."""
     loss: tuple[float, float] | None
-    """SFT: loss of the first and the last step."""
+    """SFT only: loss of the first and last step."""
     eval_losses: Mapping[str, tuple[float, float]]
-    """Dataset -> held-out loss of the first and the last evaluation."""
+    """Dataset -> held-out loss of the first and last evaluation."""
     mismatches: Mapping[str, float]
-    """Metric -> the largest |trainer's - engine's log-prob| of a token in the whole run, nats."""
+    """Metric -> largest absolute difference between trainer and engine log-prob of any token in the run, in nats."""
     step_s: float | None
-    """Mean seconds per step without evaluations."""
+    """Mean time per step, excluding evaluations."""
     wall_s: float
-    """From the first logged step to the last, including pauses between launches."""
+    """Time from the first to the last logged step, including pauses between launches."""
     resumed_at: Sequence[int]
     """First step of each launch after the first."""
     findings: Sequence[Finding]
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """The mismatches of fresh responses, if logged. In an asynchronous run, other batches were sampled by older
-        weights."""
+        """The mismatches of fresh responses, if logged. The training batches of an asynchronous run were sampled by
+        older weights."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 
     @property
@@ -55,7 +55,7 @@ class RunSummary:
 
 
 def summarize(run_dir: Path) -> RunSummary:
-    """Reads a run folder. Raises `DataError` if it has no steps."""
+    """Reads and summarizes a run folder. Raises `DataError` if no step was logged."""
     return summary_of(read_run(run_dir))
 
 
@@ -86,7 +86,7 @@ def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
 
 
 def _largest(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the largest values over all rows, since rows of one step may differ. NaN counts as the largest."""
+    """Returns each metric's maximum over all rows, since rows of one step may differ. NaN counts as the largest."""
     found: dict[str, float] = {}
     for row in rows:
         for key in filter(WORST_TOKEN.fullmatch, row):
@@ -114,7 +114,7 @@ def _cell(text: str) -> str:
 
 
 def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
-    """Returns name -> first and last value, the most important first."""
+    """Returns name -> (first, last) value, the most important ones first."""
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
@@ -133,7 +133,7 @@ def facts(summary: RunSummary) -> dict[str, str]:
     for key, value in summary.mismatches.items():
         whose = ", of fresh responses" if key.startswith("probe/") else ""
         if not whose and len(summary.mismatches) > 1:
-            whose = ", of batches that the newest weights sampled"
+            whose = ", of batches sampled by the newest weights"
         out[f"largest train-inference mismatch{whose}"] = f"{value:.2e} nats (`{key}`)"
     out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
     if summary.resumed_at:
@@ -142,9 +142,9 @@ def facts(summary: RunSummary) -> dict[str, str]:
 
 
 def finding_text(finding: Finding) -> str:
-    """Returns a finding with its steps, and the numbers of the last step."""
-    until = "; in the end " if finding.last_step is None else f", over at step {finding.last_step}; before that "
-    return f"{finding.kind}, noticed at step {finding.step}{until}{finding.text}"
+    """Describes a finding, with its steps and the values of the last step."""
+    until = "; in the end, " if finding.last_step is None else f", resolved at step {finding.last_step}; before that, "
+    return f"{finding.kind}, detected at step {finding.step}{until}{finding.text}"
 
 
 def report_markdown(record: RunRecord, summary: RunSummary, title: str, *, max_samples: int = 8) -> str:

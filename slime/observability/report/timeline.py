@@ -1,7 +1,7 @@
 """The timeline of a step: the driver's spans between the end of the previous step and the end of this step.
 
-Only the driver writes traces. They also record when a batch was generated. A step ends when its times are logged. A row
-is a process and a name; touching spans of a row are merged, so that a thousand parallel requests are one bar.
+A step ends when its timings are logged. The driver's traces also record when a batch was generated. Each row is a
+(process, span name) pair. Overlapping spans in a row are merged, so a thousand parallel requests become one bar.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from slime.observability.spans import read_trace
 
 MAX_ROWS, MAX_BARS_OF_ROW = 40, 200
 EDGE = 0.003
-"""A span of a neighbouring step is shown if it covers at least this share of the step."""
+"""A span that extends into a neighbouring step is shown if it covers at least this fraction of the step."""
 MAX_TRACE_BYTES = 200 << 20
-"""Maximum size of a trace. For larger traces, use `slime trace`."""
+"""Maximum size of a trace. Larger ones need `slime trace`."""
 WIDTH, LABEL, VALUE, ROW, TOP, BOTTOM = 960.0, 190.0, 70.0, 24.0, 8.0, 26.0
 
 GENERATION = "generation"
-"""The rollout's parallel work, as the driver recorded it."""
+"""Span for the rollout's concurrent work, recorded by the driver."""
 BAR_COLORS = PART_COLORS | {GENERATION: len(COLORS)}
-"""The same colours as in the picture of step times."""
+"""The same colours as in the plot of step times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Bar:
     process: str
     name: str
     stretches: Sequence[tuple[float, float]]
-    """Start and end, in seconds since the start of the step."""
+    """(start, end) pairs in seconds since the start of the step."""
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def timelines(record: RunRecord) -> list[Timeline]:
-    """Returns the step of median time, and the slowest step if it took 1.5 times as long. Empty without traces."""
+    """Returns the median step and, if it took over 1.5 times as long, the slowest step. Empty without traces."""
     windows = step_windows(record.rows)
     if not windows:
         return []
@@ -80,15 +80,15 @@ def timelines(record: RunRecord) -> list[Timeline]:
 
 
 def _covered(spans: Sequence[Span], windows: Mapping[int, tuple[float, float]]) -> list[int]:
-    """Returns the steps that a span overlaps. `spans` must be sorted by start."""
+    """Returns the steps that overlap with any span. `spans` must be sorted by start."""
     begins = [span.begin_s for span in spans]
-    latest = list(accumulate((span.end_s for span in spans), max))  # the latest end of all spans so far
+    latest = list(accumulate((span.end_s for span in spans), max))  # running maximum of the end times
     count = {step: bisect_left(begins, end) for step, (_, end) in windows.items()}
     return [step for step, (begin, _) in windows.items() if count[step] and latest[count[step] - 1] > begin]
 
 
 def step_windows(rows: Sequence[Row]) -> dict[int, tuple[float, float]]:
-    """Returns step -> (start, end) in Unix time, for steps with a logged time."""
+    """Returns step -> (start, end) in Unix time, for steps with logged timings."""
     return {
         int(row["rollout/step"]): (row["time"] - row["perf/step_time"], row["time"])
         for row in rows
@@ -115,8 +115,7 @@ def _inside(span: Span, begin_s: float, end_s: float) -> bool:
 
 
 def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
-    """Returns the rows of a step. Processes are ordered by their first span, and so are the names within a process.
-    `spans` must be sorted by start."""
+    """Returns the rows of a step, ordered by first span, grouped by process. `spans` must be sorted by start."""
     rows: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for span in spans:
         if _inside(span, begin_s, end_s):
@@ -130,7 +129,7 @@ def _bars(spans: Sequence[Span], begin_s: float, end_s: float) -> list[Bar]:
 
 
 def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merges overlapping spans, then adjacent spans until few enough are left."""
+    """Merges overlapping spans, then neighbouring ones until there are at most `MAX_BARS_OF_ROW`."""
     merged: list[tuple[float, float]] = []
     for begin, end in stretches:
         if merged and begin <= merged[-1][1]:
@@ -146,7 +145,7 @@ def _merged(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float
 
 
 def timeline_figure(timeline: Timeline) -> Markup:
-    """Draws a row for each name, with its seconds."""
+    """Draws one row per span name, labelled with its total time."""
     from matplotlib.ticker import MaxNLocator
 
     height = TOP + ROW * len(timeline.bars) + BOTTOM

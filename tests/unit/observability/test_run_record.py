@@ -70,7 +70,7 @@ def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match="not the folder of a run"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         make_folder(tmp_path)
 
 
@@ -131,7 +131,7 @@ def test_a_broken_view_is_dropped_and_the_record_goes_on(tmp_path: Path) -> None
 def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
     tracker = Tracker(make_folder(tmp_path / "run"))
     tracker.log("train", 1, {"train/loss": 1.0})
-    with pytest.raises(DataError, match="after 1"):
+    with pytest.raises(DataError, match="after step 1"):
         tracker.log("train", 1, {"train/loss": 1.0})
     assert tracker.log("train", 2, {"loss": 1.0}) == {"train/loss": 1.0}
     with pytest.raises(DataError, match="kind of step"):
