@@ -1,4 +1,4 @@
-"""Runs slime on Ray: places, starts, awaits and stops each process. Only this package imports ray.
+"""Runs slime on Ray: places, starts, monitors and stops its processes. Only this package imports ray.
 
-Actors are thin wrappers: every method is a few lines around a plain object of a different package.
+Actors are thin wrappers: every method is a few lines around a plain object from another package.
 """

@@ -1,15 +1,15 @@
-"""Runs the engines as Ray actors, for the fleet's supervisor.
+"""Runs engines as Ray actors for the fleet's supervisor.
 
-An engine has an actor (`EngineActor`) on each of its hosts. The first one, its head, owns the server that answers.
-Requests never pass through an actor, because rollout and weight sync send HTTP requests to the server.
+An engine has one actor (`EngineActor`) per host. The first one, the head, owns the server that handles requests.
+Requests never pass through an actor, because rollout and weight sync send HTTP requests directly to the server.
 
-The supervisor calls `RayEngines` on the driver's thread. No method waits: actors are called in the background, and
-their answers are read later (`troubles`, `started`). A restarted engine gets new actors on the same slots.
+The supervisor calls `RayEngines` on the driver's thread. Methods do not block: actors are called in the background, and
+the results are read later (`troubles`, `started`). A restarted engine gets new actors in the same slots.
 
 Invariants
 1. An actor and all its child processes are dead before a new actor starts in its place. A server dies with its owner.
-2. On GPUs that the trainer lends, a restarting engine takes memory only while the trainer lends it.
-3. An engine restarts only on hosts with a guardian. It waits while a host has no guardian.
+2. On GPUs shared with the trainer, a restarting engine only allocates memory while the trainer lends it.
+3. An engine only restarts once all its hosts have a guardian.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host of an engine that spans several."""
+    """One host of a multi-host engine."""
 
     rank: int
-    """Index of the host in the engine. The server on host 0 answers requests."""
+    """Index of the host within the engine. The server on host 0 handles requests."""
     num_nodes: int
     gpu_ids: tuple[str, ...] | None
-    """GPUs of the engine's ranks on this host; None on a CPU."""
+    """GPUs of the engine's ranks on this host. None on CPU."""
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class EngineActor:
-    """Owns an `SGLangServer`. Runs one call at a time, and `problem` in parallel."""
+    """Owns an `SGLangServer`. Calls run one at a time, except `problem`, which runs in parallel."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class EngineActor:
     ) -> None:
         """Starts the server.
 
-        `name` is used in logs: the engine's number, plus the number of restarts and the host if these are not 0. `host`
-        is the address that the server listens on. `node` and `meeting_point` are for an engine on several hosts; the
-        actor on the first host chooses the meeting point of their servers. `takes_weights` is whether the engine serves
-        the trainer's weights.
+        `name`: used for log files; the engine's index, plus number of restarts and host index if they are not 0.
+        `host`: address that the server listens on. `node`, `meeting_point`: only for multi-host engines; the actor on
+        the first host allocates the address where the engine's servers connect to each other. `takes_weights`: whether
+        the engine serves the trainer's weights.
         """
         setup_logging(Path(log_dir) / f"engine_actor_{name}.log", crashes=True)
         self._name = name
@@ -106,16 +106,16 @@ class EngineActor:
             self._start_watch()
 
     def meeting_point(self) -> str:
-        """Returns HOST:PORT where the servers of this engine connect to each other."""
-        assert self._spec.dist_init_addr is not None, "an engine on one host has no meeting point"
+        """Returns the HOST:PORT at which this engine's servers connect to each other (SGLang's `dist_init_addr`)."""
+        assert self._spec.dist_init_addr is not None, "a single-host engine has no meeting point"
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
-        """Lets the server take its memory. `_lent` makes Ray wait for the trainers' calls before this call."""
+        """Lets the server allocate its memory. `_lent`: trainer call results that Ray waits for before this call."""
         self._server.open_gate()
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Waits until the server answers, and returns its URL."""
+        """Waits until the server responds and returns its URL."""
         self._server.wait_ready(timeout_s)
         args, spec, url = self._args, self._spec, self._server.url
         self._control = HttpEngineControl(url, spec.layout, args.weight_sync_timeout_s, spec.keys.control)
@@ -125,7 +125,7 @@ class EngineActor:
         return url
 
     def _agent_settings(self) -> AgentSettings | None:
-        """Returns the settings of the weights agent; None if the engine loads no checkpoints from its own host."""
+        """Returns the settings of the weights agent, or None if the engine does not load weights from its own host."""
         args, local_dir = self._args, self._args.components.get("update_weight_local_checkpoint_dir")
         if local_dir is None or args.update_weight_transport != "disk" or not self._takes_weights:
             return None
@@ -135,7 +135,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="watch")
     def problem(self, expects_answers: bool) -> str | None:
-        """Returns the result of `ServerWatch.trouble`. Also restarts a weights agent that has exited."""
+        """Returns the result of `ServerWatch.trouble`. Also restarts the weights agent if it has exited."""
         if self._agent is not None:
             self._agent.tend()
         return None if self._watch is None else self._watch.trouble(expects_answers=expects_answers)
@@ -148,17 +148,17 @@ class EngineActor:
             interval_s=args.rollout_health_check_interval,
             timeout_s=args.rollout_health_check_timeout,
             first_wait_s=args.rollout_health_check_first_wait,
-            # Processor time shows progress only on a CPU: on a GPU, a scheduler that waits for a hanging kernel keeps a
-            # core busy, too.
+            # CPU time is a sign of progress only on CPU. On GPU, a scheduler that waits for a hung kernel also keeps a
+            # core busy.
             used_s=self._server.processor_s if self._spec.device == "cpu" else None,
         )
 
     def warm_digests(self) -> None:
-        """Makes the server compile its digest kernel. Call it after `wait_ready`."""
+        """Makes the server compile its digest kernel. Call this after `wait_ready`."""
         self._control.weight_checksums()
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
-        """Releases the device memory with these tags, by default all of it. The engine must be idle."""
+        """Releases device memory with the given tags, by default all of it. The engine must be idle."""
         self._control.flush_cache()
         self._control.release_memory(tags)
 
@@ -166,7 +166,7 @@ class EngineActor:
         self._control.resume_memory(tags)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Traces the next forward passes, as configured. If the server refuses, only logs a warning."""
+        """Profiles the next forward passes as configured. If the server refuses, only logs a warning."""
         args = self._args
         try:
             self._control.start_profile(
@@ -177,7 +177,7 @@ class EngineActor:
                 stack=args.pytorch_profiler_collect_callstack,
             )
         except EngineError as error:
-            logger.warning("no trace of step %d: %s", rollout_id, error)
+            logger.warning("cannot profile the engine in step %d: %s", rollout_id, error)
 
     def stop(self) -> None:
         if self._watch is not None:
@@ -190,15 +190,15 @@ class EngineActor:
 
 
 ENGINE_SHARE = 0.2
-"""Share of a slot's GPU (or CPU) that an engine reserves; a training rank may take a further share of the slot."""
+"""Fraction of a slot's GPU (or CPU) that an engine reserves. A training rank can reserve another fraction."""
 LOOK_EVERY_S = 1.0
 OWNER_LIMIT_S = 7.0
-"""How long an engine's actor may be silent. A silent actor means a frozen host, long before Ray gives up the host."""
+"""How long an engine's actor may be unresponsive. This detects a frozen host long before Ray declares it dead."""
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
-"""How long a delivered token counts as a sign of life. `Engines` polls the rollout side every few seconds."""
+"""How long a delivered token counts as a sign of life. `Engines` polls the rollout actor every few seconds."""
 END_LIMIT_S = 5.0
-"""Time for the actor of a lost engine to stop its server. After that the actor is killed."""
+"""How long the actor of a lost engine has to stop its server before the actor is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class _Ending:
 
     actors: tuple[Any, ...]
     stopped: list[Any]
-    """References to the results of their `stop` calls."""
+    """Object refs of their `stop` calls."""
     deadline: float
     incarnation: int
     """Number of restarts of the engine, including this one."""
@@ -217,28 +217,28 @@ class RayEngines:
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
     ) -> None:
-        """Creates the first actors. Their servers start immediately."""
+        """Creates the initial actors. Their servers start immediately."""
         self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
         self._log_dir, self._keys = log_dir, keys
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
         self.may_take_memory: Callable[[], bool] = lambda: True
-        """Whether the trainer lends its memory now; `Engines` sets it."""
+        """Whether the trainer currently lends its memory. Set by `Engines`."""
         self.dismissed: Callable[[Engine], None] = lambda engine: None
-        """A function that is called with an engine that gets no more requests; `Engines` sets it."""
+        """Called with each engine that is taken out of service. Set by `Engines`."""
         self._gates: dict[int, bool] = {}
-        """Index of an engine that restarts on lent GPUs -> whether its gate is open."""
+        """Index of an engine that is restarting on shared GPUs -> whether its memory gate is open."""
         self._ready: dict[int, Any] = {}
         self._ending: dict[int, _Ending] = {}
         self._looks: dict[tuple[int, int], tuple[Any, Silence]] = {}
         self._seen_at: dict[tuple[int, int], float] = {}
         self._heard_at: dict[int, float] = {}
-        """Index of an engine -> time at which it last delivered tokens."""
+        """Engine index -> time of the last delivered token."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
-        """Returns the records of all placed engines, in the state before they start."""
+        """Returns the initial records of all placed engines."""
         return [
             Engine(
                 placed.index,
@@ -255,12 +255,12 @@ class RayEngines:
 
     @property
     def heads(self) -> list[Any]:
-        """[engines] the actor that owns the engine's server that answers requests."""
+        """[engines] the actor that owns the server that handles requests."""
         return [crew[0] for crew in self._crews]
 
     @property
     def urls(self) -> list[str]:
-        """Always empty, because no address is known before an engine answers."""
+        """Always empty, because an engine's address is unknown until it responds."""
         return []
 
     @property
@@ -268,26 +268,26 @@ class RayEngines:
         return [actor for crew in self._crews for actor in crew]
 
     def ask(self, index: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of an engine's head. Returns a reference to the result."""
+        """Calls a method of an engine's head. Returns the object ref of the call."""
         return getattr(self.heads[index], method).remote(*arguments)
 
     def stop(self, indices: Sequence[int]) -> list[Any]:
-        """Tells the actors of these engines to stop, unless they are stopping. Returns references to the results."""
+        """Tells these engines' actors to stop if they are not already stopping. Returns object refs of the calls."""
         return [actor.stop.remote() for index in indices if index not in self._ending for actor in self._crews[index]]
 
     def close(self) -> None:
         self._watched.clear()
 
     def newcomers(self) -> Sequence[tuple[Engine, str]]:
-        """Always empty, because the plan has all engines of the run."""
+        """Always empty, because the plan contains all engines of the run."""
         return ()
 
     def is_gated(self, index: int) -> bool:
-        """Returns whether the engine may take memory only while the trainer lends it."""
+        """Returns whether the engine may only allocate memory while the trainer lends it."""
         return lends_at_start(self._args) and self._placed[index][0].colocated
 
     def watch(self, engine: Engine) -> None:
-        """Watches an engine according to its state. Dead and starting engines are not watched."""
+        """Starts or stops watching an engine, depending on its state. Dead and starting engines are not watched."""
         if engine.answers and engine.state is not State.DEAD:
             self._watched[engine.index] = engine.state
         else:
@@ -296,7 +296,7 @@ class RayEngines:
                 self._looks.pop((engine.index, member), None)
 
     def heard(self, index: int) -> None:
-        """Records that the engine delivered tokens, which is a sign of life."""
+        """Records that the engine has just delivered tokens, which is a sign of life."""
         self._heard_at[index] = time.monotonic()
 
     def troubles(self) -> Mapping[int, str]:
@@ -308,7 +308,7 @@ class RayEngines:
         return found
 
     def start(self, engine: Engine) -> None:
-        """Tells the old actors to stop. `started` replaces them once they have stopped, or after `END_LIMIT_S`."""
+        """Tells the old actors to stop. `started` replaces them once they have stopped or after `END_LIMIT_S`."""
         old = self._crews[engine.index]
         stopped = [actor.stop.remote() for actor in old]
         self._ending[engine.index] = _Ending(old, stopped, time.monotonic() + END_LIMIT_S, engine.incarnation)
@@ -319,7 +319,7 @@ class RayEngines:
         self.require_followers(index)
         if not self._gates.get(index, True):
             self._open_gate(index)
-        if index not in self._ready:  # the gate of the engine is still closed
+        if index not in self._ready:  # the engine's memory gate is still closed
             return None
         done, _ = ray.wait([self._ready[index]], timeout=0)
         if not done:
@@ -335,11 +335,11 @@ class RayEngines:
     def require_followers(self, index: int) -> None:
         """Raises `EngineError` if a starting engine has a problem on a host other than the first.
 
-        A problem on the first host shows in the result of `wait_ready`.
+        `wait_ready` reports problems on the first host.
         """
         for member in range(1, len(self._crews[index])):
             if problem := self._look(index, member, State.STARTING):
-                raise EngineError(f"engine {index} cannot start: on its host {member}, {problem}")
+                raise EngineError(f"engine {index} did not start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:
         return all(self._hosts.has(host) for host in self._hosts_of(index))
@@ -350,11 +350,11 @@ class RayEngines:
 
     @property
     def takes_memory(self) -> bool:
-        """Whether a restarting engine may be taking memory now."""
+        """Whether a restarting engine might be allocating memory right now."""
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """Returns an actor's problem if a check of the actor has just found one, or takes too long.
+        """Returns the problem found by an actor's pending check, if it has finished or takes too long.
 
         Starts a new check if the last one is older than `LOOK_EVERY_S`.
         """
@@ -369,7 +369,7 @@ class RayEngines:
         ref, silence = asked
         if not ray.wait([ref], timeout=0)[0]:
             late = silence.exceeds(STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S)
-            return f"its owner has not responded for {silence.lasts_s:.0f} s" if late else None
+            return f"its actor has not responded for {silence.lasts_s:.0f} s" if late else None
         del self._looks[key]
         self._seen_at[key] = now
         try:
@@ -383,7 +383,7 @@ class RayEngines:
             for actor in self._crews[index]:
                 actor.open_gate.remote()
             self._gates[index] = True
-            self._wait_ready(index)  # last: the head runs one call at a time, so this call would block `open_gate`
+            self._wait_ready(index)  # must come last, because this call would block `open_gate` on the head
 
     def _wait_ready(self, index: int) -> None:
         self._ready[index] = self._crews[index][0].wait_ready.remote(self._args.engine_start_timeout_s)
@@ -401,7 +401,7 @@ class RayEngines:
             trained = self._placed[index][1].model.trained
             words = (name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting)
             owner = Process(
-                f"the owner of engine {index}" + f", on its host {node}," * bool(node),
+                f"the actor of engine {index}" + f", on its host {node}," * bool(node),
                 str(self._plan.hosts[self._plan.slot_hosts[part[0]]]),
                 self._log_dir / f"engine_actor_{name}.log",
             )
@@ -411,7 +411,7 @@ class RayEngines:
     def _spec(self, index: int) -> ServerSpec:
         placed, wanted = self._placed[index]
         overrides = dict(wanted.group.overrides)
-        # After a frozen model has lent its memory, no weight sync restores its weights.
+        # A frozen model that lends its memory needs a CPU backup, because no weight sync restores its weights.
         if placed.colocated and not wanted.model.trained:
             overrides.setdefault("enable_weights_cpu_backup", True)
         return ServerSpec.from_args(
@@ -431,16 +431,16 @@ class RayEngines:
         return {self._plan.hosts[self._plan.slot_hosts[slot]] for slot in self._plan.engines[index].slots}
 
     def _gpus(self, slots: Sequence[int]) -> tuple[str, ...] | None:
-        """Returns the names of the slots' GPUs on their host; None where Ray shows each process only its own GPU."""
+        """Returns the names of the slots' GPUs on their host. None: Ray only exposes the right GPU to each process."""
         return tuple(self._slots.devices[slot] for slot in slots) if self._slots.devices else None
 
     def _layout(self, wanted: WantedEngine) -> EngineLayout:
         return layout_of_group(self._args, wanted.model, wanted.group)
 
     def _replaced(self, index: int) -> bool:
-        """Replaces the actors of an engine once the old ones have stopped or are late and its hosts have guardians.
+        """Replaces an engine's actors if its hosts have guardians and the old actors have stopped or timed out.
 
-        Returns whether they were replaced. Never waits.
+        Returns whether they were replaced. Does not block.
         """
         ending = self._ending[index]
         if not all(self._hosts.is_guarded(host) for host in self._hosts_of(index)):

@@ -1,8 +1,8 @@
-"""Tracks the engines of a run for the driver: which engines serve, need weights, and get requests.
+"""Tracks the engines of a run for the driver: which ones serve, which need weights, and which receive requests.
 
-`Engines` holds the membership, its supervisor and the actors. Router and clients (on the rollout side) send requests
-only to engines that are ready. Actor calls and weight syncs go to all engines that respond. While the driver waits, it
-calls `tend`, which also checks the guardians of the hosts. Only the driver's thread calls this module.
+`Engines` combines the membership, its supervisor and the engine actors. Routers and clients (on the rollout side) only
+send requests to ready engines; actor calls and weight syncs go to all responding engines. While the driver waits, it
+calls `tend`, which also checks the hosts' guardians. Used only from the driver's thread.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
     from slime.fleet.external import ExternalEngines
 
 WEIGHT_VERSION = "perf/weight_version"
-"""The metric that records which version engines serve after a weight sync."""
+"""Metric for the version that engines serve after a weight sync."""
 TRAINERS_LIMIT_S = 24 * 3600.0
-"""Time limit of a call to the training ranks, far above any training step. Waits within a call have separate limits
-(--distributed-timeout-minutes, --weight-sync-timeout-s)."""
+"""Timeout of a call to the training ranks, much longer than any training step. Waits within a call have their own
+timeouts (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
 MEMORY_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The facts about an engine that the weight sync needs."""
+    """What a weight sync needs to know about an engine."""
 
     index: int
     url: str
     layout: EngineLayout
     slots: tuple[int, ...]
-    """Placement slots of its ranks, stage by stage. A training rank on the same slot can share memory with it."""
+    """Slots of the engine's ranks, stage by stage. Training ranks in the same slots can share memory with it."""
     control_key: str | None = field(default=None, repr=False)
     incarnation: int = 0
-    """Number of times its processes were replaced. Distinguishes engines that reused an address."""
+    """Number of times the engine's processes were replaced. Distinguishes engines that used the same address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actors:
-    """The actors of a run. Each call waits for all results, with a name and a time limit. Ray's handles are untyped."""
+    """Handles of a run's actors (untyped in Ray). Calls block until all results arrive, unless noted otherwise."""
 
     trainers: tuple[Any, ...]
-    """`TrainActor`s by rank; none with --debug-rollout-only."""
+    """`TrainActor`s by rank. Empty with --debug-rollout-only."""
     engines: Engines
     """Empty with --debug-train-only."""
     rollout: Any
@@ -68,21 +68,21 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> list[Any]:
-        """Calls all training ranks and returns their results, in rank order.
+        """Calls a method on all training ranks and returns the results in rank order.
 
-        The error of an expired wait names `flag`, the setting for the limit.
+        `flag`: the setting for the time limit, named in the timeout error.
         """
         refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
     def give_up(self, engine: EngineInfo) -> None:
-        """Tells all training ranks that an engine is lost, because any of them may be sending to it. Does not wait."""
+        """Notifies all training ranks of a lost engine, since any of them may be sending to it. Does not block."""
         for trainer in self.trainers:
             trainer.give_up.remote(engine.url, engine.incarnation)
 
     def on_lenders(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every answering engine that lends its memory to the trainer."""
+        """Calls a method on every responding engine that lends its memory to the trainer."""
         self.engines.call_lenders(method, *arguments)
 
     def on_rollout(
@@ -94,21 +94,21 @@ class Actors:
         flag: str = "",
         on_poll: Callable[[], str] | None = None,
     ) -> Any:
-        """Calls the rollout side and returns the result. For `flag`, see `on_trainers`."""
+        """Calls a method of the rollout actor and returns the result. `flag`: see `on_trainers`."""
         answers = [getattr(self.rollout, method).remote(*arguments)]
         return wait_for(answers, for_what=for_what, limit_s=limit_s, on_poll=on_poll, flag=flag)[0]
 
 
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
-"""How long to wait, after a call to an engine failed, for the supervisor to notice that the engine is lost. Longer than
-`OWNER_LIMIT_S`, because the only sign of a lost host is that the engine's actor stays silent."""
+"""After a failed engine call, how long to wait for the supervisor to detect that the engine is lost. Longer than
+`OWNER_LIMIT_S`, because a lost host only shows in the silence of the engine's actor."""
 LONGEST_REFUSAL_S = 3600.0
-"""Longest pause between failing weight syncs to an external engine. Each failure makes the other engines fail, too."""
+"""Maximum backoff after failed weight syncs to an external engine. Each failure also fails the sync to the others."""
 STALLS_EVERY_S = 5.0
-"""Interval between checks whether engines deliver tokens."""
+"""Interval between checks for engines that deliver no tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
-"""States in which an engine responds."""
+"""States in which an engine responds to calls."""
 
 
 class Engines:
@@ -120,17 +120,17 @@ class Engines:
         control_key: str | None,
         hosts: GuardedHosts,
     ) -> None:
-        """`rollout` is the `RolloutActor`; `control_key` is the key of the engines' control routes."""
+        """`rollout`: handle of the `RolloutActor`. `control_key`: API key for the engines' control routes."""
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
         self._control_key = control_key
         self.members = Membership(port.engines())
         self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
         self._admissions: dict[str, Any] = {}
-        """Engine address -> reference to the result of `admit` on the rollout side."""
+        """Engine address -> object ref of the rollout actor's `admit` call."""
         self._stalled: Any = None
-        """References to the pending results of `stalled` and `progressing` on the rollout side."""
+        """Object refs of the rollout actor's pending `stalled` and `progressing` calls."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
-        """`_served_at`: end of the last weight sync. Earlier stalls do not count, because the engines may work again.
+        """`_served_at`: end of the last weight sync. Earlier stalls are ignored, because engines may have recovered.
         """
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
@@ -139,15 +139,15 @@ class Engines:
         return bool(self.members.engines)
 
     def may_take_memory(self, says: Callable[[], bool]) -> None:
-        """Sets the function that says whether restarting engines may take the memory of their GPUs."""
+        """Sets the function that decides whether restarting engines may allocate GPU memory."""
         self._port.may_take_memory = says
 
     def up(self, index: int, url: str) -> None:
-        """Records that engine `index` has started and answers at `url`."""
+        """Records that engine `index` has started and responds at `url`."""
         self._supervisor.up(index, url)
 
     def tend(self) -> None:
-        """Checks engines and hosts once, without waiting. Raises `EngineError` if an engine cannot be kept alive."""
+        """Checks engines and hosts once, without blocking. Raises `EngineError` if an engine cannot be kept running."""
         self._hosts.tend()
         if self:
             self._supervisor.tend()
@@ -155,16 +155,16 @@ class Engines:
             self._admit()
 
     def tended(self) -> str:
-        """Calls `tend` during another wait. Returns, as text for the progress line, the engines that do not serve."""
+        """Calls `tend` during some other wait. Returns a summary of the engines that are not ready."""
         self.tend()
         return "; ".join(str(engine) for engine in self.members.engines if engine.state is not State.READY) or "none"
 
     def call_lenders(self, method: str, *arguments: Any) -> None:
-        """Implements `Actors.on_lenders`. Skips engines that are lost during the call."""
+        """Implements `Actors.on_lenders`. Ignores engines that are lost during the call."""
         self._call([engine for engine in self.members.in_states(*ASKED) if engine.lends], method, *arguments)
 
     def start_profile(self, directory: str, rollout_id: int) -> None:
-        """Makes every serving engine trace its next forward passes into `directory`. Skips lost engines."""
+        """Makes every serving engine write a trace of its next forward passes to `directory`. Ignores lost engines."""
         self._call(self.members.in_states(State.READY), "start_profile", directory, rollout_id)
 
     def _call(self, engines: Sequence[Engine], method: str, *arguments: Any) -> None:
@@ -178,7 +178,7 @@ class Engines:
                     raise
 
     def _wait_for_all(self, engines: Sequence[Engine], calls: Sequence[Any], method: str) -> None:
-        """Waits for the calls. Raises a call's error, or `EngineError` if an engine is lost and may never respond."""
+        """Waits for the calls. Raises the error of a failed call, or `EngineError` if an engine is lost."""
         what = f"{method} on {len(engines)} engines"
 
         def none_lost() -> str:
@@ -191,7 +191,7 @@ class Engines:
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
-        """Holds back requests to frozen models that lend their memory, until the end of the block."""
+        """Takes frozen models that lend their memory out of service for the duration of the block."""
         aside = [e for e in self.members.in_states(State.READY) if e.role == FROZEN and e.lends]
         for engine in aside:
             self._dismiss(engine)
@@ -203,15 +203,15 @@ class Engines:
         self._admit()
 
     def begin_sync(self, engines: Sequence[Engine] | None = None) -> tuple[Engine, ...]:
-        """Begins a weight sync to `engines`, or to all policy engines. Returns the engines that respond.
+        """Begins a weight sync to `engines`, by default all policy engines. Returns the responding ones.
 
-        Waits until at least one responds. Raises `DeadlineExceeded` after --engine-start-timeout-s.
+        Waits until at least one responds. Raises `DeadlineExceeded` after `WORKING` times --engine-start-timeout-s.
         """
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: bool(self._still(engines)), limit_s):
             raise DeadlineExceeded.waiting(
                 owner="weight sync",
-                for_what="an engine that answers",
+                for_what="an engine that responds",
                 limit_s=limit_s,
                 last_progress="; ".join(map(str, self.members.engines)),
                 flag=START_FLAG,
@@ -221,24 +221,24 @@ class Engines:
         return tuple(self.members[engine.index] for engine in takers)
 
     def end_sync(self, engines: Sequence[Engine], version: WeightVersion) -> None:
-        """Records that `engines` serve `version`, and allows requests to them."""
+        """Records that `engines` serve `version` and allows requests to them."""
         self._stalled, self._served_at = None, time.monotonic()
         self._ask_for_stalls_at = self._served_at + STALLS_EVERY_S
         self._supervisor.synced(engines, version)
         self._admit()
 
     def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
-        """Handles a failed weight sync. Returns whether an engine was lost, so that another sync may succeed.
+        """Handles a failed weight sync. Returns whether an engine was lost, in which case a retry might succeed.
 
-        If only some engines failed (`SlimeError.engines`), gives up these engines. After a timeout, waits long enough
-        for the supervisor to notice a hanging engine.
+        If only some engines failed (`SlimeError.engines`), declares them lost. After a timeout, waits long enough for
+        the supervisor to detect a hung engine.
         """
         failed = [engine for engine in engines if engine.url in error.engines]
-        if len(failed) != 1 and self.lost_any(engines):  # a dead engine may have made the others fail
+        if len(failed) != 1 and self.lost_any(engines):  # one dead engine can make the others fail
             return True
         if failed and len(failed) < len(self._still(None)):
             for engine in self._still(failed):
-                self._supervisor.lost(engine, f"a weight sync to it failed: {error}", longest_s=LONGEST_REFUSAL_S)
+                self._supervisor.lost(engine, f"the weight sync to it failed: {error}", longest_s=LONGEST_REFUSAL_S)
             return True
         if self.lost_any(engines):
             return True
@@ -249,13 +249,13 @@ class Engines:
 
     @property
     def _silence_s(self) -> float:
-        """How long an engine may be silent before it counts as lost."""
+        """How long an engine can be unresponsive before it counts as lost."""
         return float(self._args.rollout_health_check_timeout + self._args.rollout_health_check_interval)
 
     def lost_any(self, engines: Sequence[Engine]) -> bool:
-        """Returns whether an engine is lost or replaced within `NOTICE_S`.
+        """Waits up to `NOTICE_S` for an engine to be lost or replaced. Returns whether that happened.
 
-        The limit is wall-clock time even on a busy machine, because the process table shows an exit immediately.
+        The limit is wall-clock time even on a loaded machine, because the process table shows an exit immediately.
         """
         return self._tend_until(lambda: bool(self.gone(engines)), NOTICE_S, wall_clock=True)
 
@@ -265,17 +265,17 @@ class Engines:
         return [engine for engine in engines if engine.index not in still]
 
     def joiners(self) -> tuple[Engine, ...]:
-        """Returns the policy engines that answer but have no weights from a sync yet."""
+        """Returns the policy engines that respond but have not received weights from a sync yet."""
         return tuple(engine for engine in self._supervisor.wants_weights() if engine.role == POLICY)
 
     @property
     def take_weights(self) -> bool:
-        """Whether any engine serves the policy."""
+        """Whether there are policy engines."""
         return any(engine.role == POLICY for engine in self.members.engines)
 
     @property
     def can_answer(self) -> bool:
-        """Whether the serving policy engines can answer requests. Prefill-decode pairs need an engine of each kind."""
+        """Whether the ready policy engines can serve requests. PD disaggregation requires an engine of each kind."""
         kinds = {engine.worker for engine in self.members.engines if engine.role == POLICY}
         return {engine.worker for engine in self.members.in_states(State.READY) if engine.role == POLICY} == kinds
 
@@ -283,7 +283,7 @@ class Engines:
         return [EngineInfo(e.index, str(e.url), e.layout, e.slots, self._control_key, e.incarnation) for e in engines]
 
     def settle(self) -> None:
-        """Waits until no restarting engine is taking memory that the trainer needs."""
+        """Waits until no restarting engine is allocating memory that the trainer needs."""
         limit_s = WORKING * self._args.engine_start_timeout_s
         if not self._tend_until(lambda: not self._port.takes_memory, limit_s):
             raise DeadlineExceeded.waiting(
@@ -294,16 +294,16 @@ class Engines:
             )
 
     def stop(self) -> list[Any]:
-        """Tells all living engines to stop. Returns references to the results."""
+        """Tells all live engines to stop. Returns object refs of the calls."""
         return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
 
     def close(self) -> None:
         self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
-        """Returns the engines among `engines` that answer and were not replaced.
+        """Returns those of `engines` that still respond and have not been replaced.
 
-        If `engines` is None, returns all policy engines that answer.
+        None: returns all responding policy engines.
         """
         now = self.members.in_states(*ASKED)
         if engines is None:
@@ -312,7 +312,7 @@ class Engines:
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
 
     def _admit(self) -> None:
-        """Allows requests to every ready engine. Does not wait. Raises the errors of earlier admissions."""
+        """Allows requests to every ready engine. Does not block. Raises the errors of earlier `admit` calls."""
         if asked := list(self._admissions.values()):
             answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
             wait_for(answered, for_what="the rollout side to register the engines", limit_s=NOTICE_S)
@@ -321,9 +321,9 @@ class Engines:
                 self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
 
     def _look_for_stalls(self) -> None:
-        """Gives up engines that deliver no tokens, because a scheduler can answer health checks without sampling.
+        """Declares engines lost if they deliver no tokens. A stuck scheduler can still respond to health checks.
 
-        An engine that delivers tokens counts as alive, even if it answers no health checks.
+        Conversely, an engine that delivers tokens counts as alive even if health checks fail.
         """
         if self._stalled is None:
             if (now := time.monotonic()) >= self._ask_for_stalls_at:
@@ -340,26 +340,26 @@ class Engines:
                 elif engine.url in stalled:
                     limit_s = self._args.request_timeout_s
                     self._supervisor.lost(
-                        engine, f"none of its requests got a token for {limit_s:.0f} s (--request-timeout-s)"
+                        engine, f"none of its requests received a token for {limit_s:.0f} s (--request-timeout-s)"
                     )
 
     def _lost(self, engine: Engine) -> None:
-        """Handles an engine that the supervisor has given up.
+        """Handles an engine that the supervisor has declared lost.
 
-        Tells the rollout side that the engine died, unless its host was lost or it is an external engine.
+        Reports it to the rollout side as dead, unless its host was lost or it is an external engine.
         """
         self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
-        """Stops requests to an engine. Does not wait: requests in flight fail without it."""
+        """Stops requests to an engine. Does not block, because requests in flight fail anyway."""
         if engine.url in self._admissions:
             del self._admissions[engine.url]
             self._rollout.dismiss.remote(engine.model, [engine.url], died)
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float, *, wall_clock: bool = False) -> bool:
-        """Calls `tend` until `holds()`. Returns False if the limit expires first.
+        """Calls `tend` until `holds()` is true. Returns False if the limit expires first.
 
-        The limit is extended on a loaded machine, as by `Silence`, unless `wall_clock` is set.
+        On a loaded machine, the limit is extended as in `Silence`, unless `wall_clock` is set.
         """
         silence, end = Silence(), time.monotonic() + limit_s
         while not holds():

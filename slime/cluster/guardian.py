@@ -1,41 +1,40 @@
-"""The guardian of a run kills all processes of the run once the driver is gone, whether the driver returned or was
-killed.
+"""The guardian of a run kills all of the run's processes when the driver exits or is killed.
 
-The guardian is a small process (`python -m slime.cluster.guardian`, standard library only) in its own session and
-without a parent. So a command that kills the driver and all its descendants, such as `ray job stop`, does not kill the
-guardian. The driver starts it before Ray and holds the write end of a pipe to it (`Guardian`). `Guardian.tend`, or at
-the latest `Guardian.close`, replaces a killed guardian.
+The guardian is a small process (`python -m slime.cluster.guardian`, standard library only). It is daemonized into its
+own session, so a command that kills the driver and all its descendants, such as `ray job stop`, does not affect it. The
+driver starts it before Ray and keeps the write end of a pipe to it (`Guardian`). If the guardian is killed,
+`Guardian.tend` starts a new one, or `Guardian.close` does so at the latest.
 
-The guardian scans the process table every second, so it knows the run's processes even after they rename themselves or
-their parents die (`slime.serving.child_process`). It wakes at end-of-file on the pipe, or when a scan finds the
-driver's pid gone (a forked child may hold the pipe open). Then it sends SIGTERM and, after a short grace period,
-SIGKILL until no process is left. Finally it removes the shared-memory files of these processes and the run's temporary
+The guardian scans the process table every second, so it can identify the run's processes even after they rename
+themselves or lose their parents (`slime.serving.child_process`). It acts on end-of-file on the pipe, or when a scan
+finds the driver's pid gone (a forked child may still hold the pipe open). It sends SIGTERM and, after a short grace
+period, SIGKILL until no process is left. Finally, it removes the processes' shared-memory files and the run's temporary
 folders.
 
-On other hosts an actor owns the guardian instead of the driver (`HostGuardian`). Ray kills the actor when the driver is
-gone. Each kind of failure is detected as follows:
+On other hosts, an actor owns the guardian instead of the driver (`HostGuardian`). Ray kills the actor when the driver
+is gone. Failures are handled as follows:
 
-    killed              who notices                       what follows on this host
-    the driver          Ray, which ends its actors        end-of-file on the pipe: the guardian ends the run
-    this host's raylet  its workers, also the actor       the same
-    Ray's head          the raylets, after their limit    the same
-    the actor           the guardian, by its pipe         the same; the driver notices and starts a new actor, which
-                                                          waits until that guardian has finished (`GuardedHosts`)
-    the guardian        the actor, by the other pipe      a new guardian starts in a tenth of a second; if the actor is
-                                                          killed meanwhile, the driver's next check starts both
+    what died           detected by                       consequence on this host
+    the driver          Ray, which kills its actors       end-of-file on the pipe: the guardian kills the processes
+    this host's raylet  its workers, including the actor  same
+    Ray's head          the raylets, after a timeout      same
+    the actor           the guardian, through its pipe    same; the driver notices and starts a new actor, which waits
+                                                          until the old guardian has finished (`GuardedHosts`)
+    the guardian        the actor, through its own pipe   a new guardian starts within a tenth of a second; if the actor
+                                                          is killed first, the driver's next check restarts both
     the guardian, for   the driver: `wait` returns        a new actor with a new guardian
     the fourth time
 
 Invariants
-1. The guardian kills only processes that have this run's id in their environment, and their descendants. It never kills
-   the driver or an ancestor of the guardian.
-2. It removes only shared-memory files that those processes used and that no living process uses.
-3. All processes exit within `GRACE_S + KILL_LIMIT_S` and a second or two, so less than 15 s after the driver.
-4. Only SIGKILL stops the guardian early. Ctrl-C and SIGTERM sent to the whole run do not.
-5. A host's guardian has only the two pipes of its actor, so end-of-file means that the actor is gone.
+1. The guardian only kills processes with this run's id in their environment and their descendants, but never the driver
+   or the driver's ancestors.
+2. It only removes shared-memory files that these processes used and that no live process uses.
+3. All processes exit within `GRACE_S + KILL_LIMIT_S` plus a second or two, that is, less than 15 s after the driver.
+4. Only SIGKILL stops the guardian early. It ignores Ctrl-C and SIGTERM sent to the whole run.
+5. A host's guardian only has the two pipes of its actor, so end-of-file means that the actor is gone.
 6. After `HostGuardian.close`, the host's guardian has exited and no new one starts.
-7. No guardian starts on a host while an older guardian is still killing processes there, because it would also kill the
-   new processes.
+7. No guardian starts on a host while an older one is still killing processes there, because the older one would also
+   kill the new processes.
 """
 
 from __future__ import annotations
@@ -73,19 +72,19 @@ from slime.serving.child_process import (
 )
 
 GRACE_S = 2.0
-"""Time between SIGTERM and SIGKILL. A short time is safe, because checkpoints are committed by renaming."""
+"""Time between SIGTERM and SIGKILL. It can be short, because checkpoints are committed atomically by a rename."""
 KILL_LIMIT_S = 8.0
 LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 1.0, 4.0
-"""Time between two scans, on an idle and on a busy machine."""
+"""Minimum and maximum interval between scans. Scans are less frequent on a busy machine."""
 CLOSE_LIMIT_S = 15.0
 START_AGAIN_S = 30.0
 """Time between a failed start and the next attempt."""
 WATCHING, ENDED = b"watching ", b"ended "
-"""Messages of a guardian to its owner. The first adds its pid, the last the number of remaining processes."""
+"""A guardian's first message to its owner, followed by its pid, and its last one, followed by the processes left."""
 MAX_STARTS = 4
 """Maximum number of guardians that one `HostGuardian` starts."""
 OLD_LIMIT_S = 60.0
-"""Time limit for a guardian without an owner to finish. It takes ten seconds plus its scans on a busy machine."""
+"""Timeout for an orphaned guardian to finish. It takes ten seconds, plus the time for scans on a busy machine."""
 POLL_S = 0.1
 _MODULE = "slime.cluster.guardian"
 _log = logging.getLogger("slime.guardian")
@@ -97,10 +96,10 @@ class Watcher:
     pipe: IO[bytes]
     """Closing this pipe makes the guardian kill the run's processes."""
     words: IO[bytes]
-    """The guardian writes its last message (`ENDED`) here. If the guardian was killed, there is only end-of-file."""
+    """The guardian's output, with `ENDED` as last message. If the guardian is killed, it ends without this message."""
 
     def last_word(self, limit_s: float | None = None) -> int | None:
-        """Waits for the last message and returns the number of processes left; None if the guardian was killed.
+        """Waits for the last message. Returns the number of processes left, or None if the guardian was killed.
 
         Raises `TimeoutError` after `limit_s`.
         """
@@ -114,18 +113,18 @@ class Watcher:
         return self._has_said(0.0)
 
     def _has_said(self, limit_s: float | None) -> bool:
-        poll = select.poll()  # `select.select` refuses file descriptors above 1,023
+        poll = select.poll()  # `select.select` does not support file descriptors above 1,023
         poll.register(self.words, select.POLLIN)
         return bool(poll.poll(None if limit_s is None else 1000 * limit_s))
 
     def end(self) -> None:
-        """Tells the guardian to kill the run's processes. Does not wait."""
+        """Tells the guardian to kill the run's processes. Does not block."""
         with contextlib.suppress(BrokenPipeError):
             self.pipe.close()
 
 
 class Guardian:
-    """The driver's handle of its guardian."""
+    """The driver's handle for its guardian."""
 
     def __init__(self, start: Callable[[], Watcher], log_path: str | Path | None = None) -> None:
         self._start, self._watcher = start, start()
@@ -142,32 +141,32 @@ class Guardian:
         return self._num_left is None and not self._watcher.is_over
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
-        """Kills the run's processes and waits until none is left. Can be called several times.
+        """Kills the run's processes and waits until none is left. Idempotent.
 
         Raises `EngineError` if processes are left or the guardian does not respond in time.
         """
         if self._num_left is None and (left := self._end(timeout_s)) is None:
-            _log.warning("%s; a new guardian kills the run's processes", self._what.ended(None))
+            _log.warning("%s; starting a new one to kill the run's processes", self._what.ended(None))
             self._watcher = self._start()
             left = self._end(timeout_s)
         else:
             left = self._num_left
         if left is None:
             raise EngineError(
-                f"two guardians in a row were lost, so processes of the run may be left (environment variable "
+                f"two guardians in a row died, so processes of the run may still be running (environment variable "
                 f"{RUN_ID_ENV}): {self._what.ended(None)}"
             )
         if left:
             raise EngineError(
-                f"{self._what} left {left} processes of the run that survived SIGKILL; its log {self._what.log or ''} "
-                f"names them, and they have the environment variable {RUN_ID_ENV}"
+                f"{left} processes of the run survived SIGKILL by {self._what}; its log {self._what.log or ''} lists "
+                f"them, and they have the environment variable {RUN_ID_ENV}"
             )
 
     def tend(self) -> None:
-        """Replaces a killed guardian. Never raises; after a failed start, a later call tries again."""
+        """Replaces a killed guardian. Never raises: if the new one does not start, a later call retries."""
         if self.alive or time.monotonic() < self._again_at:
             return
-        _log.warning("%s; a new guardian starts", self._what.ended(None))
+        _log.warning("%s; starting a new one", self._what.ended(None))
         try:
             self._watcher = self._start()
         except (OSError, EngineError) as error:
@@ -175,30 +174,30 @@ class Guardian:
             self._again_at = time.monotonic() + START_AGAIN_S
 
     def _end(self, timeout_s: float) -> int | None:
-        """Returns the number of processes left; None if the guardian was killed before it finished."""
+        """Returns the number of processes left, or None if the guardian was killed before it finished."""
         self._watcher.end()
         try:
             self._num_left = self._watcher.last_word(timeout_s)
         except TimeoutError:
             raise EngineError(
                 f"{self._what} did not finish within {timeout_s:.0f} s, because a process of the run does not exit; "
-                f"look for a process in state D (log of the guardian: {self._what.log})"
+                f"look for processes in state D (guardian log: {self._what.log})"
             ) from None
         return self._num_left
 
 
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
-    """Starts the guardian of `run_id`. Call it before any process starts that the guardian may have to kill.
+    """Starts the guardian of `run_id`. Call this before starting any process that the guardian may have to kill.
 
-    The guardian removes `temp_dirs` at the end. Sets `SPT_NOENV` in this process's environment, so that the run's
-    processes keep their environment, and with it the run's id, when they rename themselves.
+    The guardian finally removes `temp_dirs`. Sets `SPT_NOENV` in this process's environment, so that the run's
+    processes keep their environment, including the run id, when they rename themselves.
     """
     return Guardian(lambda: start_watcher(run_id, temp_dirs, log_path), log_path)
 
 
 def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | None) -> Watcher:
-    """Starts a guardian process and waits until it is watching. Raises `EngineError` if the guardian exits first."""
-    assert run_id, "an empty run id would mark every process"
+    """Starts a guardian process and waits until it is ready. Raises `EngineError` if it exits first."""
+    assert run_id, "an empty run id would match every process"
     os.environ[KEEP_ENVIRON_ENV] = "1"
     root = str(Path(slime.__file__).resolve().parent.parent)
     env = {k: v for k, v in os.environ.items() if k != RUN_ID_ENV}
@@ -222,15 +221,15 @@ def start_watcher(run_id: str, temp_dirs: Sequence[str], log_path: str | Path | 
     status = starter.wait()
     if not greeting.startswith(WATCHING):
         guardian = here("the guardian", None if log_path is None else Path(log_path))
-        raise EngineError(f"{guardian.ended(status)} before it began to watch")
+        raise EngineError(f"{guardian.ended(status)} before it was ready")
     return Watcher(int(greeting.removeprefix(WATCHING)), starter.stdin, starter.stdout)
 
 
 def ending_guardians(run_id: str) -> list[int]:
-    """Returns the pids of guardians on this host that have lost their owner and are killing the run's processes."""
+    """Returns the pids of this host's orphaned guardians, which are killing the run's processes."""
     found = []
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        with contextlib.suppress(OSError):  # gone, or another user's
+        with contextlib.suppress(OSError):  # the process is gone or belongs to another user
             words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             owner = dict(pairwise(words)).get("--driver-pid", "")
             if _MODULE in words and run_id in words and owner.isdigit() and _driver_id(pid) is not None:
@@ -244,10 +243,10 @@ def _driver_id(pid: int) -> ProcessId | None:
 
 
 def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, SharedMemoryFiles, set[str]]:
-    """Follows the run's processes until the driver closes the pipe or is gone.
+    """Tracks the run's processes until the driver closes the pipe or is gone.
 
-    Returns the processes, their shared memory, and the parent folders of their temporary folders. Daemons of an
-    existing Ray cluster may have a different TMPDIR from the driver.
+    Returns the processes, their shared-memory files, and all values of TMPDIR among them: the daemons of an existing
+    Ray cluster may use another TMPDIR than the driver.
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()
@@ -259,8 +258,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
         files.observe(members)
         rooms |= {room for member in members if member.id not in seen and (room := _temp_dir_of(member.id.pid))}
         seen |= {member.id for member in members}
-        # The pause limits the share of a core that scans use, even with many or large processes. The pause must also be
-        # short: if an engine dies before the first scan that sees it, its shared memory is not removed.
+        # The pause limits the CPU time spent on scans, even with many or large processes. But it must be short, too: if
+        # an engine dies before its first scan, its shared memory is never removed.
         pause = min(max(LOOK_EVERY_S, 50 * (time.monotonic() - began)), LOOK_AT_LEAST_EVERY_S)
         readable, _, _ = select.select([pipe_fd], [], [], pause)
         if readable:
@@ -269,8 +268,8 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
 
 
 def _temp_dir_of(pid: int) -> str:
-    """Returns TMPDIR in the environment of a process, or an empty string."""
-    with contextlib.suppress(OSError):  # gone, or another user's
+    """Returns a process's TMPDIR, or an empty string."""
+    with contextlib.suppress(OSError):  # the process is gone or belongs to another user
         for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if entry.startswith(b"TMPDIR="):
                 return os.fsdecode(entry.removeprefix(b"TMPDIR="))
@@ -282,7 +281,7 @@ def end_run(
 ) -> int:
     """Kills the family and removes its files. Returns the number of processes left (normally 0).
 
-    `scratch` holds glob patterns of folders to remove. They are searched last, when no process can create one any more.
+    `scratch`: glob patterns of folders to remove. They are expanded last, when no process can create new ones.
     """
     left = family.end(grace_s=GRACE_S, limit_s=KILL_LIMIT_S, before_kill=files.observe)
     _log.info("removed from shared memory: %s", files.remove_orphans())
@@ -303,7 +302,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the guardian. Returns exit status 1 if processes are left."""
+    """Runs the guardian. Returns 1 if processes are left, else 0."""
     options = _parse(arguments)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
@@ -323,12 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class HostGuardian:
-    """Keeps a guardian running on this host. A thread waits for its exit, and replaces a killed guardian."""
+    """Keeps a guardian running on this host. A thread waits for it to exit and replaces it if it was killed."""
 
     def __init__(self, run_id: str, *, log_path: Path) -> None:
-        """Starts the first guardian, after older guardians of the run have exited.
+        """Starts the first guardian after older guardians of the run have exited.
 
-        Raises `EngineError` if it does not start, `DeadlineExceeded` if an older guardian does not exit.
+        Raises `EngineError` if it does not start, or `DeadlineExceeded` if an older guardian does not exit.
         """
         _wait_for_old(run_id)
         self._run_id, self._log_path = run_id, log_path
@@ -339,13 +338,13 @@ class HostGuardian:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the guardian has exited and no new one will start."""
+        """Waits until the guardian has exited and will not be replaced."""
         self._over.wait()
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Kills the run's processes on this host, except this one, and waits until none is left.
 
-        Raises `EngineError` if processes are left, `DeadlineExceeded` if the guardian does not respond.
+        Raises `EngineError` if processes are left, or `DeadlineExceeded` if the guardian does not respond.
         """
         with self._lock:  # `_listen` holds it while replacing a guardian
             self._closing = True
@@ -357,8 +356,8 @@ class HostGuardian:
         if self._num_left != 0:
             guardian = here("the guardian", self._log_path)
             if self._num_left is None:
-                raise EngineError(f"{guardian.ended(None)}, so processes of the run may be left there")
-            raise EngineError(f"{guardian} left {self._num_left} processes; its log {self._log_path} names them")
+                raise EngineError(f"{guardian.ended(None)}, so processes of the run may still be running there")
+            raise EngineError(f"{guardian} could not kill {self._num_left} processes; see its log {self._log_path}")
 
     def _start(self) -> Watcher:
         return start_watcher(self._run_id, [], self._log_path)
@@ -369,7 +368,7 @@ class HostGuardian:
             with self._lock:
                 if self._num_left is not None or self._closing or start == MAX_STARTS:
                     break
-                _log.warning("the guardian of this host was killed; a new guardian starts")
+                _log.warning("the guardian of this host was killed; starting a new one")
                 try:
                     self._watcher = self._start()
                 except (OSError, EngineError):
@@ -379,7 +378,7 @@ class HostGuardian:
 
 
 def _wait_for_old(run_id: str) -> None:
-    """Waits until all guardians of the run on this host that have lost their owner have exited."""
+    """Waits until all orphaned guardians of the run on this host have exited."""
     deadline = time.monotonic() + OLD_LIMIT_S
     while old := ending_guardians(run_id):
         if time.monotonic() > deadline:
@@ -387,7 +386,7 @@ def _wait_for_old(run_id: str) -> None:
                 owner="a host's actor",
                 for_what=f"an older {here('guardian')} to exit",
                 limit_s=OLD_LIMIT_S,
-                last_progress=f"process {old[0]} still runs",
+                last_progress=f"process {old[0]} is still running",
             )
         time.sleep(POLL_S)
 

@@ -1,16 +1,16 @@
-"""The actor on each host of a run other than the driver's (`HostActor`), and the driver's handle of it (`HostHandle`).
+"""Actor on each of a run's hosts except the driver's (`HostActor`), and the driver's handle for it (`HostHandle`).
 
 The actor is the first and the last process of the run on its host. It reports facts about the host, checks that the
-host sees the shared folders, and keeps a guardian. The driver makes one call at a time, besides `watching`. All calls
-have time limits except `watching`, which returns when the guardian has exited and no new one will start.
+host sees the shared folders, and keeps a guardian running. Apart from `watching`, the driver makes one call at a time,
+with a timeout. `watching` has none: it returns when the guardian has exited and will not be replaced.
 
-The handle is used on the driver's thread and waits only in `close`. For a host that comes back, the handle starts a
-thread that writes the tokens of the contract, which is slow in a network folder. The thread removes the tokens once the
-host has responded, or at `drop`.
+The handle is used on the driver's thread and only blocks in `close`. For a host that comes back, it starts a thread
+that writes the contract's tokens, because that is slow on a network file system. The thread removes the tokens once the
+host has responded or the handle is dropped.
 
 Invariants
-1. The tokens of a contract exist only while the host checks them.
-2. Only the driver's thread calls Ray, because a call after Ray has shut down would start Ray again.
+1. A contract's tokens only exist while the host checks them.
+2. Only the driver's thread calls Ray, because a call after Ray's shutdown would restart Ray.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slime.settings import Args
 class HostFacts:
     name: str
     num_cores: int
-    """Number of cores that Ray's processes on this host may use."""
+    """Number of cores available to Ray's processes on the host."""
 
 
 def facts_here() -> HostFacts:
@@ -64,20 +64,20 @@ class HostActor:
         return not_seen(contract)
 
     def guard(self, log_dir: str) -> None:
-        """Starts the guardian, so that no process of the run on this host outlives the driver. `log_dir` is shared."""
+        """Starts the guardian, so no process of the run on this host outlives the driver. `log_dir` is shared."""
         name = socket.gethostname()
         setup_logging(Path(log_dir) / f"host_{name}.log", crashes=True)
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """Prepares a host that came back: starts a guardian, or returns the folders that the host does not see."""
+        """Checks the shared folders and returns those that the host does not see. If it sees all, starts a guardian."""
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)
         return problems
 
     def watching(self) -> None:
-        """Returns when the guardian has exited and no new one will start."""
+        """Returns when the guardian has exited and will not be replaced."""
         assert self._guardian is not None, "watching() before guard()"
         self._guardian.wait()
 
@@ -91,46 +91,46 @@ class HostActor:
 logger = logging.getLogger(__name__)
 
 EMPTY_LIMIT_S = 120.0
-"""Time limit for a guardian to kill all processes on its host, which usually takes up to 15 s."""
+"""Timeout for a guardian to kill all processes on its host, which usually takes up to 15 s."""
 TOKENS_LIMIT_S = 5.0
-"""Time limit for removing tokens at the end of the run."""
+"""Timeout for removing tokens at the end of the run."""
 
 
 class HostHandle:
     def __init__(self, node_id: str, host: str, *, limit_s: float) -> None:
-        """Starts the actor. `host` is its name in messages.
+        """Starts the actor. `host`: the host's display name.
 
-        `limit_s` limits the wait for a response (--engine-start-timeout-s), which includes starting the process,
-        importing modules and waiting for a shared folder.
+        `limit_s`: timeout for a response (--engine-start-timeout-s), including process start, imports, and waiting for
+        a shared folder.
         """
         self._node_id, self._host, self._limit_s = node_id, host, limit_s
         actor: Any = HostActor.options(**on_node(node_id)).remote()  # type: ignore[attr-defined]
-        self.actor = introduce(actor, Process("the owner of the guardian", host))
+        self.actor = introduce(actor, Process("the actor that owns the guardian", host))
         self._watching: Any = None
-        """Reference to the result of `watching`, which is ready when the guardian has exited."""
+        """Object ref of the `watching` call, which returns when the guardian has exited."""
         self._contract: Future[Contract] = Future()
         self._answered = threading.Event()
         self._holder: threading.Thread | None = None
-        """The thread that writes and removes the tokens."""
+        """Thread that writes and removes the tokens."""
         self._log_dir = Path()
         self._asked: Any = None
         self._asked_at = 0.0
 
     def guarded(self) -> None:
-        """Starts watching the guardian that the actor has started. `watches` says whether the guardian still runs."""
+        """Starts watching the guardian started by the actor. `watches` then returns whether it is still running."""
         self._watching = self.actor.watching.remote()
 
     def take_up(self, args: Args, log_dir: Path) -> None:
-        """Makes the actor check the shared folders and start a guardian. `unseen` returns the outcome."""
+        """Makes the actor check the shared folders and start a guardian. `unseen` returns the result."""
 
         def keep_tokens() -> None:
             try:
                 with contract_of(args, log_dir.parent, under_way=True) as contract:
                     self._contract.set_result(contract)
                     self._answered.wait()
-            except BaseException as error:  # `unseen` raises it
+            except BaseException as error:  # re-raised in `unseen`
                 if self._contract.done():
-                    logger.warning("token files for host %s could not be removed: %s", self._node_id, error)
+                    logger.warning("cannot remove the token files for host %s: %s", self._node_id, error)
                 else:
                     self._contract.set_exception(error)
 
@@ -139,9 +139,9 @@ class HostHandle:
         self._holder.start()
 
     def unseen(self) -> list[str] | None:
-        """Returns the shared folders that the host does not see; None if the host has not responded yet. Never waits.
+        """Returns the shared folders that the host does not see, or None if it has not responded yet. Does not block.
 
-        An empty list means that the host has a guardian. Raises `SlimeError` or `OSError` if no guardian started.
+        An empty list means that the host has a guardian. Raises `SlimeError` or `OSError` if no guardian was started.
         """
         if not self._contract.done():
             return None
@@ -164,13 +164,13 @@ class HostHandle:
         return not all_there([self._watching])
 
     def drop(self) -> None:
-        """Kills the actor immediately. Never waits, never raises."""
+        """Kills the actor immediately. Does not block or raise."""
         self._answered.set()
         ray.kill(self.actor)
 
     def close(self) -> None:
         """Kills all processes of the run on the host. Never raises."""
-        if self._holder is not None and self._watching is None:  # the actor is the only process of the run there
+        if self._holder is not None and self._watching is None:  # the actor is the run's only process there
             self.drop()
             self._holder.join(TOKENS_LIMIT_S)
             return
@@ -187,7 +187,7 @@ class RayNodes:
         self._args, self._log_dir = args, log_dir
 
     def living(self) -> dict[str, list[str]]:
-        """Returns address -> ids of the living Ray nodes at that address."""
+        """Returns address -> ids of the live Ray nodes at that address."""
         found: dict[str, list[str]] = {}
         for node in ray.nodes():
             if node["Alive"]:
@@ -195,7 +195,7 @@ class RayNodes:
         return found
 
     def take_up(self, node_id: str) -> HostHandle:
-        """Starts an actor on the node that checks the shared folders and starts a guardian. Never waits."""
+        """Starts an actor on the node, which checks the shared folders and starts a guardian. Does not block."""
         handle = HostHandle(node_id, node_id[:8], limit_s=self._args.engine_start_timeout_s)
         handle.take_up(self._args, self._log_dir)
         return handle

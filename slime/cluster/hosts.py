@@ -1,37 +1,37 @@
-"""Chooses the hosts of a run, keeps a guardian on each, and checks that each sees the shared folders.
+"""Selects the hosts of a run, keeps a guardian on each, and checks that all of them see the shared folders.
 
-    a Ray that the run starts    uses only this host, on loopback; planned before any process starts (`plan_here`)
-    an existing Ray cluster      a plan over the free slots of its hosts, then an actor on each host but the driver's,
-                                 which reports facts, checks folders and starts a guardian (`hosts_of_run`)
+    Ray started by the run       uses only this host, on loopback; planned before any process starts (`plan_here`)
+    existing Ray cluster         plans with the free slots of its hosts, then starts an actor on each host except the
+                                 driver's to report host facts, check folders and start a guardian (`hosts_of_run`)
 
 `GuardedHosts` keeps a guardian on every host. On the driver's host, the driver restarts a killed guardian (`Guardian`).
-On any other host an actor owns the guardian (`HostActor`), and the driver has a `HostHandle` of the actor. `tend`
-handles each Ray node at the address of a host according to its state, without waiting:
+On the other hosts, an actor owns the guardian (`HostActor`), and the driver has a `HostHandle` for the actor. `tend`
+acts on the state of each Ray node at a host's address, without blocking:
 
-    guarded                                engines may start there; the handle says when the guardian ends
-    lost its actor or its guardian         another actor after `AFTER_LOSS_S`; the host counts as present meanwhile
-    new, because the host was away         an actor immediately; the host counts as present once it is guarded
-    refused, because it does not see a     asked again every `ASK_AGAIN_S`; the host counts as away
-    folder or no guardian starts there
+    guarded                                engines may start; the handle reports when the guardian exits
+    lost its actor or its guardian         a new actor after `AFTER_LOSS_S`; the host still counts as present
+    new, because the host was away         a new actor immediately; the host counts as present once it is guarded
+    rejected, because a folder is not      retried every `ASK_AGAIN_S`; the host counts as away
+    visible or no guardian starts
 
-Every host must see certain folders, which is checked before any engine starts (`contract_of`):
+Before any engine starts, every host is checked for access to certain folders (`contract_of`):
 
-    written by the run   run folder, --save, --save-hf, folder of the disk transport   the same folder, under one path
-    read by its ranks    --hf-checkpoint and other models                              the same files; copies will do
-    working directory    for relative paths and the user's modules                     it exists
+    written by the run   run folder, --save, --save-hf, disk transport folder   must be the same folder at the same path
+    read by its ranks    --hf-checkpoint and other models                       must have the same files (may be copies)
+    working directory    for relative paths and the user's modules              must exist
 
-The driver writes a token into each folder of the first kind, and every host reads it back. For the second kind, driver
-and host compare the names and sizes of the files. A slow network folder has `SEEN_WITHIN_S` to show them.
+For the first kind, the driver writes a token to each folder, and every host reads it back. For the second kind, driver
+and host compare file names and sizes. On a slow network file system, files have `SEEN_WITHIN_S` to appear.
 
-All of this runs on the driver's thread. Only `hosts_of_run` and `close` wait for actors of hosts, with time limits.
+Everything runs on the driver's thread. Only `hosts_of_run` and `close` wait for host actors, with timeouts.
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
-2. Later, an engine starts on a host other than the driver's only if a guardian is known to run there (`is_guarded`).
-3. A refused host is checked again for as long as the run lasts.
-4. The driver's host is `hosts[0]` of the plan. The rollout side runs there, because it has the data and the user's
+2. After that, an engine only starts on a host other than the driver's if its guardian is known to run (`is_guarded`).
+3. A rejected host is retried as long as the run lasts.
+4. The driver's host is `hosts[0]` of the plan. The rollout actor runs there, because it has the data and the user's
    modules.
-5. If a plan has only one host, its processes connect on loopback, also on a cluster.
+5. If a plan has only one host, its processes communicate over loopback, even on a cluster.
 """
 
 from __future__ import annotations
@@ -64,26 +64,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 30.0
-"""Time between a refusal and the next attempt. A shared folder may be mounted late."""
+"""Time between a rejection and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
-"""Time between the loss of an actor and the start of a new one, which the old guardian would kill earlier."""
+"""Delay before a lost actor is replaced. If it were replaced earlier, the old guardian would kill the new actor too."""
 MOST_DEATHS = 12
-"""Maximum number of actors in a row that an old guardian may kill, in about a minute. Then the host is refused."""
+"""Number of consecutive actor deaths (about a minute, while an old guardian is running) before the host is rejected."""
 
 
 @dataclass(slots=True)
 class _Node:
     host: Host
     handle: HostHandle | None = None
-    """None between two attempts."""
+    """None between attempts."""
     is_guarded: bool = False
     is_there: bool = False
-    """Whether the node was guarded and has not been refused since."""
+    """Whether the node was guarded and has not been rejected since."""
     again_at: float = 0.0
     refusal: str = ""
-    """The last logged reason for a refusal."""
+    """The last logged reason for a rejection."""
     num_died: int = 0
-    """Number of actors that died there since the node was last guarded."""
+    """Number of actors that died since the node was last guarded."""
 
 
 class GuardedHosts:
@@ -97,7 +97,7 @@ class GuardedHosts:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`first` holds handles of all guarded hosts but the driver's; `nodes` is needed if there are any."""
+        """`first`: handles of all guarded hosts except the driver's. `nodes`: required if there are any."""
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
@@ -107,7 +107,7 @@ class GuardedHosts:
         self._own.tend()
         for node in self._nodes.values():
             if node.is_guarded and node.handle is not None and not node.handle.watches():
-                logger.warning("the guardian of host %s, or the actor that owns the guardian, was lost", node.host)
+                logger.warning("lost the guardian of host %s or the actor that owns it", node.host)
                 node.is_guarded = False
                 self._put_off(node, AFTER_LOSS_S)
         if self._ray is None or all(self.is_guarded(host) for host in self._others):
@@ -125,7 +125,7 @@ class GuardedHosts:
         return host not in self._others or any(node.is_guarded for node in self._at(host))
 
     def has(self, host: Host) -> bool:
-        """Returns whether the host is present: guarded now, or soon to be guarded again."""
+        """Returns whether the host is present, that is, guarded now or expected to be guarded again soon."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class GuardedHosts:
             return
         if node.handle is None:
             if self._ray is not None and self._clock() >= node.again_at:
-                logger.info("host %s checks the shared folders and starts its guardian", node.host)
+                logger.info("host %s is back; checking its shared folders and starting its guardian", node.host)
                 node.handle = self._ray.take_up(node_id)
             return
         try:
@@ -168,7 +168,7 @@ class GuardedHosts:
 
     def _refuse(self, node: _Node, because: str) -> None:
         if node.refusal != because:
-            logger.warning("host %s is not used, because %s; retried every %.0f s", node.host, because, ASK_AGAIN_S)
+            logger.warning("not using host %s because %s; retrying every %.0f s", node.host, because, ASK_AGAIN_S)
         node.refusal, node.is_there = because, False
         self._put_off(node, ASK_AGAIN_S)
 
@@ -179,17 +179,17 @@ class GuardedHosts:
 
 
 def plan_here(args: Args) -> PlacementPlan:
-    """Returns the plan of a run that starts its own Ray. `preflight` has checked the number of GPUs or cores."""
+    """Returns the plan of a run that starts its own Ray. Assumes that `preflight` has checked the GPU or core count."""
     num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
     return _plan(args, [Host("this host", LOOPBACK, num_slots, usable_cores())])
 
 
 @contextmanager
 def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """Yields the plan on a Ray cluster that the driver has joined, and its guarded hosts.
+    """Yields the placement plan and the guarded hosts on the Ray cluster that the driver has joined.
 
     `guardian`: the guardian of this host. Raises `ConfigError` if the hosts have too few slots or do not share the
-    folders.
+    required folders.
     """
     import ray
 
@@ -224,9 +224,9 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:
-    """Returns the living nodes of the cluster with their free slots, the driver's first, then by address."""
+    """Returns the cluster's live nodes with their free slots: the driver's node first, then sorted by address."""
     import ray
-    from ray._private.state import available_resources_per_node  # Ray's public state API reports only totals (2.60)
+    from ray._private.state import available_resources_per_node  # Ray's public state API only has totals (2.60)
 
     free = available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
@@ -239,7 +239,7 @@ def nodes_of_cluster(args: Args) -> list[Host]:
 
 
 def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: str, most: int | None) -> Host:
-    """Converts a Ray node to a `Host`. `free` holds the node's free resources; `most` limits the slots of one host."""
+    """Converts a Ray node to a `Host`. `free`: the node's free resources. `most`: maximum number of slots."""
     num_cpus = num_slots = int(free.get("CPU", 0))
     held_back = ""
     if device == "cuda":
@@ -257,7 +257,7 @@ def host_of_node(node: Mapping[str, Any], free: Mapping[str, float], *, device: 
 
 
 def by_number(address: str) -> tuple[int, int]:
-    """A sort key that puts 10.0.0.9 before 10.0.0.10, host names first and IPv6 last."""
+    """Returns a sort key that puts 10.0.0.9 before 10.0.0.10, hostnames first and IPv6 last."""
     ip = ip_of(address)
     return (0, 0) if ip is None else (ip.version, int(ip))
 
@@ -274,7 +274,7 @@ def _plan(args: Args, hosts: Sequence[Host]) -> PlacementPlan:
 
 
 def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> PlacementPlan:
-    """Plans again with the names and cores that the hosts report. The cores determine the numbers of threads."""
+    """Plans again with the names and core counts reported by the hosts. Thread counts depend on the cores."""
     from slime.cluster.host_actor import facts_here
 
     facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
@@ -290,7 +290,7 @@ def _check(args: Args, plan: PlacementPlan) -> None:
     tp_size = int(args.megatron["tensor_model_parallel_size"])
     if plan.split_groups(tp_size):
         logger.warning(
-            "tensor-parallel groups of %d ranks span two hosts, so every layer waits for the network; set "
+            "tensor-parallel groups of %d ranks span two hosts, so every layer communicates over the network; set "
             "--actor-num-gpus-per-node to a multiple of %d",
             tp_size,
             tp_size,
@@ -299,9 +299,9 @@ def _check(args: Args, plan: PlacementPlan) -> None:
 
 
 def require_reach(args: Args, plan: PlacementPlan) -> None:
-    """Raises `ConfigError` if a policy engine cannot map the memory through which the transport sends weights."""
+    """Raises `ConfigError` if the transport uses shared memory and a policy engine is not on the sender's host."""
     if not plan.train_slots or args.update_weight_transport != "tensor" or args.device == "cuda":
-        return  # on cuda each engine shares a GPU with the training rank that sends to it
+        return  # on CUDA, each engine shares a GPU with the training rank that sends to it
     sender = plan.slot_hosts[plan.train_slots[0]]
     running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
     apart = [
@@ -311,13 +311,13 @@ def require_reach(args: Args, plan: PlacementPlan) -> None:
     ]
     if apart:
         raise ConfigError(
-            f"--update-weight-transport tensor cannot reach engines {apart}: they are not on the host of the training "
-            "rank that sends, so they cannot map its memory; use distributed or disk"
+            f"--update-weight-transport tensor cannot reach engines {apart}, because they do not run on the host of "
+            "the sending training rank and cannot map its memory; use distributed or disk"
         )
 
 
 def _tell(plan: PlacementPlan) -> None:
-    """Logs which processes run on which host, and which addresses listen on a network."""
+    """Logs which processes run on which host and which addresses are exposed to the network."""
     for h, host in enumerate(plan.hosts):
         ranks = [r for r, slot in enumerate(plan.train_slots) if plan.slot_hosts[slot] == h]
         engines = [e.index for e in plan.engines if any(plan.slot_hosts[slot] == h for slot in e.slots)]
@@ -325,8 +325,8 @@ def _tell(plan: PlacementPlan) -> None:
         has += ["the rollout side"] * (h == 0)
         logger.info("host %s has %s", host, ", ".join(has) or "nothing")
     logger.warning(
-        "processes of this run listen on %s, where every host of that network can reach them. Engines require the key "
-        "of the run, but process groups require no key, so keep untrusted hosts off that network",
+        "processes of this run listen on %s and can be reached by every host of that network. Engines require the "
+        "run's key, but process groups have no authentication, so keep untrusted hosts off that network",
         ", ".join(sorted({plan.address_of(slot) for slot in range(plan.num_slots)})),
     )
 
@@ -339,26 +339,26 @@ def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *argument
 
 
 SEEN_WITHIN_S = 30.0
-"""Time for a host to see a new file: NFS caches a folder for up to 30 s by default."""
+"""How long it may take a host to see a new file. NFS caches folders for up to 30 s by default."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The folders that every other host must see as the driver does."""
+    """The folders that every other host must see in the same state as the driver."""
 
     tokens: dict[str, tuple[str, str]]
-    """Flag of a written folder -> (token file, its content)."""
+    """Flag of a folder that the run writes -> (token file, content)."""
     digests: dict[str, tuple[str, str]]
-    """Flag of a read folder -> (folder, its `listing`)."""
+    """Flag of a folder that the run reads -> (folder, result of `listing`)."""
     start_folder: str
 
 
 @contextmanager
 def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterator[Contract]:
-    """Writes the tokens and yields the contract; removes the tokens after the block.
+    """Writes the tokens, yields the contract, and removes the tokens after the block.
 
-    With `under_way`, folders of checkpoints are not compared, because the run may be writing them.
+    `under_way`: do not compare checkpoint folders, because the run may be writing to them.
     """
     tokens: dict[str, tuple[str, str]] = {}
     made: list[Path] = []
@@ -379,7 +379,7 @@ def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterat
 
 
 def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]:
-    """Describes the folders that this host does not see as the driver does. Waits up to `limit_s` for them."""
+    """Returns descriptions of the folders that this host sees differently. Waits up to `limit_s` for them to appear."""
     deadline = time.monotonic() + limit_s
     while (problems := _look(contract)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -387,17 +387,17 @@ def not_seen(contract: Contract, *, limit_s: float = SEEN_WITHIN_S) -> list[str]
 
 
 def require_seen(found: dict[str, list[str]]) -> None:
-    """Raises one `ConfigError` with all folders that hosts do not see. `found` maps each host to its `not_seen`."""
+    """Raises one `ConfigError` for all folders that are not shared. `found`: host -> result of `not_seen`."""
     told = [f"{host} does not see {problem}" for host, problems in found.items() for problem in problems]
     if told:
         raise ConfigError(
-            f"hosts do not share these paths: {'; '.join(told)}. Processes on every host of a run use the same paths; "
-            "put the folders on a file system that all hosts mount at the same place, or use one host"
+            f"hosts do not share these paths: {'; '.join(told)}. The processes of a run use the same paths on all "
+            "hosts; put the folders on a file system that all hosts mount at the same path, or use one host"
         )
 
 
 def listing(folder: Path) -> str:
-    """Returns a digest of the names and sizes of a folder's files and the content of config.json.
+    """Returns a digest of the names and sizes of a folder's files and the content of its config.json.
 
     For a file, the digest covers its name and size.
     """
@@ -412,7 +412,7 @@ def listing(folder: Path) -> str:
 
 
 def _written(args: Args, run_dir: Path) -> dict[str, Path]:
-    """Returns flag -> folder that the run writes and other hosts read or write."""
+    """Returns flag -> folder for the folders that the run writes and that other hosts use."""
     found = {"--run-dir": run_dir}
     if args.save:
         found["--save"] = Path(args.save)
@@ -426,7 +426,7 @@ def _written(args: Args, run_dir: Path) -> dict[str, Path]:
 
 
 def _read(args: Args, under_way: bool) -> dict[str, Path]:
-    """Returns flag -> folder or file that every rank reads. Leaves out folders that the run may be changing."""
+    """Returns flag -> path for everything that all ranks read, except folders that the run may be changing."""
     changing = {Path(path).absolute() for path in (args.load, args.save) if path} if under_way else set()
     given = {
         "--hf-checkpoint": args.hf_checkpoint,

@@ -1,16 +1,15 @@
-"""Starts a run from its settings and stops it.
+"""Starts and stops a run.
 
-Order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
-guardian (`hosts`) -> placement group, engines, trainers, rollout side (`start_actors`). The `with` block always stops
-them in reverse order. So the views close after all other processes have stopped, and before the guardian kills any that
-remain.
+Startup order: preflight -> run folder -> guardian -> views (W&B has its own process) -> Ray -> other hosts, each with a
+guardian (`hosts`) -> placement group, engines, trainers, rollout actor (`start_actors`). Shutdown is always in reverse
+order, so the views close after all other processes have stopped and before the guardian kills any that remain.
 
-Ray reads its environment once, when it is imported, so this module sets the environment and does not import Ray:
+Ray reads its environment once, on import. So this module sets the environment and does not import Ray:
 
-    a Ray that the run starts    listens on loopback only, requires a token made for the run, and passes on the driver's
-                                 whole environment, because its processes descend from the driver
-    an existing Ray cluster      keeps its own settings; processes start there with the environment of its daemons, and
-                                 get only selected variables of the driver (`for_actors`)
+    Ray started by the run     only listens on loopback, requires a token generated for the run, and passes on the
+                               driver's entire environment, because its processes are descendants of the driver
+    existing Ray cluster       keeps its own settings; processes start with the environment of its daemons plus selected
+                               variables of the driver (`for_actors`)
 """
 
 from __future__ import annotations
@@ -57,60 +56,60 @@ if TYPE_CHECKING:
 
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # By default Ray starts one idle worker per core; the run needs only the actors of the plan.
+    # By default, Ray starts one idle worker per core. The run only needs its planned actors.
     "RAY_prestart_worker_first_driver": "0",
-    # Configures Ray for a single host, so that it listens on 127.0.0.1 instead of the host's address.
+    # "0" makes Ray single-host, so it listens on 127.0.0.1 instead of the host's address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
-    # By default Ray lowers the CPU priority of its workers and their children.
+    # By default, Ray lowers the CPU priority of its workers and their children.
     "RAY_worker_niceness": "0",
-    # By default Ray gives up a host whose daemon is silent for a minute. On a single host the driver notices the
-    # daemon's exit without this check.
+    # By default, Ray declares a host dead if its daemon does not respond for a minute. On a single host, the driver
+    # detects the daemon's exit without this check.
     "RAY_health_check_failure_threshold": "60",
-    # Ray would record the last 100,000 calls (21 kB a step) for its dashboard, which does not run.
+    # Do not record the last 100,000 calls (21 kB a step) for Ray's dashboard, which is disabled.
     "RAY_task_events_report_interval_ms": "0",
 }
-"""Environment variables of a Ray cluster for one run on one machine."""
+"""Environment variables for a single-machine Ray cluster that belongs to one run."""
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""The values that SGLang sets in its own processes. With different values in the trainer, the first broadcast of the
-weight sync hangs."""
+"""The values that SGLang sets in its own processes. If the trainer uses other values, the first broadcast of a weight
+sync hangs."""
 
 START_FOLDER_ENV = "SLIME_START_FOLDER"
-"""The driver's working directory. The run's processes enter it, so that relative paths mean the same everywhere."""
+"""The driver's working directory. All processes of the run change to it, so relative paths work everywhere."""
 FORWARDED = (
     *("NCCL_", "GLOO_", "SGLANG_", "TORCH", "PYTORCH_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_"),
     *("GOMP_", "KMP_", "MKL_", "CUBLAS_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"),
     *("PYTHONHASHSEED", "MPLBACKEND"),
 )
-"""Prefixes of variables that mean the same on every host, so they are forwarded. --forward-env-vars names others."""
+"""Prefixes of host-independent variables, which are always forwarded. --forward-env-vars adds others."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY")
-"""Variables with one of these words in their name are forwarded only if the user names them, because Ray shows values.
-Whole words between underscores count, so `TOKENIZERS_...` is forwarded."""
+"""Variables with one of these words in their name are only forwarded on request, because Ray displays their values.
+Matches whole words between underscores, so `TOKENIZERS_...` is forwarded."""
 SETUP_HOOK = "slime.cluster.launch_run.enter_start_folder"
 logger = logging.getLogger(__name__)
 
 
 def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
-    """Sets the variables of this process and its children: `run_id`, NCCL, and Ray on one machine.
+    """Sets environment variables for this process and its children: the run id, NCCL, and local Ray.
 
-    If the run joins a cluster at `ray_address`, Ray's variables are not set.
+    If the run joins a cluster at `ray_address`, does not set Ray's variables.
     """
     os.environ[RUN_ID_ENV] = run_id
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
     if ray_address is not None:
         return
-    assert "ray" not in sys.modules, "Ray was imported before its environment was set; it would ignore it"
+    assert "ray" not in sys.modules, "Ray was imported too early and would ignore its environment variables"
     for name, value in LOCAL_RAY.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the environment of processes on an existing cluster: variables of the driver, and import paths.
+    """Returns the environment for processes on an existing cluster: selected variables of the driver and PYTHONPATH.
 
-    The import paths lead to slime and the user's modules. `named` lists additional variables that the user chose.
+    PYTHONPATH contains slime and the user's modules. `named`: additional variables selected by the user.
     """
     chosen = {
         name: value
@@ -125,7 +124,7 @@ def for_actors(environment: Mapping[str, str], *, named: Sequence[str] = ()) -> 
 
 
 def _own_folders(import_path: Sequence[str]) -> list[str]:
-    """Returns the folders of an import path that do not belong to the Python installation."""
+    """Returns the folders in `import_path` that do not belong to the Python installation."""
     brought = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     return [os.path.abspath(p) for p in import_path if os.path.isdir(p) and not os.path.abspath(p).startswith(brought)]
 
@@ -135,30 +134,30 @@ def _is_secret(name: str) -> bool:
 
 
 def enter_start_folder() -> None:
-    """Changes to the driver's working directory. Every process of a run on a cluster calls this first."""
+    """Changes to the driver's working directory. On a cluster, every process of a run calls this first."""
     folder = os.environ.get(START_FOLDER_ENV)
     if folder:
         try:
             os.chdir(folder)
         except OSError as error:
-            logger.warning("the folder in which the run was started does not exist on this host: %s", error)
+            logger.warning("cannot change to the folder in which the run was started: %s", error)
 
 
 LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
-"""Settings that a resume replaces or must not repeat. `--finetune` would load only the weights and start at step 0."""
+"""Settings that the resume command replaces or drops. `--finetune` would only load the weights and start at step 0."""
 
 
 def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
-    """Returns the command that resumes the run of `command` (`slime train ...`), without secrets."""
+    """Returns the command that resumes the run started with `command` (`slime train ...`), without secrets."""
     program, loop, *flags = command
     kept = without(flags, *LEFT_OUT)
     return shlex.join(hide_secrets([program, loop, *kept, "--load", load, "--run-dir", run_dir]))
 
 
 def how_to_resume(args: Args, *, stopped: bool) -> str:
-    """Returns one line on how to resume a run that stopped or failed; empty if it cannot be resumed.
+    """Returns one line on how to resume a run that was stopped or failed, or "" if it cannot be resumed.
 
-    `stopped`: whether Ctrl-C or SIGTERM stopped the run. Only then does the line also report that nothing was saved.
+    `stopped`: whether the run was stopped by Ctrl-C or SIGTERM. Only then does the line mention a missing checkpoint.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -169,7 +168,7 @@ def how_to_resume(args: Args, *, stopped: bool) -> str:
     if found is None and not stopped:
         return ""
     if found is None:
-        why = "no checkpoint is complete yet" if args.save else "there is no --save FOLDER"
+        why = "no checkpoint is complete yet" if args.save else "--save is not set"
         return f"nothing to resume from: {why}"
     if args.num_rollout is not None and found.rollout_id + 1 >= args.num_rollout:
         return ""
@@ -181,14 +180,14 @@ T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
-"""Time limits for processes to stop: after a finished run, and after an error or Ctrl-C. Ray kills the rest."""
+"""Timeouts for processes to stop after a completed run, and after an error or Ctrl-C. Ray then kills the rest."""
 
 
 @contextmanager
 def launch(args: Args) -> Iterator[Run]:
-    """Starts the processes of a run, yields the `Run`, and stops all processes after the block."""
+    """Starts a run's processes, yields the `Run`, and stops all processes after the block."""
     began_s = time.monotonic()
-    prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code: a hook may import Ray
+    prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code, which may import Ray
     check_hooks(args)
     preflight(args)
     run_dir = Path(args.run_dir).resolve()
@@ -204,12 +203,12 @@ def launch(args: Args) -> Iterator[Run]:
             run_dir, run_id=args.run_id, args=settings, command=args.command, without_effect=settings["idle"]
         )
         if save is not None and inside:
-            leases.enter_context(save)  # only now: a new run folder must be empty
+            leases.enter_context(save)  # only now, because a new run folder must be empty
         yield from _launched(args, settings, folder, began_s)
 
 
 def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: float) -> Iterator[Run]:
-    """Runs the block in `folder`. `settings`: `args` as JSON."""
+    """Implements `launch` in the created run folder. `settings`: `args` as JSON."""
     run_id = args.run_id
     setup_logging(folder.logs / DRIVER_LOG)
     if (restart := this_restart()) is not None:
@@ -234,11 +233,11 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
                     with _explained(memory, folder):
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
-            except BaseException as error:  # a save in the background has finished by now
+            except BaseException as error:  # the background save has finished by now
                 if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt | Terminated)):
                     error.add_note(told)
                 raise
-    except Exception:  # only to the log file: `run_or_exit` prints one message on the console
+    except Exception:  # only to the log file, because `run_or_exit` prints the message to the console
         logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
         raise
     finally:
@@ -271,7 +270,7 @@ def _placed(
 
 @contextmanager
 def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManager[T]) -> Iterator[T]:
-    """Enters `block` as a phase of startup, and leaves it at the end of the `with` statement."""
+    """Times entering `block` as a startup phase. Exits `block` at the end of the `with` statement."""
     with ExitStack() as stack:
         with startup.phase(phase, line):
             entered = stack.enter_context(block)
@@ -279,13 +278,13 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
-    """Yields the `Run` to the loop. Stops the actors in order, also after an error or Ctrl-C in the loop."""
+    """Yields the `Run` to the loop. Stops the actors cleanly, even after an error or Ctrl-C in the loop."""
     try:
         with _explained(memory, folder), _blamed(run, folder):
             run.tell_addresses()
             yield run
     except BaseException as error:
-        if isinstance(error, Exception):  # Ctrl-C is not an `Exception`; it also stops a save
+        if isinstance(error, Exception):  # not after Ctrl-C, which also stops a save
             _rescue(run)
         _end(run, limit_s=HASTY_END_S)
         raise
@@ -294,9 +293,9 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 
 @contextmanager
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
-    """Raises `ActorDied` instead of an error that the death of a process caused.
+    """Replaces an error that was caused by the death of a process with `ActorDied`.
 
-    If the process left a last message, raises `LoopStalled` with that message.
+    If the process left a message about a blocked event loop, raises `LoopStalled` with that message instead.
     """
     try:
         yield
@@ -311,9 +310,9 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
 
 @contextmanager
 def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
-    """Adds notes to an error: whether memory ran out, and where the traceback is.
+    """Adds notes to an error: whether memory ran out, and where to find the traceback.
 
-    Runs while other processes are still alive, so that their memory can be reported.
+    Must run while other processes are still alive, so that their memory usage can be reported.
     """
     try:
         yield
@@ -331,17 +330,17 @@ def _views(args: Args, settings: dict[str, Any]) -> Views:
 
 
 def _rescue(run: Run) -> None:
-    """Finishes a checkpoint that was being written when training failed. Never raises."""
+    """Completes a checkpoint that was being written when training failed. Never raises."""
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
     except Exception as error:  # for example if a rank has died
-        logger.warning("the checkpoint in progress was not finished: %s", str(error).splitlines()[:1] or repr(error))
+        logger.warning("the checkpoint in progress was not completed: %s", str(error).splitlines()[:1] or repr(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:
-    """Closes the run. Never raises, so that it does not replace the error that stopped the run."""
+    """Closes the run. Never raises, so that the original error is not replaced."""
     try:
         run.close(limit_s=limit_s)
     except Exception as error:  # Ray kills remaining actors when it stops
         logger.warning("an actor did not stop cleanly: %s", str(error).splitlines()[0] if str(error) else repr(error))
-        logger.info("in full", exc_info=True, extra=FILE_ONLY)
+        logger.info("full traceback", exc_info=True, extra=FILE_ONLY)

@@ -1,16 +1,16 @@
-"""Moves GPU memory between trainer and engines in colocated training, in the only order in which it suffices.
+"""Hands GPU memory over between trainer and engines in colocated training.
 
-    to the trainer       before a training step   engines release all memory, then the trainer takes its own
-    room for weights     before a weight sync     the trainer keeps only its weights, then engines take room for theirs
-    room for the rest    after a weight sync      the trainer releases its weights, then engines take room for the cache
+    to the trainer       before a training step   engines release all memory, then the trainer allocates its own
+    room for weights     before a weight sync     the trainer keeps only its weights, then engines allocate theirs
+    room for the rest    after a weight sync      the trainer releases its weights, then engines allocate the KV cache
 
-One side always releases before the other allocates, because a GPU cannot hold an engine together with the trainer's
-gradients, optimizer states and caches. During startup, engines would measure the free memory while the trainer is being
-built. So engines allocate memory only after the trainer has been built and has lent its memory
+One side always releases memory before the other allocates, because an engine does not fit on the GPU together with the
+trainer's gradients, optimizer states and caches. During startup, engines measure the free memory, which would be wrong
+while the trainer is being built. They therefore wait until the trainer has been built and has lent its memory
 (`slime.compat.sglang_memory_gate`).
 
-The driver's thread calls the actors and waits for them, with a time limit. Without `--offload-rollout` and
-`--offload-train` nothing is moved.
+The driver's thread calls the actors and waits for them, with a timeout. Without `--offload-rollout` and
+`--offload-train`, no memory is moved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from slime.settings.conditions import lends_at_start
 
 
 class MemoryHandOver:
-    """Tracks and changes which side has the memory of shared GPUs.
+    """Tracks and controls which side may use the memory of shared GPUs.
 
-    At first the engines have their memory. The trainer also has its memory, unless it lends the memory during startup.
+    Initially, both sides have their memory, unless the trainer lends its memory during startup.
     """
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker) -> None:
@@ -35,7 +35,7 @@ class MemoryHandOver:
         self._trainer_lent = lends_at_start(args)
 
     def to_trainer(self) -> None:
-        """Gives the memory to the trainer; engines must be idle. Idempotent."""
+        """Hands the memory to the trainer. Engines must be idle. Idempotent."""
         self._settle()
         self._engines_give()
         if self._trainer_lends:
@@ -43,7 +43,7 @@ class MemoryHandOver:
 
     @property
     def lends(self) -> bool:
-        """Whether trainer and engines take turns on the GPU."""
+        """Whether trainer and engines alternate on the GPU."""
         return self._trainer_lends
 
     @property
@@ -52,8 +52,8 @@ class MemoryHandOver:
         return self._trainer_lent or not self._trainer_lends
 
     def room_for_weights(self) -> None:
-        """Lets engines allocate memory for their weights; the trainer keeps only its weights."""
-        if self._trainer_lent:  # during startup, and when an engine joins: engines hold more than their weights
+        """Makes the trainer release everything but its weights, then lets engines allocate theirs."""
+        if self._trainer_lent:  # during startup or a join: engines have allocated more than their weights
             self._settle()
             self._engines_give()
         if self._trainer_lends:
@@ -62,7 +62,7 @@ class MemoryHandOver:
             self._actors.on_lenders("resume_memory", ["weights"])
 
     def room_for_the_rest(self) -> None:
-        """Gives the rest of the memory to engines, so that they can generate. The trainer releases its memory."""
+        """Makes the trainer release all its memory, then lets engines allocate the rest of theirs for generation."""
         if self._trainer_lends:
             self._on_trainers("sleep", "sleep")
             self._trainer_lent = True
@@ -71,7 +71,7 @@ class MemoryHandOver:
             self._engines_lent = False
 
     def _settle(self) -> None:
-        """Stops engines from allocating memory, and waits for one that is allocating."""
+        """Prevents further allocations by starting engines, and waits for one that is in progress."""
         if self._trainer_lends:
             self._trainer_lent = False
             self._actors.engines.settle()
@@ -83,7 +83,7 @@ class MemoryHandOver:
             self._engines_lent = True
 
     def _on_trainers(self, method: str, what: str) -> None:
-        """Calls `method` on all training ranks in the span `what`. Logs the maximum over ranks of each metric."""
+        """Calls `method` on all training ranks within the span `what` and logs each metric's maximum over ranks."""
         with span(what):
             answers = self._actors.on_trainers(method, limit_s=MEMORY_LIMIT_S)
         names = {name for answer in answers for name in answer}

@@ -1,7 +1,7 @@
-"""Reports whether a run failed because memory ran out, and how much memory each of its processes used.
+"""Reports whether a run failed because it ran out of memory, and how much memory each process used.
 
-A process that the kernel kills leaves no message, and its memory is gone. So a thread of the driver measures the run's
-processes on this host every `LOOK_EVERY_S`. The error of a failed run shows the last measurements.
+A process killed by the kernel leaves no message and can no longer be measured. So a thread of the driver measures the
+run's processes on this host every `LOOK_EVERY_S`, and the error of a failed run includes the last measurements.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Usage:
     id: ProcessId
     name: str
     rss_bytes: int
-    """Resident memory. Shared pages count once for each process that maps them."""
+    """Resident memory. Shared pages count for every process that maps them."""
     peak_bytes: int
-    """The largest measured `rss_bytes`."""
+    """Highest measured `rss_bytes`."""
 
 
 def num_oom_kills() -> int | None:
-    """Counts the processes that the kernel killed because memory ran out, in this control group or else on this host.
+    """Returns the number of OOM kills in this cgroup, or else on this host.
 
-    Returns None if the kernel reports no such count.
+    Returns None if the kernel does not report it.
     """
     for path in (
         _own_group() / "memory.events",
@@ -58,7 +58,7 @@ def _own_group() -> Path:
 
 
 def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage | None:
-    """Returns the memory use of a process; None if the process is gone."""
+    """Returns a process's memory usage, or None if the process is gone."""
     try:
         pages = int(Path(f"/proc/{id.pid}/statm").read_text().split()[1])
         words = Path(f"/proc/{id.pid}/cmdline").read_bytes().split(b"\0")
@@ -69,7 +69,7 @@ def read_usage(id: ProcessId, default_name: str, peak_bytes: int = 0) -> Usage |
 
 
 def _name(words: Sequence[bytes], default: str) -> str:
-    """Returns a process's title set by Ray or SGLang, its Python module, or its program."""
+    """Returns the process title set by Ray or SGLang, else the Python module or the program name."""
     text = [w.decode(errors="replace") for w in words if w.strip()]
     if not text:
         return default
@@ -79,7 +79,7 @@ def _name(words: Sequence[bytes], default: str) -> str:
 
 
 class MemoryWatch:
-    """Measures the run's processes in a thread during a `with` block."""
+    """Context manager with a background thread that measures the run's processes."""
 
     def __init__(self, run_id: str) -> None:
         self._family = ProcessFamily(RUN_ID_ENV, run_id)
@@ -99,7 +99,7 @@ class MemoryWatch:
         self._thread.join(timeout=2.0)
 
     def look(self) -> list[Usage]:
-        """Measures the run's processes. Dead processes keep their last measurement."""
+        """Measures the run's processes and returns the latest measurements, including those of dead processes."""
         with self._lock:
             for stat in self._family.refresh():
                 last = self._usages.get(stat.id)
@@ -109,20 +109,20 @@ class MemoryWatch:
             return list(self._usages.values())
 
     def was_killed_for_memory(self) -> bool:
-        """Returns whether the kernel killed a process because memory ran out, since this watch was created."""
+        """Returns whether there has been an OOM kill since this object was created."""
         now = num_oom_kills()
         return now is not None and self._before is not None and now > self._before
 
     def report(self) -> str:
-        """Returns a note for the error of a run, with the largest processes and whether any was killed."""
+        """Returns a note for a run's error message: OOM kills and the processes that used most memory."""
         usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
         if self.was_killed_for_memory():
             kills = (num_oom_kills() or 0) - (self._before or 0)
             verdict = (
-                f"the kernel killed {kills} process{'es' if kills > 1 else ''} during the run, because memory ran out"
+                f"the kernel killed {kills} process{'es' if kills > 1 else ''} during the run because memory ran out"
             )
         else:
-            verdict = "the kernel killed no process because of memory"
+            verdict = "the kernel did not kill any process for lack of memory"
         shown = ", ".join(_told(usage) for usage in usages[:NUM_SHOWN]) or "none seen"
         return f"memory: {verdict}; largest processes of the run, by peak memory: {shown}"
 

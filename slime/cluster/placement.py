@@ -1,19 +1,18 @@
-"""Plans which process gets which slot of which host. The functions are pure and run before any process is placed.
+"""Assigns processes to the slots of hosts. The functions are pure and run before any process is placed.
 
-A *slot* is one GPU, or one CPU (as Ray counts them) on a host without GPUs. Training takes `num_nodes` hosts with
-`num_per_node` slots each. An engine takes slots of one host. If no host is large enough for the whole engine, it takes
-equal parts of several hosts. With `colocate`, engines share the slots of training ranks until all of these are shared;
-the remaining engines have their own slots.
+A *slot* is one GPU, or one CPU (as counted by Ray) on a host without GPUs. Training uses `num_nodes` hosts with
+`num_per_node` slots each. An engine uses slots of a single host or, if no host is large enough, the same number of
+slots on several hosts. With `colocate`, engines share the slots of training ranks until all of these are shared; the
+remaining engines get their own slots.
 
 Invariants
-1. Every training rank has exactly one slot; every engine has consecutive slots on each of its hosts.
-2. Slots are numbered host by host, so consecutive training ranks are on the same host while it has slots.
-3. A slot holds at most one training rank and one engine rank, and both only with `colocate`. An engine shares all its
-   slots or none.
-4. Processes that compute on one host at the same time have no more threads together than the host has cores, unless
-   there are more processes than cores. Each process has at least one thread.
-5. Hosts are chosen greedily, the fullest host with room first. So planning again with only the chosen hosts gives the
-   same plan.
+1. Every training rank has exactly one slot. Every engine has consecutive slots on each of its hosts.
+2. Slots are numbered host by host, so consecutive training ranks are on the same host as far as possible.
+3. A slot has at most one training rank and one engine rank, and has both only with `colocate`. An engine shares either
+   all of its slots or none.
+4. Processes that compute on a host at the same time have no more threads in total than the host has cores, unless there
+   are more processes than cores. Each process has at least one thread.
+5. Hosts are selected greedily by best fit, so planning again with only the selected hosts results in the same plan.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from slime.core.processes import LOOPBACK
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
-    """The name for messages."""
+    """Display name."""
     address: str
-    """The address at which other hosts reach it."""
+    """Address at which other hosts can reach this host."""
     num_slots: int
     """Number of slots that the run may use."""
     num_cores: int
     node_id: str | None = None
-    """Ray's id of the node; None before Ray runs."""
+    """Ray node id. None before Ray has started."""
     held_back: str = ""
-    """Why the run may not take all free GPUs of the host, for messages; empty if it may."""
+    """Why the run cannot use all free GPUs of the host, for messages. Empty if it can."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address})"
@@ -48,36 +47,36 @@ class Host:
 class EngineDemand:
     num_slots: int
     runs: bool = True
-    """If false, the slots are reserved but no engine starts."""
+    """If False, the slots are reserved but no engine starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlacement:
     index: int
     parts: tuple[tuple[int, ...], ...]
-    """[hosts of the engine] slots on that host, in the order of the engine's ranks."""
+    """[engine hosts] slots on each host, in rank order."""
     colocated: bool
-    """Whether training ranks share its slots."""
+    """Whether the engine shares its slots with training ranks."""
     num_threads: int
-    """CPU threads per engine rank; used only on a CPU."""
+    """CPU threads per engine rank. Only used on CPU."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots, in the order of the engine's ranks."""
+        """All slots of the engine, in rank order."""
         return tuple(slot for part in self.parts for slot in part)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
     hosts: tuple[Host, ...]
-    """The driver's host, even if the run uses none of its slots, then all other hosts with used slots."""
+    """The driver's host, even if none of its slots are used, followed by all other hosts with used slots."""
     slot_hosts: tuple[int, ...]
     """[slots] index of the slot's host in `hosts`, ascending."""
     train_slots: tuple[int, ...]
-    """[training ranks] slot of the rank; empty without training."""
+    """[training ranks] slot of each rank. Empty without training."""
     engines: tuple[EnginePlacement, ...]
     train_threads: tuple[int, ...]
-    """[training ranks] CPU threads of the rank, used on a CPU and by an optimizer in host memory."""
+    """[training ranks] CPU threads of each rank. Used for training on CPU and for an optimizer in host memory."""
 
     @property
     def num_slots(self) -> int:
@@ -88,7 +87,7 @@ class PlacementPlan:
         return len(self.hosts) > 1
 
     def address_of(self, slot: int) -> str:
-        """Returns the address on which processes of a slot listen."""
+        """Returns the address that processes in this slot listen on."""
         return self.hosts[self.slot_hosts[slot]].address if self.several_hosts else LOOPBACK
 
     def split_groups(self, size: int) -> bool:
@@ -99,7 +98,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The hosts of one engine. Each provides the same number of slots."""
+    """The hosts of one engine. Each contributes the same number of slots."""
 
     demand: EngineDemand
     on: tuple[int, ...]
@@ -121,8 +120,8 @@ def plan_placement(
 ) -> PlacementPlan:
     """Places `num_nodes` x `num_per_node` training ranks, then the engines in order.
 
-    `hosts` starts with the driver's. `num_nodes` is 0 without training. `max_threads` limits the threads of one
-    process. Raises `ConfigError` if the hosts have too few slots, or if an engine would share only some of its slots.
+    `hosts`: the driver's host must come first. `num_nodes`: 0 without training. `max_threads`: limit per process.
+    Raises `ConfigError` if the hosts have too few slots, or if an engine would share only some of its slots.
     """
     free = [host.num_slots for host in hosts]
     train_on = _training_hosts(num_nodes, num_per_node, free, hosts)
@@ -141,13 +140,13 @@ def plan_placement(
 
 
 def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: Sequence[Host]) -> list[int]:
-    """Chooses the training hosts. Returns their indices in order, and subtracts their slots from `free`."""
+    """Selects the training hosts, subtracts their slots from `free`, and returns their indices in order."""
     able = sorted((n, h) for h, n in enumerate(free) if n >= num_per_node)
     if len(able) < num_nodes:
         raise ConfigError(
             f"--actor-num-nodes {num_nodes} and --actor-num-gpus-per-node {num_per_node} need {num_nodes} "
             f"host{'s' * (num_nodes > 1)} with {num_per_node} free slots each, but {_told(free, hosts)}; lower one of "
-            "the two, or add hosts to the Ray cluster"
+            "the flags, or add hosts to the Ray cluster"
         )
     chosen = sorted(h for _, h in able[:num_nodes])
     for h in chosen:
@@ -156,7 +155,7 @@ def _training_hosts(num_nodes: int, num_per_node: int, free: list[int], hosts: S
 
 
 def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on: list[int]) -> list[_Place]:
-    """Places the first engines on training slots, until all training slots are shared."""
+    """Places engines on training slots until all training slots are shared."""
     room = dict.fromkeys(train_on, num_per_node)
     places: list[_Place] = []
     for demand in engines:
@@ -170,7 +169,7 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
             raise ConfigError(
                 f"--colocate cannot place {len(engines)} engines of {' and '.join(map(str, sizes))} slots on "
                 f"{len(train_on)} hosts with {num_per_node} training slots each; only {len(places)} fit. An engine "
-                "takes slots of one host or several whole hosts, and shares all of its slots with training or none. "
+                "must fit on one host or span complete hosts, and shares all of its slots with training or none. "
                 f"Set --rollout-num-gpus-per-engine to a divisor or a multiple of {num_per_node}"
             )
         for h in on:
@@ -180,9 +179,9 @@ def _shared_places(engines: Sequence[EngineDemand], num_per_node: int, train_on:
 
 
 def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Chooses the fullest host with room for engine `index`, or else the smallest number of hosts.
+    """Selects the fullest host with room for engine `index`, or else as few hosts as possible.
 
-    Returns their indices, and subtracts their slots from `free`.
+    Subtracts the slots from `free` and returns the indices of the hosts.
     """
     size = engines[index].num_slots
     for num_hosts in (n for n in range(1, size + 1) if size % n == 0):
@@ -196,9 +195,9 @@ def _own_hosts(index: int, engines: Sequence[EngineDemand], free: list[int], hos
                 free[h] -= size // num_hosts
             return chosen
     raise ConfigError(
-        f"engine {index} of {len(engines)} needs {size} slots, but the training ranks and earlier engines leave no "
-        f"host with that many, and no hosts with equal parts; {_told(free, hosts)}; lower --rollout-num-gpus or "
-        "--rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
+        f"engine {index} of {len(engines)} needs {size} slots, but after placing the training ranks and earlier "
+        f"engines, no host has that many, and they cannot be split evenly; {_told(free, hosts)}; lower "
+        "--rollout-num-gpus or --rollout-num-gpus-per-engine, or add hosts to the Ray cluster"
     )
 
 
@@ -212,9 +211,9 @@ def _told(free: list[int], hosts: Sequence[Host]) -> str:
 def _numbered(
     hosts: tuple[Host, ...], ranks: list[int], places: Sequence[_Place], *, max_threads: int | None
 ) -> PlacementPlan:
-    """Numbers the slots host by host: first the training ranks' slots, then the slots that only engines use.
+    """Numbers the slots host by host: first the slots of training ranks, then those used only by engines.
 
-    `ranks` holds the index of each training rank's host.
+    `ranks`: [training ranks] host index.
     """
     slot_hosts: list[int] = []
     rank_slots: dict[int, int] = {}
@@ -231,8 +230,8 @@ def _numbered(
             parts[p].append(tuple(range(begin, begin + width)))
             next_slot[places[p].shared] += width
         slot_hosts += [h] * (next_slot[False] - first)
-        # Training and the engines that share its slots take turns, so both may use the same cores. Engines with their
-        # own slots run at the same time as both.
+        # Training alternates with the engines that share its slots, so both can use the same cores. Engines with their
+        # own slots run concurrently with both.
         beside = sum(places[p].width for p in here if places[p].demand.runs and not places[p].shared)
         sharing = sum(places[p].width for p in here if places[p].demand.runs and places[p].shared)
         train_threads |= dict.fromkeys(ours, _threads(host, len(ours) + beside, max_threads))
@@ -250,14 +249,14 @@ def _numbered(
 
 
 def _threads(host: Host, together: int, most: int | None) -> int:
-    """Returns the threads of each process, if `together` processes compute on the host at the same time."""
+    """Returns the number of threads per process if `together` processes compute on the host concurrently."""
     return max(1, min(most or host.num_cores, host.num_cores // max(together, 1)))
 
 
 def in_device_order(slot_hosts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    """Returns [slots] the bundle of each slot, so that slots on each host are in the order of devices.
+    """Returns [slots] the bundle of each slot, so that the slots of each host are in device order.
 
-    `places` is [bundles] the position of the bundle's device on its host. Bundle i is on the host of slot i.
+    `places`: [bundles] position of the bundle's device on its host. Bundle i is on the host of slot i.
     """
     order = sorted(range(len(places)), key=lambda bundle: (slot_hosts[bundle], places[bundle]))
     return tuple(order)

@@ -1,6 +1,6 @@
 """Checks this machine, the run folder and the data before any process starts.
 
-These checks are not rules of the settings, because the same settings may be valid on a different machine.
+These checks are separate from the validation of settings, because they depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from slime.settings.groups.training import has_checkpoint
 from slime.settings.topology_yaml import settings_of_group, topology_of
 
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
-"""An empty SETTINGS frame of HTTP/2 (RFC 9113, 6.5): length, type, flags, stream."""
+"""Empty HTTP/2 SETTINGS frame (RFC 9113, 6.5): length, type, flags, stream."""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
 CONNECT_LIMIT_S = 5.0
-"""Time limit for a response of a Ray cluster's head, which usually takes milliseconds."""
+"""Timeout for a response from a Ray cluster's head, which usually takes milliseconds."""
 
 
 @paths_in_words()
 def preflight(args: Args) -> None:
-    """Raises one `ConfigError` with all problems. Reads the first rows of the data. Takes at most a second."""
+    """Raises one `ConfigError` that lists all problems. Reads the first rows of the data. Takes at most a second."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
     found += _of_temporary_folder(args)
     refuse([*found, *data_problems(args), *code_problems(args)])
 
 
 def _of_machine(args: Args) -> Iterator[str]:
-    """Reports too few GPUs, or on a CPU fewer cores than training ranks or engine ranks."""
-    if args.ray_address is not None:  # the processes run elsewhere
+    """Reports too few GPUs or, on CPU, fewer cores than training or engine ranks."""
+    if args.ray_address is not None:  # the processes may run on other machines
         return
     num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     num_engines = 0 if args.debug_train_only else args.rollout_num_gpus
@@ -58,17 +58,17 @@ def _of_machine(args: Args) -> Iterator[str]:
     for flag, number in asked.items():
         if number > cores:
             yield (
-                f"{flag} {number} needs {number} cores on a CPU, one per process, but this machine has {cores} cores; "
+                f"{flag} {number} requires {number} cores on CPU, one per process, but this machine has {cores} cores; "
                 f"set {flag} to {cores} or less"
             )
 
 
 def _of_pairs(args: Args) -> Iterator[str]:
-    """Reports what prefill-decode pairs need but this host does not have. On other hosts, the engine reports it."""
+    """Reports missing requirements of prefill-decode pairs on this host. On other hosts, the engine reports them."""
     groups = [group for model in topology_of(args).models for group in model.groups if group.worker in PAIRED]
     if args.ray_address is not None or not groups:
         return
-    first = groups[0]  # usually all pairs of a run have the same transfer backend
+    first = groups[0]  # all pairs of a run usually use the same transfer backend
     if problem := pair_problem(first.worker, settings_of_group(args, first), args.device, args.engine_start_timeout_s):
         yield problem
 
@@ -84,15 +84,15 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
 
 
 WRITTEN = tuple(sorted(OUTPUTS - {"run_dir"}))
-"""Settings of folders and files, other than the run folder, that a run writes on the driver's host. A path with
-`{rollout_id}` stands for one per step."""
+"""Settings for folders and files, other than the run folder, that a run writes on the driver's host. A path that
+contains `{rollout_id}` stands for one path per step."""
 FILES = ("save_debug_rollout_data", "save_debug_train_data")
 
 
 def _of_folders(args: Args) -> Iterator[str]:
-    """Reports folders that cannot be written, and a --save folder of a different run."""
+    """Reports folders that are not writable and a --save folder that belongs to another run."""
     for name in WRITTEN:
-        if getattr(args, name, None) is None:  # switched off, or a setting of a component that the run does not have
+        if getattr(args, name, None) is None:  # disabled, or belongs to a component that the run does not use
             continue
         path = Path(getattr(args, name)).absolute()
         tried = [path.parent] if name in FILES else [path]
@@ -102,30 +102,30 @@ def _of_folders(args: Args) -> Iterator[str]:
             yield f"{flag} {shorten(str(path), 300)} cannot be created: {problem}; choose a different folder"
     if args.save is not None and _holds_another_run(args):
         yield (
-            f"--save {args.save} contains checkpoints of a different run; choose a new folder, or continue that run: "
+            f"--save {args.save} contains checkpoints of another run; choose a new folder, or continue that run with "
             f"--load {args.save}"
         )
 
 
 def _holds_another_run(args: Args) -> bool:
-    """Returns whether --save has checkpoints of a different run, which this run would replace and remove."""
+    """Returns whether --save contains checkpoints of another run, which this run would overwrite and remove."""
     save = Path(args.save or "").resolve()
     continued = args.load is not None and save in (Path(args.load).resolve(), Path(args.load).resolve().parent)
     return not continued and has_checkpoint(str(save))
 
 
 def _of_run_folder(args: Args) -> Iterator[str]:
-    """Reports a run folder that cannot be written or has metrics of a different run. Empty metrics are accepted."""
+    """Reports a run folder that is not writable or contains metrics of another run. Empty metrics are accepted."""
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
         yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose a different --run-dir"
         return
     metrics = Path(args.run_dir) / "metrics.jsonl"
-    resumes = not args.origins.get("load", "default").startswith("default")  # also if an empty --load was dropped
+    resumes = not args.origins.get("load", "default").startswith("default")  # even if an empty --load was dropped
     if resumes or not metrics.is_file() or not metrics.stat().st_size:
         return
     yield (
         f"the run folder {args.run_dir} contains metrics of an earlier run; choose a new --run-dir, or continue that "
-        "run: --load its --save folder"
+        "run by passing its --save folder to --load"
     )
 
 
@@ -145,7 +145,7 @@ def _cannot_be_made(folder: Path) -> str | None:
 
 
 def _takes_folders(folder: Path) -> bool:
-    """Tries to create a folder. Permissions are not enough: in /proc, root has them but cannot create folders."""
+    """Tests whether a folder can be created in `folder`. Permissions do not tell: in /proc, even root cannot."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
     except OSError:
@@ -154,7 +154,7 @@ def _takes_folders(folder: Path) -> bool:
 
 
 def _of_temporary_folder(args: Args) -> Iterator[str]:
-    """Reports temporary folders whose paths are too long for the sockets of Ray or torch, or that cannot be created."""
+    """Reports temporary folders that cannot be created or have paths too long for Ray's or torch's sockets."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; choose a folder of at most {most} characters"
@@ -169,7 +169,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
 
 
 def cluster_problems(args: Args) -> Iterator[str]:
-    """Reports an address without a Ray server. Ray itself would retry for minutes and print C++ errors."""
+    """Reports an address that is not a Ray cluster. Ray itself would retry for minutes and print C++ errors."""
     if args.ray_address in (None, "auto"):
         return
     host, port = split_address(args.ray_address)
@@ -180,13 +180,13 @@ def cluster_problems(args: Args) -> Iterator[str]:
         reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
     if reason is not None:
         yield (
-            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); set HOST:PORT as `ray start "
-            "--head` printed it, and start the driver on a host of the cluster"
+            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); use HOST:PORT as printed by "
+            "`ray start --head`, and start the driver on a host of the cluster"
         )
 
 
 def _is_other_server(connection: socket.socket) -> str | None:
-    """Returns why this is not the gRPC server of a cluster's head, or None. gRPC first sends its HTTP/2 settings."""
+    """Returns None for a gRPC server, such as a cluster's head, else a reason. gRPC first sends its HTTP/2 settings."""
     connection.sendall(HTTP2_GREETING)
     begun = b""
     while len(begun) < len(EMPTY_SETTINGS):
@@ -194,4 +194,4 @@ def _is_other_server(connection: socket.socket) -> str | None:
         if not found:
             break
         begun += found
-    return None if begun[3:4] == EMPTY_SETTINGS[3:4] else "a different server listens there"
+    return None if begun[3:4] == EMPTY_SETTINGS[3:4] else "another kind of server is listening there"

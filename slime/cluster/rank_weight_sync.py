@@ -1,10 +1,9 @@
-"""The weight sync on one training rank: transport, peers, receivers.
+"""Weight sync on one training rank: sets up the transport, the peers and the receivers.
 
-The driver calls all ranks at the same time, and all ranks get the same outcome. A rank waits for the other ranks in a
-gloo group of the weight sync. Senders also wait for each other, through a store on rank 0, and for engines. Each wait
-has a time limit.
+The driver calls all ranks at the same time, and all ranks see the same outcome. Ranks synchronize in a separate gloo
+group. Senders also wait for each other, through a store on rank 0, and for engines. Every wait has a timeout.
 
-The module is in this package because only `cluster` may import the trainer, the weights and the engines' control.
+The module is in this package because only `cluster` may import trainer, weights and engine control together.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ logger = logging.getLogger(__name__)
 CONDUCTOR = 0
 """The training rank that pauses engines, verifies their weights and resumes them."""
 LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
-"""A wait for other ranks may last a whole weight sync. So its limit is `LIMITS_OF_A_SYNC` times the limit of one call
-to an engine, but at least `LEAST_LIMIT_S`."""
+"""A rank may have to wait for other ranks for the duration of a weight sync. The timeout is therefore
+`LIMITS_OF_A_SYNC` times that of an engine call, but at least `LEAST_LIMIT_S`."""
 
 
 class RankWeightSync:
-    """Sends the weights of `backend` to engines. All training ranks call each method together."""
+    """Sends the weights of `backend` to engines. Methods are collective unless noted otherwise."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class RankWeightSync:
         slots: Sequence[int],
         address: str,
     ) -> None:
-        """`slots` holds the placement slot of every training rank; `address` is where engines reach this host."""
+        """`slots`: placement slot of every training rank. `address`: address at which engines reach this host."""
         self._args, self._backend = args, backend
         self._rank = rank
         limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
@@ -81,10 +80,10 @@ class RankWeightSync:
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
         self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, number of restarts) -> receiver of the last weight sync. A restarted engine gets a new one, because
-        it has not joined a process group yet."""
+        """(address, number of restarts) -> receiver from the last weight sync. A restarted engine needs a new receiver,
+        because it has not joined a process group yet."""
         self._given_up: set[tuple[str, int]] = set()
-        """(address, number of restarts) of lost engines. A different thread adds entries."""
+        """(address, number of restarts) of lost engines. Filled by another thread."""
         self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
             TransportContext(
                 peers=self._peers,
@@ -105,7 +104,7 @@ class RankWeightSync:
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
-        If a sync with deltas fails, tries once more with the full weights. Raises `WeightSyncError` on all ranks.
+        If a delta sync fails, retries once with the full weights. Raises `WeightSyncError` on all ranks.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
@@ -114,14 +113,14 @@ class RankWeightSync:
         try:
             metrics = self._send()
         except SlimeError as error:
-            if isinstance(error, DeadlineExceeded):  # all ranks raise it, or their process group is broken
+            if isinstance(error, DeadlineExceeded):  # either all ranks raise this, or the process group is broken
                 raise
             if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether a retry helps
                 raise
-            logger.warning("%s; the full weights are sent again", error)
+            logger.warning("%s; retrying with the full weights", error)
             metrics = self._send()
         finally:
-            if self._backend.device.type == "cuda":  # not on a CPU, where filling new shared memory is ten times slower
+            if self._backend.device.type == "cuda":  # on CPU, filling new shared memory is ten times slower
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
@@ -142,7 +141,7 @@ class RankWeightSync:
         )
 
     def give_up(self, url: str, incarnation: int) -> None:
-        """Stops waiting for a lost engine. May be called from any thread."""
+        """Stops waiting for a lost engine. Not collective; can be called from any thread."""
         self._given_up.add((url, incarnation))
 
     def _receiver(self, info: EngineInfo) -> Receiver:
@@ -165,7 +164,7 @@ class RankWeightSync:
         self.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:
-        """Returns slot -> UUID of the GPU of the training rank there; empty on a CPU. Collective."""
+        """Returns slot -> UUID of the training rank's GPU. Empty on CPU. Collective."""
         if self._args.device != "cuda":
             return {}
         mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
@@ -174,7 +173,7 @@ class RankWeightSync:
         return dict(everyone)
 
     def _meet(self, address: str, limit_s: float) -> SenderMessages:
-        """Opens the store on the conductor, or joins it on other ranks. Collective."""
+        """Creates the store on the conductor and connects to it from other ranks. Collective."""
         if dist.get_world_size() == 1:
             return SenderMessages(HashStore(), limit_s=limit_s)
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
@@ -204,9 +203,9 @@ class RankWeightSync:
 
 @contextmanager
 def _named(for_what: str) -> Iterator[None]:
-    """Turns the error of a failed collective into `DeadlineExceeded`, which names what it waited for.
+    """Converts the error of a failed collective to `DeadlineExceeded`, which says what was awaited.
 
-    After a failure, the process group is unusable.
+    The process group is unusable after a failure.
     """
     began = time.monotonic()
     try:

@@ -1,13 +1,13 @@
-"""Context managers for the guardian and the Ray cluster of one run.
+"""Context managers for a run's guardian and Ray cluster.
 
-`guarded` is the outer block, `RaySession` or `JoinedRay` the inner one. Between them are views with processes that
-outlive Ray (W&B). `slime.cluster.launch_run` sets the environment before both. With `--ray-address` or `RAY_ADDRESS`
-the run joins that cluster and does not touch its daemons. SIGTERM becomes an exception.
+`guarded` is the outer block, and `RaySession` or `JoinedRay` the inner one. Views with processes that outlive Ray (W&B)
+are entered between the two. `slime.cluster.launch_run` sets the environment first. With `--ray-address` or
+`RAY_ADDRESS`, the run joins that cluster and leaves its daemons alone. SIGTERM is converted to an exception.
 
 Invariants
 1. The guardian starts before any process that it may have to kill, and outlives the driver.
-2. No process of the run is left after the driver exits, by return, exception, Ctrl-C, SIGTERM or SIGKILL.
-3. After a return, an exception or Ctrl-C, processes have time to stop in order before the guardian kills the rest.
+2. No process of the run is left after the driver exits, whether by return, exception, Ctrl-C, SIGTERM or SIGKILL.
+3. After a return, an exception or Ctrl-C, processes have time to stop cleanly before the guardian kills the rest.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from slime.settings.groups.training import longest_sample
 logger = logging.getLogger(__name__)
 
 SLOW_START = "timed out during startup"
-"""A part of Ray's error message for a slow start (2.60)."""
+"""Part of Ray's error message for a slow start (2.60)."""
 LEAST_STORE_BYTES = 512 * 2**20
 BYTES_PER_TOKEN = 32
-"""Upper bound in bytes for a token in a batch (`core.batch`), without routed experts: id, mask, log-probs, version."""
+"""Upper bound on the bytes per token of a batch (`core.batch`) without routed experts: id, mask, log-probs, version."""
 NUM_BATCHES = 3
-"""Number of batches in the store at the same time: those of two steps, and one that is about to be freed."""
+"""Number of batches in the store at the same time: those of two steps and one that is about to be freed."""
 MEMORY_SHARE = 0.3
-"""Largest share of the host's memory, and of its shared memory, that the store may take."""
+"""Maximum fraction of the host's memory, and of its shared memory, that the store may use."""
 
 
 def store_bytes_for(args: Args) -> int:
-    """Returns the size of the object store for a run's batches, limited by this host's memory.
+    """Returns the object store size required for a run's batches, limited by this host's memory.
 
-    Unused pages of the store take no memory.
+    Unused pages of the store do not take up memory.
     """
     num_samples = args.rollout_batch_size * args.n_samples_per_prompt
     length = longest_sample(args)
@@ -61,7 +61,7 @@ def store_bytes_for(args: Args) -> int:
 
 
 def _bytes_of_experts(args: Args) -> int:
-    """Returns the maximum number of bytes of a token's routed experts; 0 if engines do not return them."""
+    """Returns the maximum number of bytes per token for routed experts. 0 if engines do not return them."""
     if not args.sglang.get("enable_return_routed_experts"):
         return 0
     config = read_hf_config(args.hf_checkpoint)
@@ -69,7 +69,7 @@ def _bytes_of_experts(args: Args) -> int:
 
 
 def _closed_folder(run_id: str) -> Path:
-    """Creates the folder for the files of a local Ray. Only this user can enter the folder.
+    """Creates the folder for the local Ray's files, which only this user can access.
 
     Raises `ClusterFailed` if the folder belongs to another user.
     """
@@ -77,16 +77,16 @@ def _closed_folder(run_id: str) -> Path:
     around.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = around.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ClusterFailed(f"the folder {around} belongs to a different user; start the run again, under a new name")
+        raise ClusterFailed(f"the folder {around} belongs to another user; start the run again with a new run id")
     around.chmod(0o700)
-    return around / "r"  # Ray makes this folder accessible to every user, so it is inside the closed one
+    return around / "r"  # Ray makes this folder accessible to all users, so it must be inside a private one
 
 
 @contextmanager
 def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[Guardian]:
-    """Starts a guardian, so that no process of the run on this host outlives the block or this process.
+    """Starts a guardian, which ensures that no process of the run on this host outlives the block or this process.
 
-    `own_ray` is whether the run starts its own Ray; then the guardian also removes Ray's folder.
+    `own_ray`: the run starts its own Ray, so the guardian also removes Ray's folder.
     """
     temp_dirs = [str(ray_folder(run_id))] if own_ray else []
     guardian = start_guardian(run_id, temp_dirs=temp_dirs, log_path=log_path)
@@ -117,19 +117,19 @@ class RaySession:
     ) -> None:
         ray.shutdown()
         if self._is_terminated and not isinstance(exc, Terminated):
-            # While Ray waits, it replaces the signal's exception with its own. Or a different process got the same
-            # signal, and its exit raised an error first.
+            # Ray replaces the signal's exception with its own while it waits. Another possibility is that the exit of
+            # another process that received the signal raised an error first.
             raise Terminated(128 + signal.SIGTERM) from exc
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """Raises `Terminated` at the first SIGTERM, so that every `with` block stops its processes as after Ctrl-C."""
+        """Raises `Terminated` on the first SIGTERM, so that all `with` blocks stop their processes as after Ctrl-C."""
         if not self._is_terminated:
             self._is_terminated = True
             raise Terminated(128 + signum)
 
 
 class JoinedRay(RaySession):
-    """Joins the cluster at `args.ray_address`. Leaves its daemons running."""
+    """An existing Ray cluster that the run joins, at `args.ray_address`. Its daemons keep running."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args.run_id, num_cpus=0, num_gpus=0)
@@ -154,14 +154,14 @@ def _join(args: Args) -> None:
         ray.shutdown()
         raise ActorFailed(
             f"cannot join the Ray cluster at {args.ray_address}: {error_line(error)}; run the driver on one of its "
-            "hosts, with the Ray and Python versions of the cluster, and with its RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+            "hosts, with the cluster's Ray and Python versions, RAY_AUTH_MODE and RAY_AUTH_TOKEN"
         ) from error
 
 
 def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
     """Starts Ray. Raises `ClusterFailed` if that fails.
 
-    Tries a slow start three times, because Ray waits only 30 s for its processes, which is too short on a busy machine.
+    Tries up to three times if Ray is slow to start: its own timeout of 30 s is too short on a busy machine.
     """
     for last in (False, False, True):
         try:
@@ -171,9 +171,9 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) ->
             ray.shutdown()
             if last or SLOW_START not in str(error):
                 raise ClusterFailed(
-                    f"Ray did not start: {error_line(error)}; check the load and the free memory of this machine"
+                    f"Ray did not start: {error_line(error)}; check this machine's load and free memory"
                 ) from error
-            logger.warning("Ray did not start within 30 s on this busy machine; trying again")
+            logger.warning("Ray did not start within 30 s on this busy machine; retrying")
 
 
 def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:

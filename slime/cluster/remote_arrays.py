@@ -1,7 +1,7 @@
 """Keeps the routed experts of a train batch in Ray's object store until a rank needs them.
 
-Routed experts make up most bytes of a batch (48 layers with 8 experts: 384 values per token; everything else: 16). A
-rank fetches them only for the samples that it computes, and the ranks of a host share the fetched arrays.
+Routed experts make up most of a batch (with 48 layers and top-8 routing: 384 values per token, versus 16 for everything
+else). Each rank only fetches them for its own samples, and the ranks of a host share the fetched arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.routed_experts import digests_of
 
 @dataclass(frozen=True, slots=True)
 class RemoteArray:
-    """An array in Ray's object store (`slime.core.batch.Elsewhere`). Kept while a copy of this object exists."""
+    """An array in Ray's object store (`slime.core.batch.Elsewhere`), freed with the last copy of this object."""
 
     ref: Any
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class RemoteArray:
 
     @classmethod
     def of(cls, array: npt.NDArray[Any], *, compared: bool = False) -> RemoteArray:
-        """Puts an array into the store. With `compared`, also computes the digests."""
+        """Puts an array into the store. `compared`: also compute digests."""
         return cls(ray.put(array), array.shape, array.dtype, digests_of(array) if compared else None)
 
     @property
@@ -38,15 +38,15 @@ class RemoteArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Fetches the array into this host's object store, if needed, and returns a read-only view of it."""
+        """Fetches the array into this host's object store if needed, and returns a read-only view."""
         found = np.asarray(ray.get(self.ref), dtype=dtype)
         return found.copy() if copy else found
 
 
 def set_apart(batch: TrainBatch, *, compared: bool = False) -> TrainBatch:
-    """Returns the batch with its routed experts in the store.
+    """Returns the batch with its routed experts moved to the store.
 
-    With `compared`, adds digests, so that ranks can compare the experts of samples without fetching them
+    `compared`: add digests, so that ranks can compare routed experts without fetching them
     (`slime.data.shared_prefixes`).
     """
     return dataclasses.replace(batch, samples=tuple(_apart(s, compared) for s in batch.samples))

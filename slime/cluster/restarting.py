@@ -1,27 +1,27 @@
-"""`--max-restarts` restarts a run after a fault, from its newest checkpoint.
+"""`--max-restarts`: restarts a run from its newest checkpoint after a fault.
 
-    keeper (this process)   has only the settings and one thread; no Ray, no torch, no state of the run └─ launch 0, 1,
-    ...   processes forked from the keeper, one after the other; each is the driver of a whole run
+    keeper (this process)   has only the settings and one thread; no Ray, no torch, no run state
+    launch 0, 1, ...        processes forked by the keeper one after the other; each is the driver of a complete run
 
-Each launch is a separate process for three reasons. Ray reads its environment when it is imported, and keeps threads
-and references of a dead cluster. A save in the background may hang on a dead rank. A killed driver could not restart
-anything. Launches are forked because the keeper has parsed the settings. Without `--max-restarts` there is no keeper,
+Each launch is a separate process for three reasons. Ray reads its environment on import and keeps threads and object
+refs of a dead cluster. A background save may hang on a dead rank. And a driver that was killed cannot restart itself.
+Launches are forked because the keeper has already parsed the settings. Without `--max-restarts`, there is no keeper,
 and this process is the driver.
 
-The keeper waits for a launch to exit, reads the reason from a pipe, and waits until all processes of the launch on this
-host have exited. Then the keeper begins the next launch on the same run folder, or exits with the status of the last
-launch. It forwards SIGINT and SIGTERM to the current launch, and then begins no new one.
+The keeper waits for a launch to exit, reads the reason from a pipe, and waits until all of the launch's processes on
+this host have exited. Then it starts the next launch in the same run folder or exits with the last launch's status. It
+forwards SIGINT and SIGTERM to the current launch and does not start another one afterwards.
 
-    faults                 a process is gone (`ActorDied`, the driver), an engine or a router was given up
-                           (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait exceeded its limit
-    errors that would      a mistake in the settings, an exception of a hook, a library or slime, non-finite numbers, a
-    recur                  request that can never succeed, many failed groups in a row
-    requested ends         Ctrl-C, SIGTERM
+    restarted after        a process died (`ActorDied`, the driver), an engine or router could not be restarted
+                           (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait timed out
+    not restarted after    invalid settings, an exception in a hook, a library or slime, non-finite numbers, a request
+                           that can never succeed, many failed groups in a row
+    stopped by the user    Ctrl-C, SIGTERM
 
 Invariants
-1. A launch begins only when no process of the previous launch is left on this host. The previous launch's guardian
-   kills them. The keeper does not adopt orphans. Otherwise the guardian would become its child, and a command that
-   kills all descendants of the keeper would also kill the guardian.
+1. A launch starts only when no process of the previous launch is left on this host. The previous launch's guardian
+   kills them. The keeper is not a subreaper. Otherwise the guardian would become its child, and a command that kills
+   all descendants of the keeper would also kill the guardian.
 2. No launch outlives the keeper.
 3. A restart resumes like a run with `--load`: the ledger continues from the checkpoint.
 4. There are at most `--max-restarts` restarts, and none after `MOST_IN_VAIN` launches in a row without a new step.
@@ -67,7 +67,7 @@ from slime.settings.groups.training import has_checkpoint
 MOST_IN_VAIN = 2
 FAULTS = (EngineError, ClusterFailed, DeadlineExceeded)
 LASTING = (RequestRejected, GroupsFailed)
-"""Subclasses of `FAULTS` that a restart cannot fix."""
+"""Subclasses of `FAULTS` that a restart would not fix."""
 REASON_CHARS = 400
 NO_STEP = -1
 
@@ -78,7 +78,7 @@ class End:
 
     reason: str
     is_fault: bool
-    """Whether a restart may help."""
+    """Whether a restart might help."""
 
     @classmethod
     def by(cls, error: BaseException) -> End:
@@ -94,9 +94,9 @@ class Restarts:
         self._trained, self._in_vain = trained, 0
 
     def refusal(self, end: End, trained: int) -> str | None:
-        """Returns why the run must not restart. If it may, counts a restart and returns None.
+        """Returns why the run should not be restarted, or counts a restart and returns None.
 
-        `trained` is the last trained step.
+        `trained`: the last trained step.
         """
         self._in_vain = 0 if trained > self._trained else self._in_vain + 1
         self._trained = max(trained, self._trained)
@@ -106,7 +106,7 @@ class Restarts:
             return f"all restarts are used up (--max-restarts {self.most})"
         if self._in_vain >= MOST_IN_VAIN:
             return (
-                f"{self._in_vain} launches in a row have trained no new step, so a restart would not help. The last "
+                f"{self._in_vain} launches in a row did not train a new step, so a restart would not help. The last "
                 f"launch failed with: {end.reason}"
             )
         self.number += 1
@@ -115,26 +115,26 @@ class Restarts:
 
 Loop = Callable[[Args], None]
 PAUSE_S = 5.0
-"""Time between two launches, in which an existing Ray cluster frees the slots of the earlier one."""
+"""Delay between launches, during which an existing Ray cluster can free the slots of the previous launch."""
 ORPHANS_LIMIT_S = 60.0
-"""Time limit for remaining processes of a launch to exit. The guardian usually needs less than 15 s."""
+"""Timeout for a launch's remaining processes to exit. The guardian usually needs less than 15 s."""
 LOOK_S = 0.2
 BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that people send to stop a process. Other signals come from the kernel, for example when memory runs out."""
+"""Signals sent by users to stop a process. Others are sent by the kernel, for example when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
     number: int
-    """Counted from 1."""
+    """Restart number, starting from 1."""
     most: int
     because: str
     """How the previous launch failed."""
     checkpoint: str | None
-    """The checkpoint from which the run resumes; None if none was saved, so that the run starts from the beginning."""
+    """The checkpoint from which the run resumes. None: no checkpoint was saved, so the run starts over."""
     step: int
-    """The first step of this launch, counted from 0."""
+    """First step of this launch (zero-based)."""
 
     def __str__(self) -> str:
         source = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
@@ -149,12 +149,12 @@ _restart: Restart | None = None
 
 
 def this_restart() -> Restart | None:
-    """Returns the facts about this process's restart; None in the first launch of a run."""
+    """Returns information about this process's restart, or None in the first launch of a run."""
     return _restart
 
 
 def restarting(loop: Loop) -> Loop:
-    """Wraps a loop so that it is restarted after faults, up to `--max-restarts` times."""
+    """Wraps a training loop so that it is restarted after faults, up to `--max-restarts` times."""
 
     @functools.wraps(loop)
     def run(args: Args) -> None:
@@ -167,24 +167,24 @@ def restarting(loop: Loop) -> Loop:
 
 
 class _Keeper:
-    """Launches a run repeatedly, until it succeeds, a signal stops it, or a restart would not help."""
+    """Launches a run until it succeeds, is stopped by a signal, or a restart would not help."""
 
     def __init__(self, loop: Loop, args: Args) -> None:
         """Raises `ConfigError` if this process cannot be forked safely."""
         if threading.active_count() > 1 or "ray" in sys.modules:
             raise ConfigError(
-                "--max-restarts cannot fork launches from this process, because it has threads or has imported Ray; "
-                "call the loop from a plain script, or leave the flag out"
+                "--max-restarts cannot fork launches from this process because it has threads or has imported Ray; "
+                "call the loop from a plain script or drop the flag"
             )
         if args.use_wandb and args.wandb_run_id is None:
-            args = args.replace(wandb_run_id=args.run_id)  # all launches are one W&B run
+            args = args.replace(wandb_run_id=args.run_id)  # all launches share one W&B run
         self._loop, self._args = loop, args
         self._child: int | None = None
         self._asked: int | None = None
-        """The signal that requested the run to stop."""
+        """The signal that asked the run to stop."""
 
     def run(self) -> None:
-        """Returns after a successful launch. Otherwise raises `SystemExit` with the status of the last launch."""
+        """Returns after a successful launch. Otherwise, raises `SystemExit` with the last launch's exit status."""
         before = {number: signal.signal(number, self._hand_on) for number in BY_PEOPLE}
         try:
             self._run()
@@ -207,7 +207,7 @@ class _Keeper:
             time.sleep(PAUSE_S)
 
     def _next(self, restarts: Restarts, end: End) -> Restart:
-        """Prepares the next launch, which loads the newest checkpoint."""
+        """Prepares the next launch to load the newest checkpoint."""
         save = str(self._args.save)
         saved = has_checkpoint(save)
         self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
@@ -235,13 +235,13 @@ class _Keeper:
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
     def _what_is_left(self) -> str | None:
-        """Waits until all processes of the last launch have exited. Returns a message if some are left."""
+        """Waits until all processes of the last launch have exited. Returns an error message if some are left."""
         run_id, deadline = self._args.run_id, time.monotonic() + ORPHANS_LIMIT_S
         family = ProcessFamily(RUN_ID_ENV, run_id)
         while (left := [p.name for p in family.refresh()]) or ending_guardians(run_id):
             if time.monotonic() > deadline:
                 return (
-                    f"processes of the last launch still run after {ORPHANS_LIMIT_S:.0f} s: "
+                    f"processes of the last launch are still running after {ORPHANS_LIMIT_S:.0f} s: "
                     f"{', '.join(left) or 'its guardian'} (see the environment variable {RUN_ID_ENV})"
                 )
             time.sleep(LOOK_S)
@@ -250,7 +250,7 @@ class _Keeper:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         """Forwards a signal to the current launch.
 
-        The launch has its own process group, so it does not also get the signal from the terminal.
+        The launch has its own process group, so it does not receive the signal from the terminal as well.
         """
         self._asked = number
         if self._child is not None:
@@ -263,14 +263,14 @@ class _Keeper:
 
 
 def last_trained(args: Args) -> int:
-    """Returns the last trained step in the run's metrics; `NO_STEP` if there is none."""
+    """Returns the last trained step in the run's metrics, or `NO_STEP`."""
     record, axis = Path(args.run_dir) / "metrics.jsonl", AXES["train"]
     rows = read_jsonl(record) if record.is_file() else []
     return max((int(row[axis]) for row in rows if axis in row), default=NO_STEP)
 
 
 def _newest(save: str) -> tuple[str, int]:
-    """Returns the name of the checkpoint that `--load` would resume, and the step after it."""
+    """Returns the name of the checkpoint that `--load` would select and the step after it."""
     from slime.training.state import checkpoint
 
     try:
@@ -287,7 +287,7 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
     try:
         die_with_parent(keeper)
         os.setpgid(0, 0)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a background process group may not read from the terminal
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a background process group cannot read from the terminal
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
@@ -311,13 +311,13 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
 
 
 def _end_of(status: int, said: bytes) -> End:
-    """Returns how a launch ended: its own report if there is one, else a conclusion from its exit status."""
+    """Returns how a launch failed, from its own report if there is one, else from its exit status."""
     if said:
         return End(**json.loads(said))
     if os.WIFSIGNALED(status):
         number = signal.Signals(os.WTERMSIG(status))
         return End(f"{number.name}, which killed the driver", is_fault=number not in MEANT)
-    return End(f"exit status {os.WEXITSTATUS(status)} of the driver, without a reason", is_fault=True)
+    return End(f"exit status {os.WEXITSTATUS(status)} of the driver, for an unknown reason", is_fault=True)
 
 
 def _say(text: str) -> None:

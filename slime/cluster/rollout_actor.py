@@ -1,17 +1,17 @@
-"""Runs the rollout side as one Ray actor: `RolloutManager`, its workers, and routers if needed.
+"""Ray actor for the rollout side: `RolloutManager`, its workers, and routers if needed.
 
 `RolloutActor` is an asyncio actor: generation, evaluation, saving and progress run concurrently, so a save never waits
-for a generation. The driver's calls produce batches, metrics, and the Data Buffer's part of checkpoints. A call waits
-on the event loop, where finished requests and graders wake it.
+for a generation. The driver's calls produce batches, metrics and the Data Buffer's checkpoint files. They wait on the
+event loop for requests and graders to finish.
 
-`EpisodeActor` is one rollout worker (`--rollout-num-workers`) in its own process, and `RayWorker` is the handle through
-which the rollout calls it. Calls are numbered and begin in that order, which Ray alone does not guarantee. The worker
-exits with the rollout's process.
+`EpisodeActor` is one rollout worker (`--rollout-num-workers`) in its own process, and `RayWorker` is its handle in the
+rollout process. Calls are numbered and start in that order, which Ray alone does not guarantee. Workers exit with the
+rollout process.
 
 Invariants
-1. Requests go to an engine only after `admit` (its first verified weight sync), and never after `dismiss`.
-2. The run's own requests go to engines directly. Through a router, a client can neither choose nor learn the engine of
-   a request, and cannot abort it. Routers run only if another client may use them (`needs_routers`).
+1. Requests go to an engine only after `admit` (its first verified weight sync) and never after `dismiss`.
+2. The run sends its own requests directly to engines. Through a router, a client can neither choose nor find out which
+   engine handles a request, and cannot abort it. Routers only run if other clients may use them (`needs_routers`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slime.settings.hook_contracts import runs_user_code
 from slime.settings.topology_yaml import topology_of
 
 MOST_CALLS = 100_000
-"""Limit of concurrent calls to a worker. There is one call per group."""
+"""Maximum number of concurrent calls to a worker. There is one call per group."""
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=MOST_CALLS)
@@ -61,22 +61,22 @@ class EpisodeActor:
         self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
         allow_many_connections()
         stall = stall_file(log_dir, number)
-        stall.unlink(missing_ok=True)  # written by the previous process of this worker
+        stall.unlink(missing_ok=True)  # left by this worker's previous process
         self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, keys=keys, last_words=stall))
         collect_garbage_rarely()
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of `EpisodeWorker`. `number` counts all calls, from 0."""
+        """Calls a method of `EpisodeWorker`. `number`: the call's position in the order of calls, from 0."""
         return await self._calls.call(number, method, *arguments)
 
 
 def stall_file(log_dir: str, number: int) -> Path:
-    """Returns the file in which a worker records what blocked its event loop, if it had to exit for that."""
+    """Returns the file to which a worker writes what blocked its event loop before it exits."""
     return Path(log_dir) / f"rollout_worker_{number}_stall.txt"
 
 
 class RayWorker:
-    """Implements `WorkerPort` with an `EpisodeActor`."""
+    """`WorkerPort` backed by an `EpisodeActor`."""
 
     def __init__(self, actor: Any, number: int, stall: Path) -> None:
         self._actor, self._number, self._stall = actor, number, stall
@@ -100,7 +100,7 @@ class RayWorker:
 
 
 def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | None:
-    """Returns the rollout workers, or None if the run has none. They run on this host, which has the user's modules."""
+    """Returns the rollout workers, if any. They run on this host because it has the user's modules."""
     if not args.rollout_num_workers:
         return None
     here = on_node(ray.get_runtime_context().get_node_id())
@@ -115,30 +115,30 @@ def worker_fleet(args: Args, log_dir: str, keys: EngineKeys) -> WorkerFleet | No
 
 
 KEY_FILE = "router_key"
-"""File in the run folder with the bearer token for engines and routers. Only its owner can read it."""
+"""File in the run folder with the bearer token for engines and routers. Readable only by its owner."""
 SETTLE_LIMIT_S = 30.0
-"""How long `urls` waits until routers know the admitted engines."""
+"""How long `urls` waits for routers to register the admitted engines."""
 
 
 def write_key(path: Path, key: str) -> None:
-    """Writes the key into a file that only this user can read."""
+    """Writes the key to a file that only this user can read."""
     path.unlink(missing_ok=True)
     with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(key)
 
 
 def needs_routers(args: Args) -> bool:
-    """Returns whether any client may use a router.
+    """Returns whether any client might use a router.
 
-    Such clients exist in a run that only serves, in a run with a router flag (the user), and in a run with user code,
-    which finds the address in `args.sglang_router_ip` and `args.sglang_router_port`.
+    This is the case if the run only serves, if the user sets any router flag, or if the run has user code, which can
+    read the address from `args.sglang_router_ip` and `args.sglang_router_port`.
     """
     given = any(args.was_given(name) for name in ("router_host", "router_port", "sglang_router_ip"))
     return args.num_rollout == 0 or given or bool(args.router) or runs_user_code(args)
 
 
 def _routers(args: Args, topology: Topology, logs: Path, engine_key: str | None) -> Routers:
-    """Starts a router for each model. The main model's router uses --router-port, or is that of --sglang-router-ip."""
+    """Starts one router per model. For the main model, uses --router-port, or the router at --sglang-router-ip."""
     key, main = args.router.get("api_key") or engine_key, topology.main
 
     def made(model: ServedModel) -> AnyRouter:
@@ -166,7 +166,7 @@ def _address(router: AnyRouter) -> tuple[str, int]:
 @ray.remote(max_restarts=0, concurrency_groups={"watch": 1})
 class RolloutActor:
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
-        """`num_engines` is the initial number of engines of all models."""
+        """`num_engines`: initial number of engines over all models."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
@@ -194,9 +194,9 @@ class RolloutActor:
         collect_garbage_rarely()
 
     async def ready(self) -> int:
-        """Waits for data and workers, and returns the number of prompts in the training data.
+        """Waits until data and workers are ready. Returns the number of prompts in the training data.
 
-        Also starts the watchdog of the event loop.
+        Also starts the event loop's watchdog.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = self._watchdog or Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
@@ -209,7 +209,7 @@ class RolloutActor:
         return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
     async def admit(self, model: str, urls: list[str], worker: Worker = Worker.REGULAR) -> None:
-        """Lets requests go to these engines: the run's own requests immediately, requests through routers soon after.
+        """Allows requests to these engines: immediately for the run's own requests, soon afterwards through routers.
 
         Does nothing for engines that are already admitted.
         """
@@ -218,18 +218,18 @@ class RolloutActor:
             self._routers.admit(model, urls, worker)
 
     async def dismiss(self, model: str, urls: list[str], died: bool = False) -> None:
-        """Stops requests to engines that leave or have died.
+        """Stops requests to engines that are leaving or have died.
 
-        Running requests move to another engine, or wait for one (`--engine-wait-s`). Unknown engines are ignored.
+        Running requests move to another engine or wait for one (`--engine-wait-s`). Unknown engines are ignored.
         """
         self._manager.dismiss(model, urls, died)
         if self._routers is not None:
             self._routers.dismiss(model, urls)
 
     async def stalled(self, within_s: float) -> list[str]:
-        """Returns the engines that delivered no token to any of their requests for `--request-timeout-s`.
+        """Returns the engines that have not delivered a token to any request for `--request-timeout-s`.
 
-        Counts only observations of the last `within_s` seconds.
+        Only considers observations from the last `within_s` seconds.
         """
         return await self._manager.stalled(within_s)
 
@@ -238,9 +238,9 @@ class RolloutActor:
         return await self._manager.progressing(within_s)
 
     async def urls(self) -> dict[str, str]:
-        """Returns model -> URL of its router, the main model first; empty if no router runs.
+        """Returns model -> router URL, the main model first. Empty if no routers are running.
 
-        First waits until the routers know the admitted engines, at most `SETTLE_LIMIT_S`.
+        First waits up to `SETTLE_LIMIT_S` for the routers to register the admitted engines.
         """
         if self._routers is None:
             return {}
@@ -248,7 +248,7 @@ class RolloutActor:
         return {name: self._routers.url(name) for name in self._model_names}
 
     async def require_alive(self) -> None:
-        """Raises `EngineError` if a router has died and could not be restarted."""
+        """Raises `EngineError` if a router died and could not be restarted."""
         if self._routers is not None:
             self._routers.require_alive()
 
@@ -274,14 +274,14 @@ class RolloutActor:
         return set_apart(await self._manager.probe(), compared=self._compares_experts)
 
     async def pause(self, hand_back: bool = True) -> None:
-        """Ends running requests before a weight sync and sends none until `resume`. `hand_back`: a save follows."""
+        """Aborts running requests before a weight sync and sends none until `resume`. `hand_back`: a save follows."""
         await self._manager.pause(hand_back=hand_back)
 
     async def resume(self) -> None:
         self._manager.resume()
 
     async def commit(self, rollout_id: int) -> dict[str, float]:
-        """Records the step's batch as trained, and returns the ledger."""
+        """Records the step's batch as trained and returns the ledger."""
         return self._manager.commit(rollout_id)
 
     async def save(self, directory: str) -> None:
@@ -292,9 +292,9 @@ class RolloutActor:
 
     @ray.method(concurrency_group="watch")
     async def progress(self) -> str:
-        """Returns one line about what the rollout is doing, or what blocks its event loop.
+        """Returns one line about what the rollout is doing or what is blocking its event loop.
 
-        Runs on a separate event loop, so that it works even if the main loop is blocked.
+        Runs on a separate event loop, so it works even if the main loop is blocked.
         """
         return (self._watchdog.stall if self._watchdog is not None else "") or self._manager.progress()
 
@@ -307,7 +307,7 @@ class RolloutActor:
         self._spans.close()
 
     async def _settle_once(self) -> None:
-        """Waits before the first requests until the routers know the engines. User functions may use the routers."""
+        """Waits once for the routers to register the engines, because user functions might use the routers."""
         if self._routers is not None and not self._has_settled:
             self._has_settled = True
             await beside(self._routers.settled, SETTLE_LIMIT_S)

@@ -1,17 +1,16 @@
-"""The driver's side of checkpoints: ranks and Data Buffer write their files, and `Saver` commits checkpoints and
-removes old ones.
+"""Checkpointing on the driver. Ranks and Data Buffer write files; `Saver` commits checkpoints and prunes old ones.
 
-    save, at a step     waits for the previous save and makes a folder; the Data Buffer writes its part, and ranks copy
-                        their state (`--async-save`)
+    save, at a step     waits for the previous save and creates a folder; the Data Buffer writes its state, and ranks
+                        take snapshots (`--async-save`)
     in the background   ranks write, each in a thread during training; then manifest, rename, `latest`, retention
-    poll, every step    reports errors and times of the background
+    poll, every step    reports errors and timings of the background save
 
-Without `--async-save` the driver also waits for the second row. Every wait has a limit.
+Without `--async-save`, the driver also waits for the background part. Every wait has a timeout.
 
 Invariants
-1. All files of a checkpoint have the state of the same moment: training continues only after ranks and Data Buffer have
+1. All files of a checkpoint come from the same point in time: training continues only after ranks and Data Buffer have
    copied or written their state.
-2. Retention never removes the checkpoint that `latest` names, or the checkpoint that this run was resumed from.
+2. Retention never removes the checkpoint that `latest` points to or the one that this run was resumed from.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ class Saver:
         self._resumed_from: list[Path] = []
 
     def restore(self) -> int | None:
-        """Loads the latest checkpoint in `--load`, or the checkpoint of `--ckpt-step`.
+        """Loads the latest checkpoint in `--load`, or the one selected by `--ckpt-step`.
 
-        Returns its step, or None without `--load`. With `--finetune`, loads only the weights.
+        Returns its step, or None without `--load`. With `--finetune`, only loads the weights.
         """
         if not self._args.load:
             return None
         found = checkpoint.find(Path(self._args.load), self._args.ckpt_step)
         if found is None:
             raise ConfigError(
-                f"--load {self._args.load} has no committed checkpoint; leave the flag out to start from "
+                f"--load {self._args.load} contains no committed checkpoint; drop the flag to start from "
                 "--hf-checkpoint"
             )
         self._resumed_from.append(found.path)
@@ -65,27 +64,27 @@ class Saver:
         return found.rollout_id
 
     def _keep_other_branch(self, found: checkpoint.Checkpoint) -> None:
-        """Protects later steps in the --save folder from retention, because another run wrote them."""
+        """Protects later checkpoints in the --save folder from retention, because another run wrote them."""
         root = found.path.parent
         if self._args.save is None or Path(self._args.save).resolve() != root.resolve():
             return
         kept = checkpoint.set_aside(root, after=-1 if self._args.finetune else found.rollout_id)
         if kept and self._args.save_keep_last is not None:
-            logger.info("--save-keep-last never removes %s of %s, which a different run saved", ", ".join(kept), root)
+            logger.info("--save-keep-last does not remove %s in %s, saved by another run", ", ".join(kept), root)
 
     def _tell_resumed(self, found: checkpoint.Checkpoint) -> None:
         if self._args.finetune:
-            logger.info("loaded only the weights of %s, because of --finetune", found.path)
+            logger.info("loaded only the weights from %s (--finetune)", found.path)
             return
         following, num_rollout = found.rollout_id + 1, self._args.num_rollout
         of_all = "" if num_rollout is None else f" ({following + 1}/{num_rollout})"
         over = num_rollout is not None and following >= num_rollout
-        go_on = "no step is left" if over else f"the next step is {following}{of_all}"
-        logger.info("resumed from %s of %s: %s", found.path.name, found.path.parent, go_on)
+        go_on = "no steps remain" if over else f"the next step is {following}{of_all}"
+        logger.info("resumed from %s in %s; %s", found.path.name, found.path.parent, go_on)
 
     def save(self, rollout_id: int) -> None:
-        """Writes a checkpoint, in the background with `--async-save`. Raises the error of the previous save, if any."""
-        assert self._args.save is not None, f"step {rollout_id} is to be saved without --save"
+        """Writes a checkpoint, in the background with `--async-save`. Raises the previous save's error, if any."""
+        assert self._args.save is not None, f"cannot save step {rollout_id} without --save"
         with span("save_wait"):
             self._tell(self._background.finish(limit_s=self._limit_s))
         start_s = time.perf_counter()
@@ -101,7 +100,7 @@ class Saver:
             self.finish()
 
     def poll(self) -> None:
-        """Logs the metrics of a finished background save, or raises its error. Does not wait."""
+        """Logs the metrics of a finished background save or raises its error. Does not block."""
         self._tell(self._background.poll())
 
     def finish(self, limit_s: float | None = None) -> None:

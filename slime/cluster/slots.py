@@ -1,10 +1,10 @@
-"""Reserves the slots of a plan in Ray. Each slot is one bundle on the host that the plan chose.
+"""Reserves the slots of a placement plan in Ray. Each slot is one bundle on its planned host.
 
-On hosts with several GPUs, a probe in each bundle reports its GPU, and slots are numbered in the order of GPUs.
+On multi-GPU hosts, a probe in each bundle reports its GPU, and slots are numbered in device order.
 
 Invariants
-1. A host lists the device of slot i before that of slot i + 1, so consecutive ranks use adjacent devices.
-2. Slots of a host have different devices.
+1. Within a host, slots are in device order, so consecutive ranks use adjacent devices.
+2. The slots of a host have different devices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slime.cluster.waiting import wait_for
 from slime.core.errors import START_FLAG, ConfigError
 
 ON_HOST = 0.001
-"""Amount of Ray's per-host resource that each bundle takes, which binds the bundle to the host. It is small enough for
-all bundles."""
+"""Amount of Ray's per-host resource that each bundle requests, to pin the bundle to the host. Small enough for all
+bundles of a host."""
 PROBE_SHARE = 0.1
 NAME = "slots"
-"""Name of the placement group in the run's own namespace."""
+"""Name of the placement group in the run's Ray namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Slots:
     unit: str
     """"GPU" or "CPU"."""
     bundles: tuple[int, ...]
-    """[slots] index of the slot's bundle in the group."""
+    """[slots] bundle index of each slot in the placement group."""
     devices: tuple[str, ...] | None
-    """[slots] name of the GPU in CUDA_VISIBLE_DEVICES of its host: a number, or the UUID of a GPU or of a part of one
-    (MIG). None on a CPU, and if no host has more than one slot."""
+    """[slots] GPU name as in CUDA_VISIBLE_DEVICES on its host: a number, or the UUID of a GPU or MIG instance. None on
+    CPU, and if no host has more than one slot."""
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
-        """Returns Ray's options for an actor that takes `share` of a slot."""
+        """Returns the Ray options for an actor that uses the fraction `share` of a slot."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self.group, placement_group_bundle_index=self.bundles[slot] if self.bundles else 0
         )
@@ -52,7 +52,7 @@ class Slots:
 
 
 def on_node(node_id: str | None) -> dict[str, Any]:
-    """Returns Ray's options for an actor that runs only on this node, or anywhere if `node_id` is None."""
+    """Returns the Ray options that pin an actor to a node. None: the actor can run anywhere."""
     return {} if node_id is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
@@ -73,7 +73,7 @@ def reserve(plan: PlacementPlan, *, device: str, limit_s: float) -> Slots:
 
 
 def give_back() -> None:
-    """Removes the reservation, if any. Ray then kills the actors on its slots, without reporting them as lost."""
+    """Removes the reservation, if any. Ray then kills the actors on the slots without reporting them as lost."""
     try:
         group = get_placement_group(NAME)
     except ValueError:  # the run has no reservation
@@ -87,7 +87,7 @@ def _bundle(unit: str, host: Host) -> dict[str, float]:
 
 
 def _devices(group: Any, num_slots: int, limit_s: float) -> list[tuple[int, str]]:
-    """Returns [bundles] (position, name) of the bundle's GPU on its host."""
+    """Returns [bundles] (device position on the host, device name)."""
     probe: Any = ray.remote(_own_device)
     calls = [
         probe.options(
@@ -106,17 +106,17 @@ def _own_device() -> tuple[int, str]:
     (device,) = map(str, ray.get_gpu_ids())
     if device.isdigit():
         return int(device), device
-    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # no public API has the order (2.60)
+    listed = ray._private.worker.global_worker.original_visible_accelerator_ids  # Ray 2.60 has no public API for it
     names = [str(name) for name in listed.get("GPU") or ()]
     return names.index(device) if device in names else 0, device
 
 
 def _require_different(hosts: Sequence[Host], names: Sequence[str]) -> None:
-    """Raises `ConfigError` if two bundles have the same GPU. Both arguments have one entry per bundle."""
+    """Raises `ConfigError` if two bundles share a GPU. Both arguments have one entry per bundle."""
     given = Counter(zip(hosts, names, strict=True))
     twice = [f"{name} of {host}" for (host, name), times in given.items() if times > 1]
     if twice:
         raise ConfigError(
-            f"more than one slot has GPU {', '.join(twice)}, because CUDA_VISIBLE_DEVICES lists the GPU twice where "
-            "Ray was started; list each GPU once"
+            f"more than one slot has GPU {', '.join(twice)}, because CUDA_VISIBLE_DEVICES listed it twice when Ray was "
+            "started; list each GPU once"
         )

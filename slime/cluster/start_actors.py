@@ -1,7 +1,7 @@
-"""Starts engines, training ranks and rollout side of a run at the same time, on the slots of its plan.
+"""Starts a run's engines, training ranks and rollout actor concurrently, on the slots of its placement plan.
 
-Engines that share GPUs with the trainer import modules while it starts. They allocate memory once the trainer has lent
-its memory.
+Engines that share GPUs with the trainer import their modules while the trainer starts, but only allocate memory once
+the trainer has lent its memory.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from slime.settings import Args
 from slime.settings.conditions import lends_at_start
 
 READ_BYTES = 2**20
-"""Number of bytes of an engine's log that are read. The log has a few kilobytes when the engine is up."""
+"""How much of an engine's log is read. The log has a few kilobytes by the time the engine is up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A group of processes, with the calls that return when it is ready."""
+    """A group of processes that is ready when all calls in `refs` have returned."""
 
     name: str
     refs: Sequence[Any]
     line: str
-    """Logged when all calls have returned."""
+    """Logged when the group is ready."""
 
 
 class StartProgress:
-    """Shows which processes of the run are ready, and what engines are doing according to their logs.
+    """Shows which processes are not ready yet, and what the engines are doing according to their logs.
 
-    `wait_for` calls `tell` on each poll.
+    `tell` is called on each poll of `wait_for`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StartProgress:
         engine_logs: Sequence[Path] = (),
         ended: Callable[[Sequence[Any]], bool] = all_there,
     ) -> None:
-        """`began_s` is `time.monotonic()` when the processes were started. `note` shows a text. `ended` says whether
+        """`began_s`: `time.monotonic()` when the processes were started. `note`: shows a text. `ended`: returns whether
         all given calls have returned."""
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
@@ -77,7 +77,7 @@ class StartProgress:
         self._began_s = began_s
 
     def tell(self) -> str:
-        """Logs the processes that became ready since the last call. Returns a text about what is not ready."""
+        """Logs the groups that became ready since the last call. Returns a summary of those that are not ready."""
         seconds = time.monotonic() - self._began_s
         for waiting in [w for w in self._waiting if self._ended(w.refs)]:
             self._waiting.remove(waiting)
@@ -103,13 +103,13 @@ def _phase_of(log: Path) -> str:
 logger = logging.getLogger(__name__)
 
 TRAIN_SHARE = 0.4
-"""Share of a slot's GPU (or CPU) that a training rank reserves. The rest is enough for an engine on the same slot."""
+"""Fraction of a slot's GPU (or CPU) that a training rank reserves. Leaves enough for an engine in the same slot."""
 
 
 def start(
     args: Args, plan: PlacementPlan, hosts: GuardedHosts, folder: RunFolder, tracker: Tracker, startup: StartUp
 ) -> Run:
-    """Starts all processes and returns the `Run`. Raises the error of the first process that fails."""
+    """Starts all processes and returns the `Run`. Raises the error of the first process that fails to start."""
     slots = reserve(plan, device=args.device, limit_s=args.engine_start_timeout_s)
     keys = keys_of(args)
     with tracker.progress("starting") as note:
@@ -133,14 +133,14 @@ def start(
             [
                 Waiting("engines", ready, f"engines are up ({len(ready)})"),
                 Waiting("data", data, "the data is ready"),
-                Waiting("trainers", [*building, *lent], f"training ranks hold the model ({len(trainers)})"),
+                Waiting("trainers", [*building, *lent], f"training ranks have loaded the model ({len(trainers)})"),
             ],
             began_s=began_s,
             note=note,
             engine_logs=[folder.logs / f"engine_{placed.index}.log" for placed in plan.engines],
         )
         results = wait_for(
-            [*building, *ready, *data, *lent, *opened],  # a failed build also makes `lent` fail, so builds come first
+            [*building, *ready, *data, *lent, *opened],  # builds come first, because a failed build also fails `lent`
             for_what=f"{len(ready)} engines and {len(trainers)} training ranks to start",
             limit_s=WORKING * args.engine_start_timeout_s * (2 if lent else 1) + 60,  # engines wait for the trainer
             on_poll=lambda: _told(port, hosts, progress),
@@ -166,9 +166,9 @@ def start(
 
 
 def keys_of(args: Args) -> EngineKeys:
-    """Returns the keys of the run's engines. The keys keep out other users of the machine, who can reach loopback.
+    """Returns the API keys of the run's engines, which keep out other users of the machine, who can access loopback.
 
-    External engines keep the keys with which they were started.
+    External engines keep the keys that they were started with.
     """
     use, admin = args.sglang.get("api_key") or args.router.get("api_key"), args.sglang.get("admin_api_key")
     if args.rollout_external_engine_addrs:
@@ -177,19 +177,19 @@ def keys_of(args: Args) -> EngineKeys:
 
 
 def _tell_memory(actors: Actors, folder: RunFolder) -> None:
-    """Logs and records the planned GPU memory of the training rank that needs most. Does nothing if no GPU is lent."""
+    """Logs and records the memory plan of the training rank with the highest demand. Does nothing if no GPU is lent."""
     plans = [plan for plan in actors.on_trainers("memory_plan") if plan is not None]
     if not plans:
         return
     plan = max(plans, key=lambda p: p.peaks["train"].trainer)
-    logger.info("memory of a GPU: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
+    logger.info("GPU memory: %s (of %.1f GB)", plan, plan.gpu_bytes / 1e9)
     for phase in plan.too_large():
-        logger.warning("the phase %s will probably not fit: use more GPUs, or split the model further", phase)
+        logger.warning("the phase %s will probably run out of memory; use more GPUs or more model parallelism", phase)
     folder.note("memory", plan.facts())
 
 
 def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> ExternalEngines:
-    """Waits until all external engines respond and fit. Nothing else starts before that."""
+    """Waits until all external engines respond and are compatible. Nothing else starts before that."""
     port = ExternalEngines(args, keys)
     try:
         port.find(args.engine_start_timeout_s, note)
@@ -200,7 +200,7 @@ def _external(args: Args, keys: EngineKeys, note: Callable[[str], str]) -> Exter
 
 
 def _with_external(args: Args, port: ExternalEngines) -> Args:
-    """Returns the settings with the number of GPUs of external engines, and an absolute path of the disk transport."""
+    """Returns the settings with the external engines' GPU count and an absolute path for the disk transport."""
     changes: dict[str, Any] = {"rollout_num_gpus": port.num_gpus}
     if folder := args.components.get("update_weight_disk_dir"):
         changes["update_weight_disk_dir"] = str(Path(folder).absolute())
@@ -208,17 +208,17 @@ def _with_external(args: Args, port: ExternalEngines) -> Args:
 
 
 def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Callable[[int], str]:
-    """Returns a function from slot to the address on which its training rank listens.
+    """Returns a function that maps a slot to the address that its training rank listens on.
 
-    With external engines on other hosts, the address is not loopback, which these engines could not reach.
+    With external engines on other hosts, the address is not loopback, because these engines could not reach it.
     """
     far = [host_of(url) for url in port.urls if not is_loopback(host_of(url))]
     if plan.several_hosts or not far:
         return plan.address_of
     here = address_towards(far[0])
     logger.warning(
-        "training ranks listen on %s, for the engine at %s. They exchange pickles, so keep untrusted hosts off that "
-        "network",
+        "training ranks listen on %s so that the engine at %s can reach them. They exchange pickles, so keep untrusted "
+        "hosts off that network",
         here,
         far[0],
     )
@@ -251,18 +251,18 @@ def _build_trainers(args: Args, trainers: list[Any]) -> list[Any]:
 
 
 def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Makes trainers lend their memory and then opens the engines' gates, if trainer and engines share GPUs.
+    """If trainer and engines share GPUs, makes the trainer lend its memory and then opens the engines' memory gates.
 
-    Returns references to the results of both.
+    Returns the object refs of both kinds of calls.
     """
     lent = [trainer.sleep.remote() for trainer in trainers] if lends_at_start(args) else []
     return lent, [engine.open_gate.remote(*lent) for engine in engines] if lent else []
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
-    """Makes rank 0 and the policy's engines compile their digest kernels as soon as they are up, on GPUs only.
+    """On GPUs, makes rank 0 and the policy engines compile their digest kernels as soon as they are up.
 
-    `heads` are the actors of `engines`; the list is empty for external engines.
+    `heads`: the actors of `engines`; empty for external engines.
     """
     if args.device != "cuda" or not trainers or not heads:
         return []
@@ -271,20 +271,20 @@ def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], train
 
 
 def _create_rollout(args: Args, plan: PlacementPlan, folder: RunFolder, num_engines: int, keys: EngineKeys) -> Any:
-    """Creates the rollout side on the driver's host, which has the data and the user's modules."""
+    """Creates the rollout actor on the driver's host, which has the data and the user's modules."""
     beside_driver = on_node(plan.hosts[0].node_id)
     actor = _placed(RolloutActor, num_cpus=0, max_concurrency=16, **beside_driver)
-    process = Process("the process of the rollout side", str(plan.hosts[0]), folder.logs / "rollout.log")
+    process = Process("the rollout process", str(plan.hosts[0]), folder.logs / "rollout.log")
     return introduce(actor.remote(args, num_engines, str(folder.logs), keys), process)
 
 
 def _placed(actor: Any, **options: Any) -> Any:
-    """Returns an actor class with these options. The type checker does not know the method `options`."""
+    """Returns the actor class with these options. Exists because type checkers do not know Ray's `options` method."""
     return actor.options(**options)
 
 
 def _told(port: RayEngines | ExternalEngines, hosts: GuardedHosts, progress: StartProgress) -> str:
-    """Tends the hosts and returns the progress of startup. Raises `EngineError` if an engine has lost a host."""
+    """Checks the hosts and returns the startup progress. Raises `EngineError` if an engine has lost a host."""
     hosts.tend()
     if isinstance(port, RayEngines):
         for index in range(len(port.heads)):

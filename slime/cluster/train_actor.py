@@ -1,8 +1,8 @@
-"""One training rank as a Ray actor, with its `MegatronBackend` and its side of the weight sync.
+"""Ray actor for one training rank, with its `MegatronBackend` and its `RankWeightSync`.
 
-The driver calls every method on all ranks, in the same order. One thread runs the calls, a second one writes files
-(`write_parts`), a third one records lost engines (`give_up`). In collectives, a call waits for other ranks, with the
-limit of the process group. In a weight sync, it also waits for engines.
+The driver calls every method on all ranks in the same order. One thread runs the calls, a second one writes checkpoint
+files (`write_parts`), and a third one records lost engines (`give_up`). Collectives wait for the other ranks, up to the
+process group's timeout. A weight sync also waits for engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrainActor:
     def __init__(
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
     ) -> None:
-        """`slots` is [training ranks] the placement slot. `address` is where the rest of the run reaches this host."""
+        """`slots`: [training ranks] placement slots. `address`: address at which other processes reach this host."""
         setup_logging(Path(log_dir) / f"train_{rank}.log", crashes=True)
         self._args, self._rank, self._slots, self._address = args, rank, tuple(slots), address
         os.environ.update(args.train_env_vars)
@@ -44,7 +44,7 @@ class TrainActor:
         self._snapshot: Any = None
 
     def free_address(self) -> tuple[str, int]:
-        """Opens the port on which rank 0 listens, and returns (host, port)."""
+        """Opens a port for rank 0 to listen on and returns (host, port)."""
         from slime.weights.rendezvous import listen_on
 
         self._listener = listen_on(self._address)
@@ -52,9 +52,9 @@ class TrainActor:
         return str(host), int(port)
 
     def build(self, master_address: str, master_port: int) -> dict[str, float]:
-        """Joins the process group, builds the model, loads its weights and runs a trial step.
+        """Joins the process group, builds the model, loads its weights and runs a warmup step.
 
-        Returns the seconds of import, build and trial step.
+        Returns the duration of import, build and warmup step in seconds.
         """
         began_s = time.perf_counter()
         import torch
@@ -120,12 +120,12 @@ class TrainActor:
         return self._backend.measure_loss(batch)
 
     def take_snapshot(self) -> None:
-        """Copies this rank's state, for `write_parts`."""
+        """Copies this rank's state so that `write_parts` can write it in the background."""
         self._snapshot = self._backend.snapshot()
 
     @ray.method(concurrency_group="save")
     def write_parts(self, directory: str) -> dict[str, Any]:
-        """Writes this rank's checkpoint files, from the snapshot if one was taken. Returns their sizes and hashes."""
+        """Writes this rank's checkpoint files from the snapshot, if there is one. Returns their sizes and hashes."""
         snapshot, self._snapshot = self._snapshot, None
         return (snapshot or self._backend.snapshot(on_host=False)).write(Path(directory))
 
@@ -133,7 +133,7 @@ class TrainActor:
         self._backend.save_hf(Path(directory))
 
     def verify(self, directory: str) -> None:
-        """Compares this rank's share of a checkpoint's files with the manifest."""
+        """Verifies this rank's share of a checkpoint's files against the manifest."""
         from slime.training.state.checkpoint import verify
 
         verify(Path(directory), share=(self._rank, len(self._slots)))
@@ -153,7 +153,7 @@ class TrainActor:
         return self._backend.wake()
 
     def memory_plan(self) -> Any:
-        """Returns the `MemoryPlan` of this rank; None if it lends no GPU."""
+        """Returns this rank's `MemoryPlan`, or None if it does not lend its GPU."""
         return self._backend.memory_plan
 
     def stop(self) -> None:

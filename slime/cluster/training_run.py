@@ -1,12 +1,12 @@
-"""The operations of the training loop ("verbs"), as methods of `Run`.
+"""`Run`: the operations of the training loop ("verbs").
 
-Only the driver thread calls them. Each verb sends work to the actors, waits with a name and a limit, and logs the
-results. `train.py` and `train_async.py` call the verbs in the order of the algorithm.
+Each verb calls the actors, waits for the results with a timeout, and logs metrics. `train.py` and `train_async.py` call
+the verbs in the order that the algorithm requires, on the driver's thread.
 
 Invariants
-1. Engines serve only between a `sync_weights` that verified them and the next hand-over or weight sync.
-2. A step is committed in the Data Buffer after it was trained and before it is saved.
-3. A checkpoint holds weights, optimizer, RNG, weight version and Data Buffer of the same moment, or does not exist.
+1. Engines only serve between a `sync_weights` that verified them and the next hand-over or weight sync.
+2. A step is committed to the Data Buffer after it was trained and before it is saved.
+3. A committed checkpoint has the weights, optimizer, RNG, weight version and Data Buffer of the same point in time.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ HELD_OUT_LIMIT_S = 3600.0
 
 
 class HeldOutLoss:
-    """Measures the held-out loss of a fine-tuning run. The rollout side makes the batches once.
+    """Measures the held-out loss of a fine-tuning run. The rollout actor builds the batches once.
 
-    Does nothing if no dataset is evaluated by its loss.
+    Does nothing if no dataset is configured for held-out loss.
     """
 
     def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver) -> None:
         self._actors, self._memory = actors, memory
         self._num_datasets = len(loss_datasets(args))
         self._batches: list[tuple[str, Any, dict[str, float]]] | None = None
-        """(name of the dataset, reference to the batch, metrics of the batch); None before the first measurement."""
+        """(dataset name, object ref of the batch, batch metrics). None before the first measurement."""
 
     def measure(self) -> dict[str, float]:
-        """Returns `eval/<dataset>-loss`, the mean loss of each dataset's trained tokens under the trainer's weights."""
+        """Returns `eval/<dataset>-loss`: the mean loss of each dataset's trained tokens under the trainer's weights."""
         if not self._num_datasets:
             return {}
         if self._batches is None:
@@ -79,10 +79,10 @@ class HeldOutLoss:
 logger = logging.getLogger(__name__)
 
 NO_LIMIT_S = 30 * 24 * 3600.0
-"""Time limit of a generation if the user sets none. Requests and graders have separate limits."""
+"""Timeout of a generation if the user sets none. Requests and graders have their own timeouts."""
 ROUTER_LIMIT_S = 60.0
 DEATH_SHOWS_S = 5.0
-"""Time for Ray to report that a process is gone."""
+"""How long it can take Ray to report that a process is gone."""
 WATCH_EVERY_S = 1.0
 
 PROBED = {
@@ -90,20 +90,20 @@ PROBED = {
     "train/train_rollout_logprob_abs_diff_p99": "probe/train_rollout_logprob_abs_diff_p99",
     "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
 }
-"""Name of a metric in training -> name of the metric for a probe."""
+"""Training metric -> corresponding probe metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     rollout_id: int
     batch: Any
-    """Reference to the `TrainBatch`, which goes directly from the rollout side to the training ranks."""
+    """Object ref of the `TrainBatch`, which goes directly from the rollout actor to the training ranks."""
     news: Any
-    """Reference to the `StepNews`, which is ready at the same time as the batch."""
+    """Object ref of the `StepNews`, which is ready at the same time as the batch."""
 
 
 class Run:
-    """The verbs of one run. `launch` builds it."""
+    """The operations of one run. Created by `launch`."""
 
     def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
         self.args, self._startup = args, startup
@@ -117,11 +117,11 @@ class Run:
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
-        """Logs the addresses of engines and routers, and the key that they need."""
+        """Logs the addresses of engines and routers and which key they require."""
         if not self._actors.on_rollout("ray_asks_for_token", for_what="the rollout side", limit_s=ROUTER_LIMIT_S):
             logger.warning(
-                "the Ray cluster at %s requires no token, so anyone who can reach it can run code as you; start its "
-                "daemons and this run with RAY_AUTH_MODE=token and a RAY_AUTH_TOKEN",
+                "the Ray cluster at %s requires no token, so anyone who can reach it can run code as you; set "
+                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN for its daemons and for this run",
                 self.args.ray_address,
             )
         if not self._actors.engines:
@@ -134,14 +134,14 @@ class Run:
             routers = ", ".join(f"{url} ({model})" for model, url in urls.items())
             logger.info("routers are at %s; requests need the key in %s", routers, self._key_file)
         else:
-            logger.info("no router runs, because nothing in this run needs one; --router-port PORT starts one")
+            logger.info("no router is running, because this run does not need one; set --router-port to start one")
 
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating the samples of a step and returns immediately. The first call also logs startup times."""
+        """Starts generating a step's samples and returns immediately. The first call also logs startup times."""
         if startup := self._startup.end():
-            collect()  # discards the times before the first step
+            collect()  # discards timings from before the first step
             self._tracker.add(startup)
         if traces_engines(self.args, rollout_id):
             folder = Path(self.args.run_dir).absolute() / "profiles"
@@ -151,7 +151,7 @@ class Run:
         return Generation(rollout_id, batch, news)
 
     def finish_generation(self, generation: Generation) -> Any:
-        """Waits for a generation, logs its metrics, and returns a reference to its `TrainBatch`."""
+        """Waits for a generation, logs its metrics, and returns the object ref of its `TrainBatch`."""
         with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
             news = wait_for(
                 [generation.news],
@@ -169,7 +169,7 @@ class Run:
         return self.finish_generation(self.start_generation(rollout_id))
 
     def wait_for_generation(self, generation: Generation) -> None:
-        """Waits until the generation has finished. Leaves the result for `finish_generation`."""
+        """Waits until the generation has finished, without consuming the result (see `finish_generation`)."""
         with span("generation_wait"):
             wait_for(
                 [generation.news],
@@ -179,7 +179,7 @@ class Run:
             )
 
     def evaluate(self, rollout_id: int) -> None:
-        """Evaluates the synced weights on the held-out data: sampled answers, and the loss of conversations."""
+        """Evaluates the synced weights on the held-out data: sampled responses and the loss of conversations."""
         news = StepNews({}, [])
         phase = self._startup.phase("eval", "the held-out data is evaluated")
         with phase, span("eval"), self._watching("eval") as on_poll:
@@ -195,7 +195,7 @@ class Run:
     def serve(self) -> None:
         """Serves until Ctrl-C (`--debug-rollout-only --num-rollout 0`).
 
-        Restarts lost engines. Raises `EngineError` if a router has died and could not be restarted.
+        Restarts lost engines. Raises `EngineError` if a router died and could not be restarted.
         """
         urls = self._actors.on_rollout("urls", for_what="the routers", limit_s=ROUTER_LIMIT_S)
         where = (
@@ -214,7 +214,7 @@ class Run:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, batch: Any) -> None:
-        """Trains one step on all ranks (none with --debug-rollout-only), then commits it in the Data Buffer."""
+        """Trains one step on all ranks (none with --debug-rollout-only) and commits it to the Data Buffer."""
         self._trained_since_sync = True
         with span("train"), self._tracker.progress(f"train {rollout_id}"):
             metrics = wait_for(
@@ -227,14 +227,14 @@ class Run:
         self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
 
     def hand_over_to_training(self) -> None:
-        """Makes engines release their memory and the trainer take its own, in colocated training. Else does nothing."""
+        """In colocated training, makes engines release their memory and the trainer allocate its own."""
         self._memory.to_trainer()
 
     def sync_weights(self, *, for_save: bool = False) -> None:
-        """Sends the trainer's weights to every engine and verifies them. Then the engines serve.
+        """Sends the trainer's weights to all engines, verifies them, and lets the engines serve.
 
-        With `for_save`, a checkpoint follows. Then running requests of `--fully-async` are ended and sent again, in any
-        `--pause-generation-mode`, so that the checkpoint has their tokens. See `weight_sync_sequence`.
+        `for_save`: a checkpoint follows, so running requests of `--fully-async` are aborted and resent regardless of
+        `--pause-generation-mode`, so that the checkpoint includes their tokens. See `weight_sync_sequence`.
         """
         phase = self._startup.phase("update_weights", "the engines have the trainer's weights, verified")
         with phase if self._actors.engines and self._actors.trainers else nullcontext():
@@ -242,10 +242,10 @@ class Run:
         self._trained_since_sync = False
 
     def check_log_probs(self) -> None:
-        """Compares log-probs of trainer and engines on new samples of the synced weights. Raises if they differ too
-        much.
+        """Compares the log-probs of trainer and engines on new samples from the synced weights. Raises if they differ
+        too much.
 
-        Asynchronous training needs this, because its batches were sampled by older weights than the trainer's. In
+        Only needed in asynchronous training, where batches were sampled with older weights than the trainer's. In
         synchronous training, every training step makes this comparison.
         """
         if not self._actors.engines or not self._actors.trainers:
@@ -258,9 +258,9 @@ class Run:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Loads the checkpoint of `--load`, if given, and returns the first step.
+        """Loads the `--load` checkpoint, if set, and returns the first step to run.
 
-        With `--finetune`, loads only the weights and starts at `--start-rollout-id` or 0.
+        With `--finetune`, only loads the weights and starts at `--start-rollout-id` or 0.
         """
         if self.args.load:
             self._memory.to_trainer()
@@ -278,7 +278,7 @@ class Run:
                 self._actors.on_trainers("save_hf", folder, limit_s=self.args.save_timeout_s, flag=SAVE_FLAG)
 
     def finish_save(self, *, limit_s: float) -> None:
-        """Waits for a save in the background, if any. Raises its error, or `DeadlineExceeded`."""
+        """Waits for the background save, if any. Raises its error, or `DeadlineExceeded`."""
         self._saver.finish(limit_s)
 
     # --- cadence ----------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Run:
         return self.args.eval_interval is not None and self._is_due(rollout_id, self.args.eval_interval)
 
     def only_serves(self) -> bool:
-        """Returns whether the run has engines, but nothing to train or evaluate."""
+        """Returns whether the run has engines but nothing to train or evaluate."""
         return self.args.num_rollout == 0 and self.args.debug_rollout_only and not self.evaluates_before(0)
 
     def evaluates_before(self, start: int) -> bool:
@@ -311,27 +311,27 @@ class Run:
     # --- the end of a step and of the run ---------------------------------------------------------------------------
 
     def end_step(self, rollout_id: int) -> None:
-        """Logs the times of the step. After the last step, also waits until its checkpoint is on disk."""
+        """Logs the step's timings. After the last step, also waits until its checkpoint is on disk."""
         if rollout_id + 1 == self.args.num_rollout:
             self._saver.finish()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
 
     def death(self, seen_as: str) -> ActorDied | None:
-        """Returns the death of a training rank or of the rollout side, or None if all are alive. Never raises.
+        """Returns an error if a training rank or the rollout actor died, or None if all are alive. Never raises.
 
-        `seen_as` is the error that another process reported, such as a broken connection to the dead rank.
+        `seen_as`: the error that another process reported, such as a broken connection to the dead rank.
         """
         actors = [*self._actors.trainers, self._actors.rollout]
         try:
             asked = [trainer.memory_plan.remote() for trainer in actors[:-1]] + [actors[-1].progress.remote()]
-            return first_death(asked, for_what=f"the run, which showed as {seen_as}", limit_s=DEATH_SHOWS_S)
+            return first_death(asked, for_what=f"the run (noticed as {seen_as})", limit_s=DEATH_SHOWS_S)
         except Exception as error:  # Ray itself is gone
             logger.debug("no actor could be reached: %s", error)
             return None
 
     def close(self, *, limit_s: float) -> None:
-        """Stops all processes in order. Raises if one does not stop in time; Ray then kills it."""
+        """Stops all processes cleanly. Raises if one does not stop in time; Ray then kills it."""
         actors = self._actors
         stops = [actor.stop.remote() for actor in (actors.rollout, *actors.trainers)] + actors.engines.stop()
         try:
@@ -342,7 +342,7 @@ class Run:
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def _tend_and_join(self) -> str:
-        """Checks the engines and sends weights to restarted ones. The trainers must be idle."""
+        """Checks the engines and sends weights to restarted ones. Training ranks must be idle."""
         progress = self._actors.engines.tended()
         self._weight_sync.join(fresh=not self._trained_since_sync)
         return progress
@@ -355,7 +355,7 @@ class Run:
 
     @contextmanager
     def _watching(self, what: str) -> Iterator[Callable[[], str]]:
-        """Shows the rollout side's progress during the block. Yields the `on_poll` function for `wait_for`."""
+        """Shows rollout progress during the block. Yields the `on_poll` function for `wait_for`."""
         news = ""
         asked = self._actors.rollout.progress.remote()
 

@@ -1,13 +1,13 @@
-"""Waits for actors with a name, a limit and an owner, and translates Ray's errors to slime's.
+"""Waits for actor calls with timeouts and progress, and translates Ray's errors to slime's.
 
-    the actor's method raised an error of slime     that error
-    it raised another exception                     `ActorFailed`: the error, the process, and the user's line of code
-    its constructor raised                          the same
-    its process is gone                             `ActorDied`: which process, and what the driver waited for
-    Ray itself failed (disk, memory, a host)        `ClusterFailed`: Ray's message, and what the driver waited for
+    the actor's method raised a slime error         that error
+    it raised any other exception                   `ActorFailed`: the error, the process, and the line of user code
+    its constructor raised                          same
+    its process died                                `ActorDied`: the process, and what the driver was waiting for
+    Ray itself failed (disk, memory, a host)        `ClusterFailed`: Ray's message, and what the driver was waiting for
 
-The error's message is one sentence; the traceback is chained to it, for the log. `wait_for` polls, so that progress
-shows while the driver waits and Ctrl-C works immediately.
+Error messages are one sentence; the traceback is chained for the log. `wait_for` polls, so that progress is shown while
+the driver waits, and Ctrl-C works immediately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.core.liveness import Silence
 from slime.core.text import shorten
 
 _introduced: dict[str, Process] = {}
-"""Ray's id of an actor that this process started -> its description."""
+"""Ray actor id -> description of the actor's process, for actors started by this process."""
 RAY_CHARS = 600
 _ACTOR, _CLASS, _HOST = (re.compile(rf"{key}: (\S+)") for key in ("actor_id", "class_name", "ip"))
 _OURS = re.compile(r"^slime\.core\.errors\.(\w+): (.*)\Z", re.MULTILINE | re.DOTALL)
@@ -35,17 +35,17 @@ _DETAIL = re.compile(r"Worker exit detail: ([^.\n]+\.)")
 
 
 def introduce(actor: Any, process: Process) -> Any:
-    """Registers a description of the actor's process, for errors about its death. Returns the actor."""
+    """Registers a description of the actor's process for error messages. Returns the actor."""
     _introduced[actor._actor_id.hex()] = process
     return actor
 
 
 def translated(error: RayError, for_what: str) -> SlimeError:
-    """Returns the error to raise instead of Ray's. `for_what` names what the driver waited for."""
+    """Translates an error from Ray. `for_what`: what the driver was waiting for."""
     if isinstance(error, RayTaskError):
         return _raised(error, for_what)
     if isinstance(error, OutOfMemoryError):
-        return ActorDied(f"Ray killed a process during {for_what}, because memory ran out: {first_line(str(error))}")
+        return ActorDied(f"Ray killed a process during {for_what} because memory ran out: {first_line(str(error))}")
     text = str(error)
     if not isinstance(error, RayActorError | WorkerCrashedError):
         said = shorten(" ".join(text.split()), RAY_CHARS)  # the reason may be on any line
@@ -64,7 +64,7 @@ def _raised(error: RayTaskError, for_what: str) -> SlimeError:
 
 
 def _not_started(text: str) -> SlimeError:
-    """Returns the error of an actor's constructor, parsed from the traceback, because Ray keeps nothing else."""
+    """Returns the error of an actor's constructor, parsed from the traceback because Ray drops the exception."""
     match = _OURS.search(text)
     kind = getattr(errors, match[1], None) if match else None
     if match and isinstance(kind, type) and issubclass(kind, SlimeError):
@@ -91,14 +91,14 @@ def _process(text: str) -> Process:
 
 
 def _detail(text: str) -> str:
-    """Returns Ray's explanation for the death of a process; empty if Ray noticed only a broken connection."""
+    """Returns Ray's explanation of a process's death, or "" if Ray only noticed a broken connection."""
     detail = None if "connection error" in text else _DETAIL.search(text)
     return f" (Ray: {detail[1]})" if detail else ""
 
 
 POLL_S = 0.5
 TOGETHER_S = 1.0
-"""After a death, failures of other processes within this time are compared with it: one of them may be the cause."""
+"""How long to wait after a death for failures of other processes, one of which may be the actual cause."""
 
 
 def wait_for(
@@ -110,10 +110,10 @@ def wait_for(
     on_poll: Callable[[], str] | None = None,
     flag: str = "",
 ) -> list[Any]:
-    """Returns the results of all `refs`, in order. Raises a failure (`translated`) without waiting for other results.
+    """Returns the results of all `refs` in order. If a call fails, raises its translated error without waiting longer.
 
-    `on_poll` is called about twice a second and returns the progress as text. `flag` names the setting for the limit.
-    Raises `DeadlineExceeded` after `limit_s`, or later on a busy machine (`slime.core.liveness`).
+    `on_poll`: called about twice a second, returns the progress as text. `flag`: setting for the time limit. Raises
+    `DeadlineExceeded` after `limit_s`, or later on a loaded machine (`slime.core.liveness`).
     """
     silence = Silence()
     pending, last_progress = list(refs), "none"
@@ -134,12 +134,12 @@ def wait_for(
 
 
 def all_there(refs: Sequence[Any]) -> bool:
-    """Returns whether all `refs` have a result or a failure. Never waits."""
+    """Returns whether all calls have finished or failed. Does not block."""
     return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1] if refs else True
 
 
 def peek(ref: Any) -> Any:
-    """Returns the result of `ref`; None if the call has not finished or has failed. Never waits, never raises."""
+    """Returns the result of a call, or None if it has not finished or has failed. Does not block or raise."""
     done, _ = ray.wait([ref], timeout=0)
     try:
         return ray.get(ref) if done else None
@@ -148,9 +148,9 @@ def peek(ref: Any) -> Any:
 
 
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
-    """Returns the first death of an actor that any of these calls reports within the limit. Never raises.
+    """Returns the first actor death reported by any of these calls within the limit, or None. Never raises.
 
-    Ray reports a dead actor immediately. A busy actor that does not respond does not count as dead.
+    Ray reports dead actors immediately. A busy actor that does not respond does not count as dead.
     """
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:
@@ -164,9 +164,9 @@ def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorD
 def _cause(
     done: Sequence[Any], pending: Sequence[Any], *, only: Callable[[RayError], bool] = lambda failure: True
 ) -> RayError | None:
-    """Returns the most likely cause among the failures of `done` for which `only` is true; None if there are none.
+    """Returns the most likely root cause among the failures of `done` that satisfy `only`, or None.
 
-    When a rank is killed, its peers crash soon after, and Ray may report them first.
+    When a rank is killed, its peers crash soon afterwards, and Ray may report them first.
     """
     failures = list(filter(only, _failures(done)))
     if pending and any(map(_died, failures)):
@@ -184,14 +184,14 @@ def _failures(refs: Sequence[Any]) -> Iterator[RayError]:
 
 
 def _died(failure: RayError) -> bool:
-    """Returns whether a process died after its start. An exception does not count, even if a death caused it."""
+    """Returns whether a process died after it had started. Exceptions do not count, even if a death caused them."""
     died = isinstance(failure, RayActorError | WorkerCrashedError | OutOfMemoryError)
     return died and not isinstance(failure, RayTaskError) and not getattr(failure, "actor_init_failed", False)
 
 
 def _distance(failure: RayError) -> int:
-    """Returns how unlikely it is that this failure caused the others: 0 for a process that was killed from outside,
-    without a crash report; 1 for an exception; 2 for a crash, which a lost connection to a peer may have caused."""
+    """Returns a rank by likelihood of being the root cause: 0 for a process killed from outside (no crash report), 1
+    for an exception, 2 for a crash, which may be due to a lost connection to a peer."""
     if not _died(failure):
         return 1
     log = _process(str(failure)).log

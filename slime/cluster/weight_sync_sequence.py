@@ -1,19 +1,19 @@
-"""The steps of one weight sync, which the driver runs in this order.
+"""The sequence of steps that the driver runs for one weight sync.
 
-    1. memory     the trainer keeps only its weights, engines take memory for theirs    `MemoryHandOver`
-    2. requests   running requests end, if this weight sync ends them                   `EndRequests`
+    1. memory     the trainer keeps only its weights, engines allocate theirs           `MemoryHandOver`
+    2. requests   running requests are aborted, if this sync requires it                `EndRequests`
     3. weights    training ranks send, engines are verified and resume                  `RankWeightSync`
-    4. requests   ended requests are sent again
-    5. memory     the trainer releases its weights, engines take memory for the cache   `MemoryHandOver`
+    4. requests   aborted requests are resent
+    5. memory     the trainer releases its weights, engines allocate the KV cache       `MemoryHandOver`
     6. traffic    clients and routers may use the engines                               `Engines`
 
-If an engine is lost meanwhile, or the sync fails only for some engines, step 3 is repeated without them. An engine that
-restarts later gets the weights separately, or with the next weight sync (`join`). All steps run on the driver's thread,
-and every wait has a limit.
+If an engine is lost during the sync, or if the sync fails for only some engines, step 3 is repeated without them. An
+engine that restarts later gets the weights separately or with the next weight sync (`join`). All steps run on the
+driver's thread, and every wait has a timeout.
 
 Invariants
-1. No client and no router knows an engine before its weights were verified.
-2. After an error the sequence stops: ended requests are not sent again, engines stay paused, and the run fails.
+1. Clients and routers do not learn about an engine until its weights have been verified.
+2. After an error, the sequence stops: aborted requests are not resent, engines stay paused, and the run fails.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from slime.weights.transports import TRANSPORTS
 logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
-"""Time limit for ending requests, and for resuming them."""
+"""Timeout for aborting requests and for resuming them."""
 OF_SYNC, OF_JOIN = "update_weights_", "join_"
-"""Parts of metric names that distinguish weight syncs from joins, because a step may have both."""
+"""Parts of metric names that distinguish weight syncs from joins, because both can happen in the same step."""
 
 
 class EndRequests(enum.Enum):
-    """Which weight syncs end running requests. Ended requests are sent again later, with the tokens that they have."""
+    """Which weight syncs abort running requests. Aborted requests are later resent with the tokens generated so far."""
 
     NEVER = enum.auto()
-    """Generation and weight sync take turns, so no requests are running."""
+    """Generation and weight sync alternate, so no requests are running."""
     FOR_SAVES = enum.auto()
-    """Only syncs before a save, which writes the tokens. In other weight syncs, engines keep their requests."""
+    """Only syncs before a save, because the checkpoint includes the tokens. During other syncs, engines keep them."""
     ALWAYS = enum.auto()
-    """All syncs. The engines would abort requests, too, but only after a second."""
+    """All syncs. The engines would abort the requests themselves, but only after a second."""
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:
-        """Returns the choice for a run. Only the worker of `--fully-async` generates during a weight sync."""
+        """Returns the policy for a run. Only the `--fully-async` worker generates during a weight sync."""
         if not args.fully_async:
             return cls.NEVER
         match args.pause_generation_mode:
@@ -73,16 +73,15 @@ class WeightSyncSequence:
         self._engines = actors.engines
         sends_to_all = not args.debug_rollout_only and TRANSPORTS.get(args.update_weight_transport).groups_engines
         self._joins_alone = not sends_to_all
-        """Whether a single engine can get weights without making the next weight sync slower."""
+        """Whether weights can be sent to a single engine without slowing down the next weight sync."""
         self._takers: tuple[Engine, ...] = ()
         self._version = 0
 
     def run(self, *, for_save: bool) -> None:
-        """Sends the trainer's weights to every engine that answers, and verifies them. Then the engines serve.
+        """Sends the trainer's weights to all responding engines, verifies them, and lets the engines serve.
 
-        With `for_save`, a checkpoint follows. Without a trainer (--debug-rollout-only) the engines serve their
-        checkpoint as version 0. Without engines nothing happens. Raises `WeightSyncError`, `EngineError` or
-        `DeadlineExceeded`.
+        `for_save`: a checkpoint follows. Without a trainer (--debug-rollout-only), engines serve their checkpoint as
+        version 0. Does nothing without engines. Raises `WeightSyncError`, `EngineError` or `DeadlineExceeded`.
         """
         if not self._engines.take_weights:
             return
@@ -96,9 +95,9 @@ class WeightSyncSequence:
     def join(self, *, fresh: bool) -> None:
         """Sends weights to restarted engines while the others serve. The trainer must be idle.
 
-        `fresh` is whether the trainer still has the weights that the others serve. If not, or if the trainer lends
-        memory, or if all engines share a process group (which must be rebuilt), the restarted engines wait for the next
-        weight sync. But if the other engines cannot answer requests, all engines get the weights now.
+        `fresh`: the trainer still has the weights that the other engines serve. Otherwise, restarted engines wait for
+        the next weight sync. They also wait if the trainer lends memory, or if all engines share a process group that
+        would have to be rebuilt. But if the remaining engines cannot serve requests, all engines get the weights now.
         """
         joiners, alone = self._engines.joiners(), fresh and self._joins_alone
         if not joiners or (self._engines.can_answer and (self._memory.lends or not alone)):
@@ -111,32 +110,32 @@ class WeightSyncSequence:
             self._tracker.add({name.replace(OF_SYNC, OF_JOIN): of_ranks[name] for name in of_ranks if OF_SYNC in name})
         self._engines.end_sync(self._takers, self._version)
         if self._takers:
-            logger.info("engines %s serve again, at version %d", [e.index for e in self._takers], self._version)
+            logger.info("engines %s are serving again with version %d", [e.index for e in self._takers], self._version)
 
     def _ends(self, *, for_save: bool) -> bool:
         return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
-        """Runs steps 2 to 4. Repeats step 3 while engines are lost.
+        """Runs steps 2 to 4, and repeats step 3 whenever an engine is lost.
 
-        With `hand_back`, the Data Buffer gets the tokens of the ended requests.
+        `hand_back`: return the tokens of aborted requests to the Data Buffer.
         """
         if ends_requests:
-            tended = self._engines.tended  # needed because the requests of a lost engine do not end
+            tended = self._engines.tended  # lost engines must be detected, because their requests never finish
             self._actors.on_rollout(
                 "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
             )
         while not (metrics := self._try(None)):
-            logger.warning("an engine was lost during the weight sync, which is repeated with the others")
+            logger.warning("an engine was lost during the weight sync; repeating the sync with the other engines")
         if ends_requests:
             self._actors.on_rollout("resume", for_what="requests to continue", limit_s=REQUESTS_LIMIT_S)
         if metrics[0]:
             self._tracker.add(metrics[0])
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
-        """Tries one weight sync to `engines`, or to all engines that respond.
+        """Attempts one weight sync to `engines`, by default all responding ones.
 
-        Returns the metrics of each rank; an empty list if an engine was lost.
+        Returns the metrics of each rank, or an empty list if an engine was lost.
         """
         takers = self._takers = self._engines.begin_sync(engines)
         infos = self._engines.infos(takers)
@@ -151,7 +150,7 @@ class WeightSyncSequence:
         return metrics or [{}]
 
     def _tended(self, takers: Sequence[Engine]) -> Callable[[], str]:
-        """Returns a variant of `Engines.tended` that also tells the training ranks about lost engines."""
+        """Returns a version of `Engines.tended` that also notifies the training ranks of lost engines."""
         told: set[int] = set()
 
         def tended() -> str:

@@ -58,7 +58,7 @@ def test_a_damaged_delta_is_followed_by_all_weights_in_the_same_weight_sync(
     with RealRun(runs / "delta-run", [*digits(tiny_qwen3), *rates, *stages, *where, *local, *more]) as run:
         assert run.wait() == 0, run.tail
         logs = [log.read_text() for log in (run.run_dir / "logs").glob("train*.log")]
-        assert (folder / "damaged").exists() and any("the full weights are sent again" in log for log in logs)
+        assert (folder / "damaged").exists() and any("retrying with the full weights" in log for log in logs)
         full = run.series("perf", "perf/update_weights_full")
         assert full == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0], "version 1 is before the first step; 2 to 7"
         assert sorted(path.name for path in folder.glob("weight_v*")) == ["weight_v000007"]

@@ -265,7 +265,7 @@ def test_a_host_that_loses_who_guards_it_is_guarded_again(two: FakeCluster, shar
         other.kill("ray::HostActor")
         run.wait_until("the engine", lambda: "engine 0 serves again" in log.read_text())
         said = log.read_text()
-        assert said.index(f"host {other.name} ({other.address}) has a guardian again") < said.index("engine 0 answers")
+        assert said.index(f"host {other.name} ({other.address}) has a guardian again") < said.index("engine 0 responds")
         (new,) = other.detached("slime.cluster.guardian")
         assert new != old
         after = max(run.metrics("train"))
@@ -287,7 +287,7 @@ def test_a_host_that_is_refused_is_asked_again(three: FakeCluster, shared: Path,
         log = run_dir / "logs" / "driver.log"
         other.run(["mount", "-t", "tmpfs", "tmpfs", str(run_dir)])
         other.kill("ray::HostActor")
-        told = f"host {other.name} ({other.address}) is not used, because it does not see --run-dir"
+        told = f"not using host {other.name} ({other.address}) because it does not see --run-dir"
         run.wait_until("the refusal", lambda: told in log.read_text())
         run.wait_until("word of the engine", lambda: "engine 1 waits for its host" in log.read_text())
         after = max(run.metrics("train"))

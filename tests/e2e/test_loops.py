@@ -144,7 +144,7 @@ def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
     log = (any_run.run_dir / "logs" / "driver.log").read_text()
     for said in (
         "engines are up",
-        "training ranks hold the model",
+        "training ranks have loaded the model",
         f"train {len(rows) - 1} ({num_steps(any_run)}/{num_steps(any_run)})",
     ):
         assert said in log and said in any_run.output, said

@@ -132,12 +132,12 @@ def test_a_process_that_was_killed_is_named(told: dict[str, Any]) -> None:
         kind, message, _ = told[case]
         assert (kind, message) == (
             "ActorDied",
-            f"training rank 7 on node was killed, or it crashed during training step 3; its log is {told['log']}",
+            f"training rank 7 on node was killed or crashed during training step 3; its log is {told['log']}",
         )
     kind, message, _ = told["crashed"]
-    assert message.startswith("training rank 8 on node was killed, or it crashed during training step 3; its log is ")
-    assert "which ends so:\n  Fatal Python error: Segmentation fault" in message
-    assert told["stranger"][1].startswith("TrainActor on 127.0.0.1 was killed, or it crashed during"), told["stranger"]
+    assert message.startswith("training rank 8 on node was killed or crashed during training step 3; its log is ")
+    assert "which ends with:\n  Fatal Python error: Segmentation fault" in message
+    assert told["stranger"][1].startswith("TrainActor on 127.0.0.1 was killed or crashed during"), told["stranger"]
     assert told["peek"] is None
 
 

@@ -53,7 +53,7 @@ def run_args(**given: Any) -> Any:
 
 
 def test_what_can_be_resumed_is_told_and_nothing_else(tmp_path: Path) -> None:
-    assert "no --save" in how_to_resume(run_args(), stopped=True)
+    assert "--save is not set" in how_to_resume(run_args(), stopped=True)
     assert "no checkpoint" in how_to_resume(run_args(save=str(tmp_path)), stopped=True)
     assert how_to_resume(run_args(), stopped=False) == "", "an error has something else to tell"
     parts = checkpoint.begin(tmp_path, 2)
@@ -83,7 +83,7 @@ def test_ray_ending_a_process_for_memory_is_one_sentence() -> None:
         OutOfMemoryError("Task was killed due to the node running low on memory.\nTop 10:\n..."), "step 3"
     )
     assert isinstance(told, ActorDied)
-    assert str(told).startswith("Ray killed a process during step 3, because memory ran out: Task was killed")
+    assert str(told).startswith("Ray killed a process during step 3 because memory ran out: Task was killed")
     assert "\n" not in str(told)
 
 
@@ -114,7 +114,7 @@ def test_what_ray_says_of_itself_is_no_death_of_a_process(error: exceptions.RayE
 def test_a_process_that_is_gone_died(error: exceptions.RayError) -> None:
     told = failures.translated(error, "step 3")
     assert isinstance(told, ActorDied)
-    assert str(told).startswith("a process on some host was killed, or it crashed during step 3")
+    assert str(told).startswith("a process on some host was killed or crashed during step 3")
 
 
 CRASH = "I train_1 | step 3\nFatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File x"
@@ -124,15 +124,15 @@ LOGGED = "; its log is LOG"
 @pytest.mark.parametrize(
     ("status", "log", "said"),
     [
-        (3, None, "ended with exit code 3 during step 4"),
-        (0, None, "ended with exit code 0 during step 4"),
+        (3, None, "exited with code 3 during step 4"),
+        (0, None, "exited with code 0 during step 4"),
         (-9, None, "was killed by SIGKILL during step 4"),
         (-11, None, "was killed by SIGSEGV during step 4"),
         (-64, None, "was killed by SIGRTMAX during step 4"),
         (-50, None, "was killed by signal 50 during step 4"),
-        (None, None, "was killed, or it crashed during step 4"),
+        (None, None, "was killed or crashed during step 4"),
         (-9, "I train_1 | step 3\n", "was killed by SIGKILL during step 4" + LOGGED),
-        (None, CRASH, "was killed, or it crashed during step 4" + LOGGED + ", which ends so:\n  Fatal Python error"),
+        (None, CRASH, "was killed or crashed during step 4" + LOGGED + ", which ends with:\n  Fatal Python error"),
     ],
 )
 def test_the_end_of_a_process_names_rank_host_signal_and_log(
@@ -175,7 +175,7 @@ def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pyt
         watch = MemoryWatch(run_id)
         (usage,) = [u for u in watch.look() if u.id.pid == child.pid]
         assert usage.rss_bytes > 200 * 2**20
-        assert "killed no process" in watch.report() or "the kernel killed" in watch.report()
+        assert "did not kill any process" in watch.report() or "the kernel killed" in watch.report()
         child.kill()
     monkeypatch.setattr(memory_watch, "num_oom_kills", lambda: (watch._before or 0) + 2)
     watch._before = watch._before or 0

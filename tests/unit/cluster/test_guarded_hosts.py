@@ -136,7 +136,7 @@ def test_the_same_refusal_is_told_once(cluster: Cluster, caplog: pytest.LogCaptu
         cluster.taken[number][1].answer = answer
         assert cluster.after(0) == (False, False), "engines that wait for it are told so"
         cluster.after(ASK_AGAIN_S)
-    told = [record.message for record in caplog.records if "is not used" in record.message]
+    told = [record.message for record in caplog.records if "not using host" in record.message]
     assert len(told) == 2 and "--save" in told[0] and "--run-dir" in told[1]
 
 

@@ -58,7 +58,7 @@ def test_an_engine_that_one_host_can_hold_never_straddles() -> None:
 def test_an_engine_wider_than_any_host_takes_equal_parts_of_the_fewest() -> None:
     found = plan(4, 4, 4, 2, per_node=2, rollout=8, engine=8)
     assert [found.slot_hosts[s] for s in found.train_slots] == [2, 2] and len(found.hosts) == 3
-    with pytest.raises(ConfigError, match="no hosts with equal parts"):
+    with pytest.raises(ConfigError, match="cannot be split evenly"):
         plan(4, 3, per_node=1, rollout=8, engine=8)
     found = plan(per_node=2, rollout=4, engine=4, hosts=hosts(3, 3, 2))
     parts = found.engines[0].parts

@@ -69,7 +69,7 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
 ) -> None:
     """Ray would try for minutes, and print lines of C++. Its real head is in tests/contract/cluster."""
     monkeypatch.setattr(module, "CONNECT_LIMIT_S", 0.2)
-    other = "a different server listens there"
+    other = "another kind of server is listening there"
     for answer, reason in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", other), (b"", "no answer")):
         address = OtherServer(answer).address
         said = told(words("--ray-address", address))
@@ -137,7 +137,7 @@ def test_a_save_folder_with_steps_of_another_run_is_refused(words: Words, tmp_pa
     for step in (save / "step_000079", other / "step_000007"):
         step.mkdir(parents=True)
         (step / "manifest.json").write_text("{}")
-    refused = f"--save {save} contains checkpoints of a different run; choose a new folder, or continue that run"
+    refused = f"--save {save} contains checkpoints of another run; choose a new folder, or continue that run"
     assert refused in told(words("--save", str(save)))
     assert refused in told(words("--save", str(save), "--load", str(other))), "steps of `save` are none of `other`"
     for load in (save, save / "step_000079"):

@@ -54,7 +54,7 @@ def test_each_kind_of_blindness_is_told(args: Any, tmp_path: Path) -> None:
             require_seen({"a (10.0.0.1)": [], "b (10.0.0.2)": problems})
         assert "--save-hf" in str(told.value) and "a different folder has this path" in str(told.value)
         assert "--hf-checkpoint" in str(told.value) and "--ref-load" in str(told.value)
-        assert "a (10.0.0.1)" not in str(told.value) and "same place" in str(told.value)
+        assert "a (10.0.0.1)" not in str(told.value) and "same path" in str(told.value)
 
 
 def test_a_run_under_way_does_not_list_what_it_writes(args: Any, tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_an_owner_is_silent_after_its_limit_in_seconds_and_each_host_is_looked_a
         now[0] += engine_actors.OWNER_LIMIT_S / 2
         assert port.troubles() == {}
     now[0] += 0.5
-    assert port.troubles() == {2: "its owner has not responded for 8 s"}
+    assert port.troubles() == {2: "its actor has not responded for 8 s"}
     actors.said.clear()
     for index in (0, 1):
         port.watch(port.engines()[index].moved(State.SYNCING, url="http://").moved(State.READY))

@@ -26,7 +26,7 @@ def test_a_full_disk_names_the_folder_and_its_free_space(error: Exception, tmp_p
     """Law: whatever library finds the disk full, the message says where and how much is free; it crosses processes."""
     folder = tmp_path / "weights" / "not made yet"
     with (
-        pytest.raises(DiskFull, match=rf"{folder}, because its disk or quota is full \(.* GiB and .* free") as raised,
+        pytest.raises(DiskFull, match=rf"{folder} because its disk or quota is full \(.* GiB and .* free") as raised,
         full_disk_named(tmp_path),
         full_disk_named(folder),
     ):
@@ -41,5 +41,5 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 
 def test_metrics_on_a_full_disk_end_the_run_by_name() -> None:
-    with pytest.raises(DiskFull, match="cannot write below /dev"):
+    with pytest.raises(DiskFull, match="cannot write to /dev"):
         JsonlSink(Path("/dev/full")).write(StepRecord("train", 0, {"train/loss": 1.0}))
