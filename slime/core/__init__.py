@@ -1,6 +1,5 @@
-"""Code that all packages share: records that travel between packages, the interfaces to an engine, errors, and small
-tools.
+"""Shared code: data types passed between packages, engine interfaces, exceptions and small utilities.
 
-Imports nothing else of slime and nothing heavy (no torch, Ray, Megatron or SGLang), so that the driver, the tests and
+Does not import other slime packages or anything heavy (torch, Ray, Megatron, SGLang), so that the driver, the tests and
 the command line can import it quickly.
 """

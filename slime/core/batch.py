@@ -1,8 +1,8 @@
 """`TrainBatch`: the samples of one training step.
 
-The driver passes the batch by reference. Every training rank reads the same batch (in shared memory on one host) and
-computes the same schedule from it, so all ranks agree on the split of the data. Routed experts, which are most of the
-bytes, may stay elsewhere (`Elsewhere`): each rank fetches only those of the samples that it computes.
+The driver passes the batch by reference. Every training rank reads the same batch (from shared memory within a host)
+and computes the same schedule, so all ranks agree on the data split. Routed experts make up most of the bytes and can
+be stored separately (`Elsewhere`), so each rank only fetches them for its own samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.core.sample import NOT_SAMPLED, Sample
 
 
 class Elsewhere(Protocol):
-    """An array that is stored elsewhere, which `numpy.asarray` fetches."""
+    """A remotely stored array that `numpy.asarray` fetches."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -31,34 +31,34 @@ class Elsewhere(Protocol):
     def nbytes(self) -> int: ...
     @property
     def digests(self) -> npt.NDArray[np.uint64] | None:
-        """[rows] `slime.core.routed_experts.digests_of`, to compare arrays without fetching them."""
+        """[rows] result of `slime.core.routed_experts.digests_of`, to compare arrays without fetching them."""
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One training sequence of `T` tokens whose last `R` are the response (R = len(loss_mask))."""
+    """One training sequence of `T` tokens, of which the last `R = len(loss_mask)` are the response."""
 
     tokens: npt.NDArray[np.int32]
     """[T]"""
     loss_mask: npt.NDArray[np.float32]
-    """[R] 1.0 where trained; all later masks derive from it. All zero in an unscored sample."""
+    """[R] 1.0 where trained. All other masks are derived from it. All zeros for an unscored sample."""
     rollout_log_probs: npt.NDArray[np.float32] | None
-    """[R] in nats; None for data that no engine sampled (SFT)."""
+    """[R] in nats. None: not sampled by an engine (SFT data)."""
     token_versions: npt.NDArray[np.int32]
-    """[R] weight version per token, `NOT_SAMPLED` elsewhere."""
+    """[R] weight version per token, or `NOT_SAMPLED`."""
     reward: float
-    """The reward before normalisation; NaN for an unscored sample, which is not trained."""
+    """Reward before normalisation. NaN: the sample is unscored and not trained."""
     group_index: int
-    """Prompt id. Advantages are normalised over the samples with the same id."""
+    """Prompt id. Advantages are normalised over samples with the same id."""
     index: int
-    """Execution id. Fan-out siblings share one id and count as one."""
+    """Execution id. Fan-out siblings share it and count as one execution."""
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] in nats, for on-policy distillation."""
     routed_experts: Ids | Elsewhere | None = None
-    """[at most T - 1, layers, topk] experts that the engine chose, from the first token on; None: not recorded."""
+    """[at most T - 1, layers, topk] experts selected by the engine, from the first token on. None: not recorded."""
     images: tuple[str, ...] = ()
     """Digests of the prompt's images (`slime.core.files`), in the order of their placeholders."""
 
@@ -80,12 +80,12 @@ class TrainSample:
 
     @classmethod
     def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
-        """Freezes a finished sample. Raises `DataError` if it has no prompt, or a trained token without a log-prob."""
+        """Freezes a finished sample. Raises `DataError` for an empty prompt or non-finite log-probs under the mask."""
         sample.validate()
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
             raise DataError(
-                f"sample {sample.index} has no prompt token before the response, so its first log-prob is undefined"
+                f"sample {sample.index} has an empty prompt, so the log-prob of its first response token is undefined"
             )
         if sample.group_index is None or sample.index is None:
             raise DataError(f"a sample has group_index {sample.group_index} and index {sample.index}; set both")
@@ -121,16 +121,16 @@ def _as(column: Numbers | None, dtype: npt.DTypeLike) -> npt.NDArray[Any] | None
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """All samples of one step, sorted by (group_index, index) regardless of the schedule."""
+    """All samples of one step, sorted by (group_index, index), so the order does not depend on the schedule."""
 
     rollout_id: int
     samples: tuple[TrainSample, ...]
 
     @property
     def executions(self) -> tuple[int, ...]:
-        """[S] the number of each sample's execution, in order of appearance. Fan-out siblings share one number.
+        """[S] each sample's execution number, counted in order of appearance. Fan-out siblings share a number.
 
-        An execution is identified by group and index, because a user's rollout may count from 0 in every group.
+        Executions are identified by group and index, because a custom rollout may restart the index at 0 in each group.
         """
         numbers: dict[tuple[int, int], int] = {}
         return tuple(numbers.setdefault((s.group_index, s.index), len(numbers)) for s in self.samples)

@@ -1,4 +1,4 @@
-"""Describes the cause of an error in one sentence: the user's line in a long traceback, or how a process ended."""
+"""Describes the cause of an error in one sentence: the line of user code in a long traceback, or how a process died."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slime.core.engine_interface import ASK_AGAIN
 from slime.core.files import tail_of
 from slime.core.text import visible
 
-# A user's function runs deep inside Ray, threads and event loops. The user wants to see one line of the traceback: the
-# last line in the user's own code.
+# A user function runs deep inside Ray, threads and event loops, so tracebacks are long. The user only needs the
+# innermost line of their own code.
 
 RAISED_AT = ", raised at "
-"""Separates a reason from its place. Places are ignored when failures are grouped by reason."""
+"""Separates the reason from the code location. Locations are ignored when failures are grouped by reason."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)', re.MULTILINE)
 _OURS = str(Path(__file__).resolve().parents[1]) + "/"
@@ -47,32 +47,32 @@ class Place:
 
 
 def blamed(places: Iterable[Place]) -> Place | None:
-    """Returns the last frame in the user's code, else the last in slime's, else None. `places`: outermost first."""
+    """Returns the innermost frame in user code, else in slime, else None. `places`: frames, outermost first."""
     own = [place for place in places if not place.is_library]
     users = [place for place in own if not place.is_ours]
     return next(reversed(users or own), None)
 
 
 def place_of(error: BaseException) -> Place | None:
-    """Returns the line to blame for `error`, chosen by `blamed`."""
+    """Returns the line to blame for `error` (see `blamed`)."""
     frames = traceback.extract_tb(error.__traceback__)
     return blamed(Place(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
 
 
 def place_in(trace: str) -> Place | None:
-    """Does the same as `place_of` for a printed traceback, including chained errors."""
+    """Like `place_of`, but for a printed traceback. Includes chained exceptions."""
     found = (Place(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
     return blamed(found)
 
 
 def raised_by_user(error: BaseException) -> str:
-    """Returns `, raised at FILE:LINE in FUNCTION` if a user's function raised it; else empty."""
+    """Returns `, raised at FILE:LINE in FUNCTION` if user code raised the error, else an empty string."""
     place = place_of(error)
     return f"{RAISED_AT}{place}" if place is not None and not place.is_ours else ""
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Returns the error, its causes and contexts, and the members of error groups, each once."""
+    """Returns the error, its causes and contexts, and the members of exception groups, without duplicates."""
     found, left = dict[int, BaseException](), [error]
     while left:
         one = left.pop()
@@ -84,9 +84,9 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 def asks_again(error: BaseException) -> bool:
-    """Returns whether an HTTP 503 caused the error. An engine responds with 503 if a weight sync ended the request.
+    """Returns whether HTTP 503 caused the error. Engines respond with 503 when a weight sync aborts a request.
 
-    Recognises errors of aiohttp, httpx, requests and the OpenAI and Anthropic clients; in a stream, the error text.
+    Recognises errors of aiohttp, httpx, requests, and the OpenAI and Anthropic clients, and the error text in streams.
     """
     return any(_says_503(one) or ASK_AGAIN in str(one) for one in causes(error))
 
@@ -97,30 +97,30 @@ def _says_503(error: BaseException) -> bool:
 
 
 def error_line(error: BaseException, limit: int = 400) -> str:
-    """Returns `Type: text`, with the first line of the text."""
+    """Returns `Type: message` with the first line of the message."""
     return first_line(f"{type(error).__name__}: {error}".rstrip(": "), limit)
 
 
 def first_line(text: str, limit: int = 400) -> str:
-    """Returns the first line that is not blank, at most `limit` characters."""
+    """Returns the first non-blank line, shortened to `limit` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-# How a process ended, in one sentence. The sentence leaves out the pid, which is useless after the process has ended.
+# Messages about a dead process omit the pid, which is useless by then.
 
 TAIL_BYTES, MOST_LINES = 16_000, 12
-"""Number of bytes of a log that are searched, and number of lines that are shown."""
+"""How many bytes at the end of a log are searched for a crash report, and how many lines are shown."""
 CRASHES = ("Fatal Python error:", "terminate called", "Traceback (most recent call last):")
-"""First words of a crash report."""
+"""How the first line of a crash report begins."""
 
 
 def how_it_ended(status: int | None) -> str:
-    """Returns a phrase for messages. `status`: return code of `subprocess`, negative for a signal; None if unknown."""
+    """Describes an exit status. `status`: a `subprocess` return code (negative for a signal), or None if unknown."""
     if status is None:
-        return "was killed, or it crashed"
+        return "was killed or crashed"
     if status >= 0:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
@@ -129,34 +129,34 @@ def how_it_ended(status: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the run, for messages."""
+    """A process of the run, as named in messages."""
 
     name: str
-    """The name for messages, such as `training rank 3`."""
+    """Display name, such as `training rank 3`."""
     host: str
     log: Path | None = None
-    """The log file. It must be in a folder that all hosts share, because the reader may be on a different host."""
+    """The log file. Must be on storage shared by all hosts, because another host may read it."""
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host}"
 
     def ended(self, status: int | None, *, during: str = "") -> str:
-        """Returns a sentence, such as `training rank 3 on node7 was killed by SIGKILL during training step 5; its log
-        is /runs/x/logs/train_3.log`, followed by the crash report in the log, if any."""
+        """Returns a sentence like `training rank 3 on node7 was killed by SIGKILL during training step 5; its log is
+        /runs/x/logs/train_3.log`, followed by the crash report from the log, if there is one."""
         said = f"{self} {how_it_ended(status)}" + (f" during {during}" if during else "")
         if self.log is None:
             return said
         crash = crash_in(self.log)
-        return f"{said}; its log is {self.log}" + (", which ends so:\n" + crash if crash else "")
+        return f"{said}; its log is {self.log}" + (", which ends with:\n" + crash if crash else "")
 
 
 def here(name: str, log: Path | None = None) -> Process:
-    """Returns a process on this host."""
+    """Returns a `Process` on this host."""
     return Process(name, socket.gethostname(), log)
 
 
 def crash_in(log: Path) -> str:
-    """Returns the last crash report of Python or C++ in a log; empty if there is none, for example after SIGKILL."""
+    """Returns the last Python or C++ crash report in a log, or an empty string (for example after SIGKILL)."""
     try:
         lines = tail_of(log, TAIL_BYTES).splitlines()
     except OSError:

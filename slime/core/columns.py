@@ -1,13 +1,13 @@
 """`Column`: a list of numbers stored as a compact array.
 
 A Python list takes 32 bytes per float and 36 bytes per token id. An array takes 2 to 8 bytes per number, and runs of
-equal numbers take almost no memory. With `UnpackedList` a record's field may contain a list or a column. Reading the
-field permanently converts a column to a list. Code that can use arrays reads the array instead (`packed`).
+equal numbers take almost no memory. A record field with an `UnpackedList` descriptor contains a list or a column.
+Reading it permanently converts a column to a list. Code that works on arrays uses `packed` instead.
 
 Invariants
-1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. A list stays a list if it
-   has booleans, or numbers that no array represents exactly.
-2. Arrays are never written to, because records, their copies and checkpoints share them.
+1. `Column.of(numbers).tolist() == numbers`, except that integers among floats become floats. Lists with booleans, or
+   with numbers that an array cannot represent exactly, stay lists.
+2. Arrays are read-only, because records, their copies and checkpoints share them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST = 32
-"""Lists with fewer numbers stay lists."""
+"""Shorter lists are not converted."""
 LEAST_RUN = 8
-"""Numbers are stored as runs if the mean run length is at least this."""
+"""Minimum mean run length for run-length encoding."""
 Numbers = npt.NDArray[Any]
-"""[n], dtype float32, float64 or one of `_INTEGERS`."""
+"""[n] of float32, float64 or one of `_INTEGERS`."""
 _INTEGERS = (np.uint8, np.uint16, np.int32, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
     values: Numbers
-    """[n] all numbers, or [k] one number per run of equal numbers."""
+    """[n] all numbers, or with run-length encoding [k] one number per run."""
     counts: npt.NDArray[np.int32] | None = None
-    """[k] run lengths; None if `values` has all numbers."""
+    """[k] run lengths. None: not run-length encoded."""
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """Returns None for booleans, and if no array equals the list (NaN, integers beyond 64 bits, other types)."""
+        """Returns None if no array equals the list: booleans, NaN, integers beyond 64 bits, other types."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
@@ -56,7 +56,7 @@ class Column:
 
     @property
     def distinct(self) -> Numbers:
-        """[at most n] every distinct number in order of appearance, possibly with repetitions."""
+        """[at most n] the distinct numbers in order of appearance, possibly with duplicates."""
         return self.values
 
     @property
@@ -72,7 +72,7 @@ class Column:
 
 
 class UnpackedList:
-    """A descriptor over a slot with a list or a `Column`. Reading the field permanently converts a column to a list."""
+    """Descriptor for a slot that contains a list or a `Column`. Reading it permanently converts a column to a list."""
 
     def __init__(self, slot: Any) -> None:
         """`slot`: the field's original slot descriptor."""
@@ -91,11 +91,11 @@ class UnpackedList:
         self._slot.__set__(record, value)
 
     def packed(self, record: Any) -> Any:
-        """Returns the stored list or `Column`, without conversion."""
+        """Returns the stored list or `Column` without converting it."""
         return self._slot.__get__(record)
 
     def pack(self, record: Any) -> None:
-        """Converts a list of at least `LEAST` numbers to a column, if a column holds them exactly."""
+        """Converts a list of at least `LEAST` numbers to a column if a column can represent them exactly."""
         value = self._slot.__get__(record)
         if type(value) is list and len(value) >= LEAST and (column := Column.of(value)) is not None:
             self._slot.__set__(record, column)

@@ -1,11 +1,11 @@
-"""The number of cores that this process may use, and thread settings of processes that compute on CPUs.
+"""CPU cores available to this process, and thread settings for processes that compute on CPUs.
 
-A container's CPU quota limits time: threads run on all cores of the host until the quota is used up, then stop until
-the next period. If there are more threads than cores in the quota, the threads only stop earlier.
+A container's CPU quota limits CPU time: threads run on any core of the host until the quota is used up, and are then
+throttled until the next period. More threads than the quota has cores only means being throttled earlier.
 
-OpenMP threads wait for each other in busy loops, many times per layer. Busy loops are fastest while each thread has a
-core to itself. If other work takes one core, the threads on the other cores waste time in their loops: an engine with
-two threads on two busy cores generates a quarter of the tokens (`benchmarks/results/few_cores.json`).
+OpenMP threads spin at barriers, many times per layer. Spinning is fastest while every thread has a core to itself. If
+other work takes one core, the threads on the other cores waste time spinning: an engine with two threads on two busy
+cores generates a quarter of the tokens (`benchmarks/results/few_cores.json`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Variables that choose how idle threads wait. Values that the user has set are kept."""
+"""Environment variables that control how idle threads wait. If the user sets any of them, slime sets none."""
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that CPU affinity and the quotas of control groups leave this process, rounded up."""
+    """Returns the number of cores available under CPU affinity and cgroup quotas, rounded up."""
     allowed = min([len(os.sched_getaffinity(0)), *map(_quota, _control_groups())])
     return max(1, math.ceil(allowed))
 
 
 def stalled_share() -> float:
-    """Returns the share of the last minute in which all runnable threads of this control group waited for a core.
+    """Returns the fraction of the last minute in which all runnable threads of this cgroup were waiting for a core.
 
-    Reads the kernel's pressure stall information. Returns 0 if the kernel provides none (cgroup v1).
+    Reads the kernel's pressure stall information. Returns 0 if there is none (cgroup v1).
     """
     for group in _control_groups():
         for line in _lines(group / "cpu.pressure"):
@@ -40,9 +40,9 @@ def stalled_share() -> float:
 
 
 def _control_groups() -> Iterator[Path]:
-    """Yields the folders of this process's control group and then of its ancestors. Some may not exist.
+    """Yields the folders of this process's cgroup and its ancestors, innermost first. Some may not exist.
 
-    A container often sees its own group as the root, with a different name from the host's.
+    A container often sees its own cgroup as the root, under a different name than the host does.
     """
     for line in _lines(OWN_CGROUPS):
         number, controllers, name = line.split(":", 2)
@@ -53,14 +53,14 @@ def _control_groups() -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float:
-    """Returns how many seconds of processor time per second a group may use; infinity without a limit."""
+    """Returns the CPU quota of a cgroup in cores; infinity without a limit."""
     files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # cgroup v2 has the first file, v1 has the other two
     words = [word for file in files for line in _lines(group / file) for word in line.split()]
     return math.inf if len(words) != 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
 
 
 def _lines(file: Path) -> list[str]:
-    """Returns the lines of the file; empty if it cannot be read."""
+    """Returns the file's lines, or an empty list if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -68,10 +68,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def thread_variables(num_threads: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns environment variables of OpenMP and MKL for a process that computes in `num_threads` threads.
+    """Returns the OpenMP and MKL environment variables for a process with `num_threads` compute threads.
 
-    Trainer and engine may each have `num_threads`. If there are not enough cores for both, waiting threads sleep
-    instead of running busy loops.
+    Assumes that a trainer and an engine run side by side with `num_threads` each. If there are too few cores for both,
+    waiting threads sleep instead of spinning.
     """
     number = str(num_threads)
     sleeps = 2 * num_threads > usable_cores() and not any(name in environment for name in WAITING)

@@ -1,7 +1,7 @@
-"""The interfaces to an engine, for packages that must not import each other. Tests implement them with small fakes.
+"""Engine interfaces shared by packages that must not import each other. Tests implement them with small fakes.
 
-`EngineControl` is the control plane of one SGLang server. `serving/control.py` implements it over HTTP, and `weights/`
-uses nothing else to reach engines.
+`EngineControl` is the control plane of one SGLang server. `serving/control.py` implements it over HTTP. `weights/` only
+talks to engines through this interface.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any, Protocol
 from slime.core.topology import EngineLayout, EngineRank
 
 WeightVersion = int
-"""Number of a weight sync. The first sync of a run is version 1; a resumed run continues the count."""
+"""Counts weight syncs. A run's first sync is version 1; a resumed run continues counting."""
 
 TOKEN_VERSIONS_KEY = "token_weight_version"
-"""The key in a response's `meta_info` that has the weight version of each token, if the engine reports it."""
+"""Key in a response's `meta_info` for the per-token weight versions, if the engine reports them."""
 
 SENDER_HEADER = "x-slime-sender"
-"""The header of a control call that names its sender, usually by the id of the run."""
+"""HTTP header that identifies the sender of a control call, usually by run id."""
 
 OWN_REQUESTS = "slime-"
-"""Prefix of the ids of the run's own requests. If a weight sync ends such a request, the run's client continues it."""
-ASK_AGAIN = "this request was ended because the engine's weights change; send it again"
-"""The response to other clients when a weight sync ends their request."""
+"""Prefix of request ids sent by the run itself. If a weight sync aborts such a request, the run's client resumes it."""
+ASK_AGAIN = "this request was aborted because the engine's weights are being updated; send it again"
+"""Response to other clients when a weight sync aborts their request."""
 ROUTED_EXPERTS_MARK = "-experts-"
-"""The mark before a number N in a request's id, which requests the routed experts from token N on. It is part of the id
-because sglang-router 0.3.2 forwards ids but drops unknown fields."""
+"""A request id with this marker and a number N requests the routed experts from token N on. The id carries it because
+sglang-router 0.3.2 forwards ids but drops unknown fields."""
 
 
 class Hasher(Protocol):
-    """Computes the digest of one tensor that arrives in parts."""
+    """Incrementally computes the digest of a tensor that arrives in parts."""
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Adds tensors of one device, as if concatenated along dim 0. May keep references until `flush`."""
+        """Adds tensors (all on one device) as if concatenated along dim 0. May keep references until `flush`."""
         ...
 
     def flush(self) -> None:
-        """Reads the added tensors and releases them. On a GPU this only enqueues work and does not wait."""
+        """Hashes the added tensors and drops the references. On a GPU, this only enqueues work and returns."""
         ...
 
     def finish(self) -> str:
@@ -47,36 +47,36 @@ class Hasher(Protocol):
 
 
 class Digest(Protocol):
-    """The digest function that an engine applies to its tensors, on their device."""
+    """The hash function that an engine applies to its tensors, on the tensors' device."""
 
     def __call__(self, parts: Any) -> str:
         """Returns the hex digest of a tensor, or of several tensors as if concatenated along dim 0."""
         ...
 
     def begin(self) -> Hasher:
-        """Starts the digest of one tensor that arrives in parts."""
+        """Returns a hasher for a tensor that arrives in parts."""
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
-        """Returns the hex digests of several hashers at once, which is faster on a GPU."""
+        """Returns the hex digests of several hashers. On a GPU, this is faster than finishing them one by one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankChecksums:
-    """The tensors of one engine rank, after fusing and sharding."""
+    """Digests of the tensors on one engine rank, after fusing and sharding."""
 
     rank: EngineRank
     layout: EngineLayout
-    """The engine reports only `tp_size`, `pp_size` and `dp_size`."""
+    """Only `tp_size`, `pp_size` and `dp_size` are set, because the engine reports no others."""
     checksums: Mapping[str, str]
-    """Name of a tensor in the engine -> digest."""
+    """Engine tensor name -> digest."""
 
 
 class EngineControl(Protocol):
     """Control plane of one inference server.
 
-    Every method raises `EngineError` if the server refuses, and `DeadlineExceeded` if it does not respond.
+    Every method raises `EngineError` if the server rejects the call and `DeadlineExceeded` if it does not respond.
     """
 
     @property
@@ -84,36 +84,36 @@ class EngineControl(Protocol):
 
     @property
     def layout(self) -> EngineLayout:
-        """How the engine's ranks divide the model."""
+        """How the model is sharded over the engine's ranks."""
         ...
 
     def pause(self, mode: str = "abort") -> None:
-        """Pauses the engine. `abort` ends running requests; `retract` and `in_place` keep them."""
+        """Pauses generation. `abort` aborts running requests; `retract` and `in_place` keep them."""
         ...
 
     def resume(self) -> None: ...
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache and confirms that it is empty."""
+        """Flushes the prefix cache and verifies that it is empty."""
         ...
 
     def speak_for(self, sender: str) -> None:
-        """Makes `sender` the owner of the next weight updates. An agent calls it before it forwards a run's call."""
+        """Sends later calls on behalf of `sender`. An agent calls this before it forwards a run's call."""
         ...
 
     def begin_update(self) -> None:
-        """Opens a session of weight updates, in which the engine takes tensors. Ends a session that a dead sender left
-        open. The engine is paused."""
+        """Opens a weight update session, in which the engine accepts tensors. Closes a session left open by a dead
+        sender. The engine must be paused."""
         ...
 
     def end_update(self) -> None:
-        """Closes the session: the engine makes its weights ready for requests. Call it after the digests."""
+        """Closes the session, and the engine prepares its weights for serving. Call this after `weight_checksums`."""
         ...
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None, flush_cache: bool, weight_version: WeightVersion
     ) -> None:
-        """Loads `payloads`: one serialised bucket per rank, in the order of `EngineLayout.ranks`."""
+        """Loads one bucket. `payloads`: the serialised bucket for each rank, in the order of `EngineLayout.ranks`."""
         ...
 
     def init_weights_update_group(
@@ -133,7 +133,7 @@ class EngineControl(Protocol):
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
-        """Loads broadcasts: one per tensor, or a single one of all tensors if `load_format` is "flattened_bucket"."""
+        """Receives one broadcast per tensor, or one for all tensors if `load_format` is "flattened_bucket"."""
         ...
 
     def update_weights_from_disk(
@@ -141,7 +141,7 @@ class EngineControl(Protocol):
     ) -> None: ...
 
     def weight_checksums(self) -> list[RankChecksums]:
-        """Digests of all tensors, with at least one entry per engine rank."""
+        """Returns the digests of all tensors, with at least one entry per engine rank."""
         ...
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None: ...

@@ -1,34 +1,34 @@
-"""The errors that slime raises on purpose, one class for each boundary that can fail.
+"""Exceptions raised by slime, one class per boundary that can fail.
 
-A message says what is wrong, with the value, why that cannot work, and what to do. Each class also derives from the
-matching standard exception, so that ordinary handlers catch it. All of them pickle.
+A message states the problem with the offending value, why it cannot work, and what to do. Each class also derives from
+the matching standard exception, so generic handlers catch it. All classes can be pickled.
 """
 
 from __future__ import annotations
 
 START_FLAG, SAVE_FLAG = "--engine-start-timeout-s", "--save-timeout-s"
-"""The flags for two time limits: engine start, and saving and loading."""
+"""Flags that set the timeouts for engine start and for saving and loading."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM arrived. The process cleans up as after Ctrl-C and exits with code 143."""
+    """The process received SIGTERM. It cleans up as it does after Ctrl-C and exits with code 143."""
 
 
 class SlimeError(Exception):
     engines: tuple[str, ...] = ()
-    """Addresses of the failed engines, if only some of them failed."""
+    """Addresses of the failed engines if some engines did not fail."""
 
 
 class ConfigError(SlimeError, ValueError):
-    """A setting is unknown, contradictory or impossible. Raised before any process starts."""
+    """A setting is unknown, contradictory or unsatisfiable. Raised before any process starts."""
 
 
 class DataError(SlimeError, ValueError):
-    """A dataset, a row or a sample breaks its contract."""
+    """A dataset, row or sample violates its contract."""
 
 
 class HookError(SlimeError, TypeError):
-    """A user function cannot be loaded or breaks its documented contract."""
+    """A user function cannot be loaded or violates its documented contract."""
 
 
 class HookExited(SlimeError, RuntimeError):
@@ -36,63 +36,63 @@ class HookExited(SlimeError, RuntimeError):
 
 
 class LoopStalled(SlimeError, RuntimeError):
-    """A function blocked an event loop for so long that the process had to exit. The message names the function."""
+    """A function blocked an event loop for too long, so the process exited. The message names the function."""
 
 
 class EngineError(SlimeError, RuntimeError):
-    """An inference engine or the router refused, died or gave an invalid answer."""
+    """An inference engine or the router rejected a request, died, or sent an invalid response."""
 
 
 class RequestRejected(EngineError):
-    """The engine refused a request that cannot succeed (HTTP 4xx). Never retried."""
+    """The engine rejected a request that cannot succeed (HTTP 4xx). Never retried."""
 
 
 class DeadlyRequest(EngineError):
-    """Every engine that worked on this request died. Never retried."""
+    """Every engine that processed this request died. Never retried."""
 
 
 class TakenBack(SlimeError, RuntimeError):
-    """The run cancelled a request, because the step is over or a checkpoint is due. The execution is tried again."""
+    """The run cancelled a request because the step ended or a checkpoint is due. The execution is retried."""
 
 
 class GroupsFailed(EngineError):
-    """More groups of a step failed than chance explains: an engine, a user's function or a grader is broken."""
+    """Too many groups of a step failed to be a coincidence: an engine, a user function or a grader is broken."""
 
 
 class Unconfined(SlimeError, RuntimeError):
-    """This machine cannot confine code that a model wrote, and the user did not allow running it unconfined."""
+    """This machine cannot sandbox model-written code, and the user did not allow running it without a sandbox."""
 
 
 class ActorFailed(SlimeError, RuntimeError):
-    """A process of the run raised an unforeseen error, in a user's function, a library, or slime. Says where."""
+    """A process of the run raised an unexpected error in user code, a library or slime. The message says where."""
 
 
 class ClusterFailed(ActorFailed):
-    """Ray failed: it lost a host or an object, or ran out of memory or disk. Quotes Ray's message."""
+    """Ray failed: it lost a host or an object, or ran out of memory or disk. The message quotes Ray's error."""
 
 
 class ActorDied(EngineError):
-    """A process of the run was killed or crashed. Says which one and how it ended."""
+    """A process of the run was killed or crashed. The message says which one and how it exited."""
 
 
 class WorkerStalled(ActorDied):
-    """A rollout worker exited because code blocked its event loop for too long. Says where."""
+    """A rollout worker exited because code blocked its event loop for too long. The message says where."""
 
 
 class WeightSyncError(SlimeError, RuntimeError):
-    """An engine does not hold exactly the weights that the trainer sent. Names the tensors."""
+    """An engine's weights differ from those that the trainer sent. The message names the tensors."""
 
 
 class CheckpointError(SlimeError, RuntimeError):
-    """A checkpoint is missing, damaged or belongs to a different model or run. Names the file."""
+    """A checkpoint is missing, corrupt or from a different model or run. The message names the file."""
 
 
 class DiskFull(SlimeError, OSError):
-    """A disk or a quota is full. Names the folder and its free space."""
+    """A disk or quota is full. The message names the folder and its free space."""
 
 
 class NumericsError(SlimeError, ArithmeticError):
-    """A trained quantity is not finite, or trainer and engine disagree by more than their dtype allows."""
+    """A training value is not finite, or trainer and engine differ by more than their dtype allows."""
 
 
 class LedgerError(SlimeError, AssertionError):
@@ -100,12 +100,12 @@ class LedgerError(SlimeError, AssertionError):
 
 
 class DeadlineExceeded(SlimeError, TimeoutError):
-    """A wait exceeded its limit. Says who waited for whom, for how long, and the last progress."""
+    """A wait timed out. The message says who waited for what, for how long, and what progress was last seen."""
 
     @classmethod
     def waiting(
         cls, *, owner: str, for_what: str, limit_s: float, last_progress: str = "none", flag: str = ""
     ) -> DeadlineExceeded:
-        """Builds the error with the message that all waits share. `flag`: the setting that raises the limit."""
+        """Builds the error with the standard timeout message. `flag`: the setting that raises the limit."""
         said = f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}"
         return cls(said + (f"; {flag} raises the limit" if flag else ""))

@@ -1,4 +1,4 @@
-"""Files on disk: atomic and durable writes, permissions, tokenizer files, names on the hub, images of a run."""
+"""File utilities: atomic and durable writes, permissions, tokenizer files, Hugging Face hub names, a run's images."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from slime.core.errors import CheckpointError, DataError, DiskFull
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Does the same as `replace_bytes` for text in UTF-8."""
+    """Like `replace_bytes`, but writes UTF-8 text."""
     replace_bytes(path, text.encode(), durable=durable)
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
-    """Writes a file atomically: a reader sees the old content or the new, even after a crash.
+    """Writes a file atomically: readers see either the old or the new content, even after a crash.
 
-    `durable`: whether the content is on disk when this returns. The name is on disk only after `sync_to_disk` of the
-    folder.
+    `durable`: sync the content to disk before returning. The file name is durable only after `sync_to_disk` is called
+    on the folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -41,33 +41,33 @@ def replace_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def full_disk_named(folder: Path) -> Iterator[None]:
-    """Turns the error of a full disk in the block into `DiskFull`, which names `folder` and its free space."""
+    """Converts disk-full errors in the block to `DiskFull` with `folder` and its free space in the message."""
     try:
         yield
     except DiskFull:
         raise
     except Exception as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if not full and not re.search(r"\bos error (28|122)\b", str(error)):  # safetensors has the number in its text
+        if not full and not re.search(r"\bos error (28|122)\b", str(error)):  # safetensors reports the number as text
             raise
         there = next(place for place in (folder, *folder.resolve().parents) if place.exists())
         space = os.statvfs(there)
         free = f"{space.f_bavail * space.f_frsize / 2**30:.2f} GiB and {space.f_favail:,} files are free"
         raise DiskFull(
-            f"cannot write below {folder}, because its disk or quota is full ({free}; {error}); make room there, or "
-            "choose a folder on another disk"
+            f"cannot write to {folder} because its disk or quota is full ({free}; {error}); free up space or choose a "
+            "folder on another disk"
         ) from error
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True, indent: int | None = None) -> None:
-    """Writes JSON atomically. `durable`: whether content and name are on disk when this returns."""
+    """Writes JSON atomically. `durable`: sync the content and the file name to disk before returning."""
     replace_text(path, json.dumps(value, indent=indent), durable=durable)
     if durable:
         sync_to_disk(path.parent)
 
 
 def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint") -> dict[str, Any]:
-    """Reads a JSON object that slime or a library wrote. Raises `CheckpointError`, with the advice `or_else`."""
+    """Reads a JSON object written by slime or a library. Raises `CheckpointError` with the advice `or_else`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -78,7 +78,7 @@ def read_checkpoint_json(path: Path, *, or_else: str = "load another checkpoint"
 
 
 def sync_to_disk(path: Path) -> None:
-    """Waits until a file's content, or the names in a folder, are on disk. Raises `OSError`."""
+    """Calls fsync on a file, or on a folder to make its entries durable. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -87,20 +87,20 @@ def sync_to_disk(path: Path) -> None:
 
 
 def tail_of(path: Path, num_bytes: int, start: int = 0) -> str:
-    """Returns the last `num_bytes` of a log as text, but nothing before offset `start`. Raises `OSError`."""
+    """Returns the last `num_bytes` of a log as text, starting no earlier than offset `start`. Raises `OSError`."""
     with path.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - num_bytes))
         return file.read().decode(errors="replace")
 
 
 def open_to_readers(path: Path) -> None:
-    """Gives a file the default mode under this process's umask, because safetensors creates files with 0600."""
-    umask = int(fields_of(os.getpid()).get("Umask", "077"), 8)  # `os.umask` can only read it by changing it
+    """Sets a file's mode to the default under this process's umask, because safetensors creates files with 0600."""
+    umask = int(fields_of(os.getpid()).get("Umask", "077"), 8)  # `os.umask` cannot read the umask without changing it
     os.chmod(path, 0o666 & ~umask)
 
 
 CONFIG, FAST = "tokenizer_config.json", "tokenizer.json"
-"""The files of a tokenizer: its settings, and the fast tokenizer."""
+"""Files of a tokenizer: its config and the fast tokenizer."""
 
 
 def is_code(folder: Path) -> bool:
@@ -116,22 +116,22 @@ _FILES = (".jsonl", ".zst", ".parquet", ".json", ".csv", ".txt", ".yaml", ".py")
 
 
 def download_hint(name: str, *, dataset: bool = False) -> str:
-    """Returns how to download `name` if it looks like a name on the Hugging Face hub (`Qwen/Qwen3-0.6B`), else "".
+    """Returns download instructions if `name` looks like a Hugging Face hub name (`Qwen/Qwen3-0.6B`), else "".
 
-    A path below an existing folder, or with a file suffix, is not a hub name. Downloads nothing.
+    A path inside an existing folder or with a file suffix is not treated as a hub name. Does not download anything.
     """
     if not _NAME.fullmatch(name) or name.endswith(_FILES) or Path(name).parent.exists():
         return ""
     what, folder = f"{name} --repo-type dataset" if dataset else name, name.partition("/")[2]
-    return f"a name on the hub is downloaded first: hf download {what} --local-dir {folder}, then use {folder}"
+    return f"download it from the hub first: hf download {what} --local-dir {folder}, then use {folder}"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """The images of a run: immutable PNG files, named by the digest of their bytes.
+    """A run's images: immutable PNG files, each named by the digest of its bytes.
 
-    Samples, batches and checkpoints refer to images by digest, so each image is stored once. A client or trainer that
-    needs the bytes reads the file.
+    Samples, batches and checkpoints refer to images by digest, so each image is stored only once. Engine clients and
+    trainers read the bytes from the file.
     """
 
     folder: Path
@@ -141,22 +141,22 @@ class ImageFolder:
         return cls(Path(run_dir) / "images")
 
     def put(self, png: bytes) -> str:
-        """Stores an image; returns its digest, 32 hex digits."""
+        """Stores an image and returns its digest (32 hex digits)."""
         digest = hashlib.sha256(png).hexdigest()[:32]
         file = self._file(digest)
         if not file.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_bytes(file, png, durable=False)  # after a crash the dataset still has the image
+            replace_bytes(file, png, durable=False)  # not durable, because it can be recreated from the dataset
         return digest
 
     def read(self, digest: str) -> bytes:
-        """Returns the bytes of an image. Raises `DataError` if it is missing."""
+        """Returns an image's bytes. Raises `DataError` if it is missing."""
         try:
             return self._file(digest).read_bytes()
         except OSError as error:
             raise DataError(
-                f"{self.folder} has no image {digest}, which a sample needs ({error}); every host must see the folder "
-                "of the run, and the run must use the dataset that the sample came from"
+                f"image {digest} of a sample is missing from {self.folder} ({error}); the run folder must be readable "
+                "on every host, and the run must use the dataset that the sample came from"
             ) from error
 
     def _file(self, digest: str) -> Path:

@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json` as a flat mapping, for language models and multimodal models.
+"""Reads a checkpoint's `config.json` as a flat mapping, for language models and multimodal models.
 
 `slime.models` interprets the keys.
 """
@@ -19,23 +19,23 @@ HfConfig = Mapping[str, Any]
 
 
 def read_hf_config(hf_checkpoint: str) -> dict[str, Any]:
-    """Returns config.json, flattened by `text_config`. Raises `ConfigError` if the file is missing or damaged."""
+    """Returns config.json, flattened by `text_config`. Raises `ConfigError` if the file is missing or corrupt."""
     path = Path(hf_checkpoint) / "config.json"
     if not path.is_file():
-        what_to_do = download_hint(hf_checkpoint) or "name a local folder in Hugging Face format"
+        what_to_do = download_hint(hf_checkpoint) or "choose a local folder in Hugging Face format"
         raise ConfigError(f"--hf-checkpoint {hf_checkpoint}: {path} does not exist; {what_to_do}")
-    config = text_config(read_json(path, "--hf-checkpoint", "checkpoint, fetched again"))
+    config = text_config(read_json(path, "--hf-checkpoint", "complete checkpoint (download it again)"))
     if "wrapper_type" in config and num_experts_of(config):
         config["_stacked_experts"], config["_stacked_mtp_experts"] = _stacks_experts(path.parent, config)
     return config
 
 
 def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
-    """Returns whether one tensor stores all experts of a layer: (in the model's layers, in multi-token prediction).
+    """Returns whether a single tensor stores all experts of a layer: (in the model's layers, in the MTP layers).
 
-    config.json does not say so. Released multimodal models use one tensor, unless they are quantised. transformers
-    stores experts one by one. If the weights are missing or damaged, this function assumes a released model; the code
-    that loads the weights reports the damage.
+    config.json does not contain this. Released multimodal checkpoints stack the experts unless they are quantised;
+    transformers saves experts one by one. If the weights are missing or corrupt, this function assumes a released
+    checkpoint and leaves error reporting to the code that loads the weights.
     """
     names = tensor_names(directory)
     if not names:
@@ -47,7 +47,7 @@ def _stacks_experts(directory: Path, config: HfConfig) -> tuple[bool, bool]:
 
 
 def tensor_names(directory: Path) -> tuple[str, ...]:
-    """Returns tensor names from the checkpoint's index, or else from its first file; empty if neither can be read."""
+    """Returns tensor names from the checkpoint's index or else its first file. Empty if neither can be read."""
     index, files = directory / "model.safetensors.index.json", sorted(directory.glob("*.safetensors"))
     try:
         if index.is_file():
@@ -59,13 +59,13 @@ def tensor_names(directory: Path) -> tuple[str, ...]:
 
 
 def quantisation_of(config: HfConfig) -> Mapping[str, Any] | None:
-    """Returns the quantisation settings in config.json; None if the weights are not quantised."""
+    """Returns the quantisation settings in config.json, or None if the weights are not quantised."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found or None
 
 
 def text_config(config: HfConfig) -> dict[str, Any]:
-    """Returns the config with `text_config` merged into the top level; `wrapper_type` then names the multimodal model.
+    """Merges `text_config` into the top level. `wrapper_type` then has the `model_type` of the multimodal model.
 
     Like transformers and SGLang, reads `tie_word_embeddings` only from the outer config.
     """
@@ -78,7 +78,7 @@ def text_config(config: HfConfig) -> dict[str, Any]:
 
 
 def num_experts_of(config: HfConfig) -> int:
-    """Returns the number of routed experts per layer under any family's key; 0 for a dense model."""
+    """Returns the number of routed experts per layer, whatever key the family uses. 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
@@ -87,9 +87,9 @@ _CONTEXT_KEYS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_
 
 
 def context_length_of(config: HfConfig) -> int | None:
-    """Returns the maximum length of prompt plus response, as SGLang derives it; None if the config has none.
+    """Returns the maximum length of prompt plus response, derived as in SGLang. None if the config does not define one.
 
-    Scaled rotary embeddings multiply the length, unless the config also gives the original length.
+    RoPE scaling multiplies the length, unless the config also contains the original length.
     """
     length = next((config[key] for key in _CONTEXT_KEYS if isinstance(config.get(key), int)), None)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

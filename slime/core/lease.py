@@ -1,17 +1,17 @@
-"""`Lease`: only one run at a time, across all hosts, writes into a folder.
+"""`Lease`: ensures that only one run, across all hosts, writes to a folder at a time.
 
-A file in the folder names the owner, and a thread of the owner renews the file. A newcomer takes the folder immediately
-if the owner's process is gone, which can be seen only on the same host. Otherwise the newcomer polls the file. If the
-owner renews the file, the newcomer is refused. If the owner is silent for `SILENCE_S` (and, on the same host, shows no
-other sign of life, see `liveness`), the newcomer takes the folder. The old owner notices at its next `check`, which
-precedes each write that could destroy the newcomer's files.
+A lease file in the folder identifies the owner, whose background thread renews it. A new run takes over the folder
+immediately if it sees that the owner's process is gone, which is only possible on the same host. Otherwise, it polls
+the file. If the owner renews the lease, acquisition fails. If the owner does not renew it for `SILENCE_S` (and on the
+same host shows no other sign of life, see `liveness`), the new run takes over. The old owner detects the loss at its
+next `check`, which precedes every write that could destroy the new owner's files.
 
-Consumes and produces one small file. A newcomer waits, by polling, for an owner that may be dead: until the owner has
-been silent for `SILENCE_S`.
+All coordination goes through this file. Acquisition polls and blocks for at most about `SILENCE_S` (longer on a loaded
+host), and only if the owner might be dead.
 
 Invariants
-1. Clocks of different hosts are never compared: an owner counts its renewals, and the newcomer watches the count.
-2. A run that lost its folder never writes the file again.
+1. Clocks of different hosts are never compared: an owner counts its renewals, and a new run watches the count.
+2. A run that has lost its lease never writes the file again.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ FILE_NAME = ".owner.json"
 BEAT_S = 5.0
 """Seconds between renewals."""
 SILENCE_S = 60.0
-"""An owner that is silent for this long loses its folder. A brief outage of a file server is shorter."""
+"""An owner that does not renew its lease for this long loses it. Longer than a brief file server outage."""
 MOST_BYTES = 65_536
-"""Larger owner files are not read."""
+"""Maximum size of a valid lease file."""
 _LOOK_S = 0.5
 
 _held: dict[Path, Lease] = {}
-"""Leases of this process, by folder."""
+"""Leases held by this process, by folder."""
 
 
 def check(folder: Path) -> None:
-    """Raises `CheckpointError` if another run has taken `folder` from this process.
+    """Raises `CheckpointError` if this process has lost its lease on `folder`.
 
-    Call it before replacing or removing something in the folder.
+    Call this before replacing or removing anything in the folder.
     """
     lease = _held.get(folder.resolve())
     if lease is not None:
@@ -61,10 +61,10 @@ def check(folder: Path) -> None:
 
 
 class Lease:
-    """Context manager that holds the folder for this run."""
+    """Context manager that holds this run's lease on a folder."""
 
     def __init__(self, folder: Path, run_id: str, *, flag: str, file: Path | None = None) -> None:
-        """`flag`: the setting that names the folder. `file`: the owner file, which is in the folder by default."""
+        """`flag`: the setting that names the folder. `file`: the lease file; by default inside the folder."""
         self.folder, self._flag = folder.resolve(), flag
         self._file = file or self.folder / FILE_NAME
         self._own: dict[str, Any] = {"token": uuid.uuid4().hex, "run_id": run_id, **_this_process(), "beat": 0}
@@ -72,14 +72,14 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="slime-lease", daemon=True)
 
     def __enter__(self) -> Lease:
-        """Takes the folder. Raises `ConfigError` if the folder is not writable, or another run writes there."""
+        """Acquires the lease. Raises `ConfigError` if the folder is not writable or another run is using it."""
         self._made = not self._file.parent.exists()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._take()
         except OSError as error:
             raise ConfigError(
-                f"{self._flag} {self.folder} is not writable ({error.strerror or error}); name another folder"
+                f"{self._flag} {self.folder} is not writable ({error.strerror or error}); choose another folder"
             ) from error
         _held[self.folder] = self
         self._thread.start()
@@ -95,15 +95,15 @@ class Lease:
             if (owner := self._read()) is not None and not self._is_other(owner):
                 self._file.unlink()
             if self._made:
-                self._file.parent.rmdir()  # a failed launch leaves no files behind
+                self._file.parent.rmdir()  # a failed launch leaves nothing behind
 
     def check(self) -> None:
-        """Raises `CheckpointError` if another run has taken the folder."""
+        """Raises `CheckpointError` if another run has taken over the folder."""
         owner = self._read()
         if owner is not None and self._is_other(owner):
             raise CheckpointError(
-                f"{self.folder} now belongs to {_who(owner)}, which took it after this run did not renew its lease for "
-                f"{SILENCE_S:.0f} s, so this run stops writing there; stop one of the two runs"
+                f"{self.folder} now belongs to {_who(owner)}, which took over after this run failed to renew its lease "
+                f"for {SILENCE_S:.0f} s, so this run stops writing there; stop one of the two runs"
             )
 
     def _take(self) -> None:
@@ -127,16 +127,16 @@ class Lease:
                 )
             elif owner["beat"] != watched["beat"]:
                 raise ConfigError(
-                    f"{self._flag} {self.folder}: {_who(owner)} is writing there; name another folder, or stop that "
+                    f"{self._flag} {self.folder}: {_who(owner)} is writing there; choose another folder, or stop that "
                     "run first"
                 )
             elif silence.exceeds(SILENCE_S):
-                logger.warning("%s was silent for %.0f s; this run takes %s", _who(owner), silence.lasts_s, self.folder)
+                logger.warning("%s was silent for %.0f s; taking over %s", _who(owner), silence.lasts_s, self.folder)
                 return self._write()
             time.sleep(_LOOK_S)
 
     def _create(self) -> bool:
-        """Creates the owner file; returns False if one exists already."""
+        """Atomically creates the lease file. Returns False if it already exists."""
         draft = self._file.with_name(f"{self._file.name}.{self._own['token']}")
         draft.write_text(json.dumps(self._own))
         try:
@@ -149,7 +149,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # tried again at the next beat
+            with contextlib.suppress(OSError):  # retried at the next renewal
                 owner = self._read()
                 if owner is not None and self._is_other(owner):
                     return
@@ -163,7 +163,7 @@ class Lease:
         replace_text(self._file, json.dumps(self._own), durable=False)
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns the owner; None without a file; empty if the file is damaged, for example by a power failure."""
+        """Returns the owner, None if there is no file, or {} if the file is corrupt, for example after a power loss."""
         try:
             owner = json.loads(read_small(self._file, MOST_BYTES))
         except FileNotFoundError:
@@ -182,7 +182,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _space() -> str:
-    """Identifies the scope in which pids are unique: this boot of this machine and this PID namespace."""
+    """Identifies the scope in which pids are unique: the machine's current boot and the PID namespace."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 
@@ -197,7 +197,7 @@ def _started(pid: int) -> float | None:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    """Returns whether the owner file is damaged, or names a process of this host that has ended."""
+    """Returns whether the lease file is corrupt or its owner was a process on this host that has exited."""
     return not owner or (owner["space"] == _space() and _started(owner["pid"]) != owner["started"])
 
 

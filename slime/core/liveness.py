@@ -1,21 +1,21 @@
-"""`Silence`: decides whether a process or task that does not respond is still alive.
+"""`Silence`: decides whether an unresponsive process or task is still alive.
 
     silence = Silence(partial(processor_s, pids))
     ...
-    silence.heard()                # at each response, token or renewal
-    if silence.exceeds(limit_s):   # polled; True: the process counts as dead
+    silence.heard()                # on each response, token or heartbeat
+    if silence.exceeds(limit_s):   # polled; True: treat the process as dead
 
-This is for processes that run without responding; the end of a process is noticed by its exit. Consumes: responses, and
-at each poll the used processor time and the size of the written file. Produces: the time without a sign of life. Waits
-for nothing and is woken by nothing.
+Detects hung processes only; a process that exits is detected by its exit. The owner reports responses and polls. Each
+poll also samples the process's CPU time and the size of a file that it writes. `Silence` never blocks and has no thread
+of its own.
 
 Invariants
-1. A process that computes or writes is alive, until it has not responded for `WORKING` times the limit. Then it counts
-   as caught in an endless loop. A process that neither computes nor writes counts as hung after the limit.
-2. Limits are in seconds of a machine with a core for each runnable thread. On a loaded machine, or under an exhausted
-   CPU quota, a second counts less (`load`).
-3. The time between two polls counts as at most `LONGEST_LOOK_S`. If the observer itself did not run for a while, it
-   cannot tell whether the process ran.
+1. A process that neither computes nor writes counts as hung after the limit. A process that does counts as alive until
+   it has not responded for `WORKING` times the limit; then it is assumed to be in an infinite loop.
+2. Limits are in seconds of a machine with one core per runnable thread. On an overloaded machine, or under an exhausted
+   CPU quota, a second counts for less (`load`).
+3. The time between two polls counts as at most `LONGEST_LOOK_S`. If the observer itself was suspended, it cannot tell
+   whether the process was running.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from slime.core.cores import stalled_share
 T = TypeVar("T")
 
 WORKING = 5.0
-"""Factor on the limit for a process that computes without responding."""
+"""Multiple of the limit allowed for a process that computes but does not respond."""
 LEAST_SHARE = 0.1
-"""A process that uses at least this share of a core is computing. Idle or deadlocked processes that poll use less."""
+"""A process counts as computing if it uses at least this fraction of a core. Idle or deadlocked polling uses less."""
 MOST_LOAD = 20.0
-"""Higher loads, such as during an outage of a file server, do not extend limits further."""
+"""Maximum load factor. A higher load, for example during a file server outage, does not extend limits further."""
 LONGEST_LOOK_S = 5.0
-"""The most that the time between two polls counts. Must be shorter than every limit that is checked by polling."""
+"""Cap on the time that counts between two polls. Must be shorter than every limit that is checked by polling."""
 LOOK_EVERY_S = 1.0
 
 
 def load() -> float:
-    """Returns the factor by which work takes longer than on an idle machine, judged by the last minute; at least 1.
+    """Estimates from the last minute how many times slower work is than on an idle machine. Returns at least 1.
 
-    Uses the host's runnable threads per core, also in a container, and the share of time in which a CPU quota stopped
-    all threads.
+    Uses the host's load average per core (even in a container) and the fraction of time that all threads were stalled
+    by a CPU quota.
     """
     wanted = os.getloadavg()[0] / (os.cpu_count() or 1)
     stopped = 1 / max(1 - stalled_share(), 1 / MOST_LOAD)
@@ -55,11 +55,11 @@ def load() -> float:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Returns the processor time of these processes in seconds; a process that has ended counts as 0."""
+    """Returns the total CPU time of these processes in seconds. Processes that have exited count as 0."""
     used_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
-            used_s += time.clock_gettime((~pid << 3) | 2)  # the kernel's clock id of that process
+            used_s += time.clock_gettime((~pid << 3) | 2)  # the process's CPU clock id
     return used_s
 
 
@@ -74,8 +74,8 @@ class Silence:
         begins_in_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used_s`: returns the processor time used so far, if that is a sign of life. `file`: a file that the process
-        writes. `begins_in_s`: extra silence allowed at the beginning."""
+        """`used_s`: returns the CPU time used so far, if that is a sign of life. `file`: a file that the process
+        writes. `begins_in_s`: grace period before silence counts."""
         self._used, self._file, self._clock = used_s, file, clock
         self._at = self._since = clock() + begins_in_s
         self._heard = False
@@ -84,14 +84,14 @@ class Silence:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds from the last response to the last poll."""
+        """Seconds between the last response and the last poll."""
         return self._at - self._since
 
     def heard(self) -> None:
         self._heard = True
 
     def exceeds(self, limit_s: float) -> bool:
-        """Polls. Returns True after `limit_s` without a sign of life, or `WORKING` times that without a response."""
+        """Polls. Returns True after `limit_s` without a sign of life or `WORKING * limit_s` without a response."""
         passed_s = self._clock() - self._at
         if passed_s > 0:
             self._at += passed_s
@@ -114,7 +114,7 @@ class Silence:
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Returns the seconds to wait before the next try. Doubles with each failure in a row, up to `longest_s`."""
+    """Returns the delay before the next retry. It doubles with each consecutive failure, up to `longest_s`."""
     return min(first_s * 2.0 ** min(failures - 1, 30), longest_s)
 
 

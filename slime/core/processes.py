@@ -1,4 +1,4 @@
-"""Processes of a run and addresses of hosts. Imports nothing heavy, because it runs before torch is loaded."""
+"""Run ids, socket folders, parent-death signals, network addresses. Must be cheap to import before torch is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from slime.core.errors import ConfigError
 
 RUN_ID_ENV = "SLIME_RUN_ID"
-"""Environment variable of every process of a run. It lets the guardian find processes that a dead driver left."""
+"""Environment variable set in all processes of a run, so the guardian can find those that a dead driver left behind."""
 
 
 def new_run_id() -> str:
@@ -30,34 +30,34 @@ _THIS_PROCESS = f"process-{uuid.uuid4().hex}"
 
 
 def this_sender() -> str:
-    """Returns the name under which this process updates the weights of engines: the run's id, or one of its own."""
+    """Returns the sender name that this process uses for engine weight updates: the run id, or else a process id."""
     return os.environ.get(RUN_ID_ENV) or _THIS_PROCESS
 
 
 def scratch_prefix(kind: str = "") -> str:
-    """Returns the prefix of temporary folders, by which the guardian finds and removes those of killed processes."""
+    """Returns the name prefix of temporary folders. The guardian uses it to remove the folders of killed processes."""
     return f"slime-{os.environ.get(RUN_ID_ENV, 'no-run')}-{kind}"
 
 
 SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket: Linux's `sun_path` without its last byte."""
+"""Maximum length of a Unix socket path: Linux's `sun_path` without the terminating null byte."""
 SHORT_ROOM = "/tmp"
-"""The folder for sockets if the path of the temporary folder is too long."""
+"""Fallback folder for sockets if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
-"""The longest socket path that torch, multiprocessing or SGLang use below their temporary folder."""
+"""Longest socket path that torch, multiprocessing or SGLang create inside their temporary folder."""
 OF_RAY = "r/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 
 
 def longest_room(below: str) -> int:
-    """Returns the maximum bytes of a folder's path that leave space for a socket at the path `below` inside it."""
+    """Returns the maximum path length in bytes of a folder that contains a socket at the relative path `below`."""
     return SOCKET_PATH_BYTES - len(os.fsencode(f"/{below}"))
 
 
 def socket_room(below: str, *, given: str | None = None) -> str:
-    """Returns a parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
+    """Returns the parent for temporary folders with sockets: TMPDIR, or /tmp if the path of TMPDIR is too long.
 
-    `below`: the longest socket path inside. `given`: the value of RAY_TMPDIR; if set, it is the only candidate. Raises
-    `ConfigError` if the paths of all candidates are too long.
+    `below`: longest socket path, relative to the parent. `given`: value of RAY_TMPDIR; if set, the only candidate.
+    Raises `ConfigError` if all candidates are too long.
     """
     most = longest_room(below)
     room = os.path.abspath(given) if given else tempfile.gettempdir()
@@ -65,20 +65,20 @@ def socket_room(below: str, *, given: str | None = None) -> str:
         return room
     if not given and os.access(SHORT_ROOM, os.W_OK | os.X_OK) and len(SHORT_ROOM) <= most:
         return SHORT_ROOM
-    name, elsewhere = ("RAY_TMPDIR", "") if given else ("TMPDIR", f", and nothing can be written in {SHORT_ROOM}")
-    raise ConfigError(f"{too_long(name, room, below)}{elsewhere}; name a folder of at most {most} characters")
+    name, elsewhere = ("RAY_TMPDIR", "") if given else ("TMPDIR", f", and {SHORT_ROOM} is not writable")
+    raise ConfigError(f"{too_long(name, room, below)}{elsewhere}; choose a folder of at most {most} characters")
 
 
 def too_long(variable: str, room: str, below: str) -> str:
     return (
-        f"{variable} {room} of {len(os.fsencode(room))} characters is too long: its socket {below} may have a path of "
-        f"{SOCKET_PATH_BYTES} characters"
+        f"{variable} {room} of {len(os.fsencode(room))} characters is too long: the path of its socket {below} may "
+        f"have at most {SOCKET_PATH_BYTES} characters"
     )
 
 
 def ray_folder(run_id: str) -> Path:
-    """Returns the private folder for the files of the run's local Ray. Raises `ConfigError` as `socket_room` does."""
-    name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short: Ray adds 65 characters
+    """Returns the private temporary folder of the run's local Ray. Raises `ConfigError` like `socket_room`."""
+    name = f"slime-ray-{run_id.rpartition('-')[2]}"  # short, because Ray appends 65 characters
     return Path(socket_room(f"{name}/{OF_RAY}", given=os.environ.get("RAY_TMPDIR")), name)
 
 
@@ -86,10 +86,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent: int | None) -> None:
-    """Makes the kernel (Linux) send SIGKILL when the parent thread ends; exits immediately if the parent is already
+    """Makes Linux send SIGKILL to this process when the parent thread exits. Exits immediately if the parent is already
     gone.
 
-    `expected_parent`: pid of the parent; None if unknown. Raises `OSError` if the kernel refuses.
+    `expected_parent`: the parent's pid, or None if unknown. Raises `OSError` if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -99,19 +99,19 @@ def die_with_parent(expected_parent: int | None) -> None:
 
 
 LOOPBACK = "127.0.0.1"
-"""The address at which the processes of a run on one host listen."""
+"""Address that the processes of a single-host run listen on."""
 INTERFACE_ENVS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that name the network interface of gloo and NCCL."""
+"""Environment variables that select the network interface of gloo and NCCL."""
 
 
 def is_loopback(address: str) -> bool:
-    """Returns whether only this host reaches `address`: an IP address or "localhost"."""
+    """Returns whether `address` (an IP address or "localhost") is only reachable from this host."""
     ip = ip_of(address)
     return address == "localhost" if ip is None else ip.is_loopback
 
 
 def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parses an IP address, with or without brackets and zone; None if `address` is not one."""
+    """Parses an IP address with optional brackets and zone. Returns None if `address` is not an IP address."""
     try:
         ip = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -132,9 +132,9 @@ def interface_of(address: str) -> str | None:
 def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that make gloo and NCCL use the network interface of `address` on this host.
 
-    Without them, both guess: gloo resolves the host's own name, often to an address that other hosts cannot reach. On
-    loopback only gloo needs an interface, because NCCL moves data by other means there. Variables in `given` are left
-    out.
+    Without them, both guess: gloo resolves the hostname, often to an address that other hosts cannot reach. On loopback
+    only gloo needs an interface, because NCCL does not use sockets for data there. Omits variables already set in
+    `given`.
     """
     if is_loopback(address):
         wanted = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -145,7 +145,7 @@ def interface_variables(address: str, given: Mapping[str, str]) -> dict[str, str
 
 
 def server_url(text: str) -> str:
-    """Returns `http://host:port` for HOST:PORT, with or without the scheme. Raises `ConfigError` for anything else."""
+    """Normalizes HOST:PORT or http://HOST:PORT to `http://host:port`. Raises `ConfigError` for anything else."""
     given = text.strip()
     try:
         parts = urlsplit(given if "://" in given else f"http://{given}")
@@ -154,7 +154,7 @@ def server_url(text: str) -> str:
         host, port, parts = None, None, urlsplit("")
     more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if not host or not port or more or parts.scheme != "http":
-        raise ConfigError(f"{text!r} is not the address of a server; use HOST:PORT, for plain HTTP")
+        raise ConfigError(f"{text!r} is not a server address; use HOST:PORT (plain HTTP)")
     return http_url(host, port)
 
 
@@ -173,12 +173,12 @@ def in_brackets(host: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """Returns the host in a URL from `server_url`."""
+    """Returns the host of a URL."""
     return str(urlsplit(url).hostname)
 
 
 def address_towards(host: str) -> str:
-    """Returns this host's address on the route to `host`. Sends nothing. Raises `OSError` if there is no route."""
+    """Returns the local address used to reach `host`. Sends nothing. Raises `OSError` if there is no route."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

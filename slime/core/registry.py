@@ -1,7 +1,7 @@
-"""Extension points: names on the command line that select classes, one file per entry.
+"""Extension points: command line names that select classes, one file per entry.
 
-A registry belongs to a package. Every module of that package may register entries under public names. A user's own file
-may do so too, and the command line names the file by its path:
+Each registry belongs to a package whose modules register entries under public names. A user's own file can register
+entries too; it is selected by its path on the command line:
 
     ESTIMATORS: Registry[AdvantageEstimator] = Registry(
         "advantage estimator", flag="--advantage-estimator", package="slime.algorithms.advantages",
@@ -15,19 +15,19 @@ may do so too, and the command line names the file by its path:
         some_setting: float = 1.0
         "Its help text; the flag is --some-setting."
 
-An entry is a class. If it is a frozen dataclass, its fields are settings: the command line gets their flags as soon as
-the entry is registered, and `build` fills them. Listing the names imports the package's modules, so the modules import
-torch and the engines only inside functions.
+An entry is a class. If it is a frozen dataclass, its fields become settings: registering the entry adds their flags to
+the command line, and `build` sets their values. Because listing the names imports all modules of the package, these
+modules may only import torch and the engines inside functions.
 
-An entry may refuse settings with `check(self, args: Args) -> str | None`, which is called before anything starts, for
-the entries that a run has chosen. `check` returns one message (what is wrong, why, what to do) or None. It does not
-raise.
+An entry can validate settings with `check(self, args: Args) -> str | None`. It is called before anything starts, for
+the entries selected by the run. `check` does not raise: it returns an error message (what is wrong, why, what to do) or
+None.
 
 Invariants
-1. A name has one entry; registering a second one is an error.
-2. A name that is not registered must be an import path. Anything else is refused, and the error lists the known names.
-3. If a built-in module cannot be imported, every lookup raises; its names are never silently missing.
-4. A lookup waits while another thread imports the package.
+1. A name has one entry. Registering a second one is an error.
+2. A name that is not registered must be an import path. Otherwise, the error lists the known names.
+3. If a built-in module cannot be imported, every lookup raises. Its names never silently disappear.
+4. A lookup waits while another thread is importing the package.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from typing import Any, Generic, TypeVar
 from slime.core.errors import ConfigError
 from slime.core.text import nearest
 
-# Loading by path imports the user's module, so it happens only on request, never while this package is imported.
+# Loading by path runs the user's module, so it only happens on lookup, never when this package is imported.
 
 
 class LoadingFailed(Exception):
-    """A path cannot be loaded. The message says why. The caller adds the name of the setting."""
+    """A path cannot be loaded. The message says why, and the caller adds the name of the setting."""
 
 
 def load_module(name: str) -> ModuleType:
     """Imports the module `pkg.mod` or the file `path/to/file.py`, once per process.
 
-    Raises `LoadingFailed`, also for any error that the user's module raises.
+    Raises `LoadingFailed`, including for any error raised by the user's module.
     """
     is_file = name.endswith(".py")
     if is_file and not Path(name).is_file():
@@ -81,13 +81,13 @@ def load_object(path: str) -> Any:
     for part in name.split("."):
         if not hasattr(target, part):
             names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-            raise LoadingFailed(f"{module_name} has no {name}; it has {', '.join(names) or 'nothing'}")
+            raise LoadingFailed(f"{module_name} does not define {name}; it defines {', '.join(names) or 'nothing'}")
         target = getattr(target, part)
     return target
 
 
 def _file_module(path: Path) -> ModuleType:
-    """Imports a file as a module. Errors of the module pass through."""
+    """Imports a file as a module. Propagates errors raised by the module."""
     name = f"slime_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -108,7 +108,7 @@ C = TypeVar("C", bound=type)
 
 
 def settings_of(entry: type[Any], settings: object) -> dict[str, Any]:
-    """Returns name -> value for each field of `entry`, read from the attribute of `settings` with that name."""
+    """Returns name -> value for each field of `entry`, read from the `settings` attribute of the same name."""
     fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
     return {field.name: getattr(settings, field.name) for field in fields if field.init}
 
@@ -117,16 +117,16 @@ class Registry(Generic[T]):
     """The entries of one extension point in this process."""
 
     def __init__(self, what: str, *, flag: str, package: str, contract: type[Any]) -> None:
-        """`what`: the noun for messages. `flag`: the setting that names an entry. `package`: the package with the
-        built-in entries. `contract`: the base class of all entries."""
+        """`what`: noun used in messages. `flag`: the setting that selects an entry. `package`: contains the built-in
+        entries. `contract`: base class of all entries."""
         self.what, self.flag, self.package, self.contract = what, flag, package, contract
         self._entries: dict[str, type[T]] = {}
         self._complete = False
         self._importing = threading.RLock()
 
     def register(self, *names: str) -> Callable[[C], C]:
-        """Class decorator that registers the class under `names`. The first of them becomes its `name`."""
-        assert names, f"an entry of the registry of {self.what} needs a name"
+        """Returns a class decorator that registers the class under `names`. The first becomes its `name`."""
+        assert names, f"a registered {self.what} needs at least one name"
 
         def add(entry: C) -> C:
             kind: Any = entry
@@ -140,7 +140,7 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> tuple[str, ...]:
-        """Returns the sorted names of all built-in entries and of entries that users' files have registered so far."""
+        """Returns the sorted names of all built-in entries and of entries registered by user files so far."""
         self._import_all()
         return tuple(sorted(self._entries))
 
@@ -151,7 +151,7 @@ class Registry(Generic[T]):
         return name in self.names()
 
     def get(self, name: str) -> type[T]:
-        """Returns the class registered as `name`, or the user's class at that import path. Raises `ConfigError`."""
+        """Returns the class registered as `name`, or else the class at the import path `name`. Raises `ConfigError`."""
         self._import_all()
         if name in self._entries:
             return self._entries[name]
@@ -163,7 +163,7 @@ class Registry(Generic[T]):
         return self._of_path(name)
 
     def build(self, name: str, settings: object) -> T:
-        """Returns an instance of the entry `name`, with its fields from `settings` (`settings_of`)."""
+        """Instantiates the entry `name` with its fields taken from `settings` (see `settings_of`)."""
         entry = self.get(name)
         return entry(**settings_of(entry, settings))
 
@@ -172,7 +172,7 @@ class Registry(Generic[T]):
             if self._complete:
                 return
             package = importlib.import_module(self.package)
-            self._complete = True  # set before the imports, because an entry may ask for names
+            self._complete = True  # set before the imports, because an entry may look up names itself
             for found in pkgutil.iter_modules(package.__path__):
                 self._import(f"{self.package}.{found.name}")
 
@@ -180,29 +180,29 @@ class Registry(Generic[T]):
         try:
             importlib.import_module(name)
         except BaseException:
-            # Otherwise the next import of the module would register its entries twice.
+            # Otherwise, importing the module again would register its entries twice.
             self._entries = {n: entry for n, entry in self._entries.items() if entry.__module__ != name}
             self._complete = False
             raise
 
     def _of_path(self, path: str) -> type[T]:
-        """Returns the class at a path, or the only entry that the module at that path registers."""
+        """Returns the class at an import path, or the only entry registered by the module at that path."""
         try:
             found = self._only_entry_of(path) if path.endswith(".py") else self._class_or_module(path)
         except LoadingFailed as error:
             raise ConfigError(f"{self.flag} {path}: {error}") from error
         if not (isinstance(found, type) and issubclass(found, self.contract)):
             raise ConfigError(
-                f"{self.flag} {path} cannot be used as {self.what}; derive a class from "
+                f"{self.flag} {path} cannot be used as {self.what}; it must be a subclass of "
                 f"{self.contract.__module__}.{self.contract.__qualname__}"
             )
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
-            raise ConfigError(f"{self.flag} {path} does not define {', '.join(missing)}; add the definitions")
+            raise ConfigError(f"{self.flag} {path} does not define {', '.join(missing)}; implement them")
         return found
 
     def _class_or_module(self, path: str) -> Any:
-        """Loads `pkg.mod`, which may be a module, or a class `mod` of module `pkg`."""
+        """Loads a class by its import path, or the only entry of a module."""
         try:
             found = load_object(path)
         except LoadingFailed:
@@ -215,13 +215,13 @@ class Registry(Generic[T]):
         module = load_module(path)
         entries = {id(e): e for e in self._entries.values() if e.__module__ == module.__name__}
         if len(entries) != 1:
-            raise LoadingFailed(f"{path} registers {len(entries)} entries; name one as {path}:ClassName")
+            raise LoadingFailed(f"{path} registers {len(entries)} entries; select one with {path}:ClassName")
         return next(iter(entries.values()))
 
 
 def _is_module(path: str) -> bool:
-    """Returns whether `path` names a module that exists. Imports its parent packages."""
+    """Returns whether `path` is an existing module. Imports its parent packages."""
     try:
         return ":" not in path and importlib.util.find_spec(path) is not None
-    except Exception:  # a user's package raised this; the caller reports the first error
+    except Exception:  # raised by a user's package; the caller reports the original error
         return False

@@ -1,16 +1,16 @@
-"""`RoutedExperts`: the experts that the engine chose for each token of a sequence, layer by layer.
+"""`RoutedExperts`: the experts that the engine selected for each token of a sequence in each layer.
 
-An engine chooses experts when it reads a token, so the last sampled token has no row. A sample has rows from its first
-token on, appended after each request (a turn, or the rest of an interrupted response). Existing rows are never
-replaced: the row of a token must come from the weight version that sampled the next token. If newer weights read the
-same tokens again, they choose different experts, which do not match any trained log-prob. Such a row is dropped, and
-the trainer routes that token itself.
+An engine routes a token when the token is an input, so the last sampled token has no row. A sample's rows start at its
+first token and are appended after each request (a turn, or the rest of an interrupted response). Existing rows are
+never replaced, because a token's row must come from the weight version that sampled the next token. If newer weights
+process the same tokens again, they select other experts, which do not match the recorded log-probs. Such rows are
+marked as unrecorded, and the trainer routes those tokens itself.
 
 Invariants
-1. Row i belongs to token `start + i` and has one entry per layer; entries of dense layers have no meaning.
-2. A row is recorded completely or not at all. In an unrecorded row all entries are `not_recorded(dtype)`, which is not
-   the number of any expert.
-3. Arrays are never written to.
+1. Row i belongs to token `start + i` and has one entry per layer. Entries of dense layers are meaningless.
+2. A row is recorded completely or not at all. All entries of an unrecorded row are `not_recorded(dtype)`, which is not
+   a valid expert number.
+3. Arrays are read-only.
 """
 
 from __future__ import annotations
@@ -33,87 +33,87 @@ _WORD, _ROWS_AT_ONCE = 8, 256
 _MIXES = tuple((np.uint64(s), np.uint64(f)) for s, f in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)))
 """Shifts and factors of splitmix64 (Steele et al., 2014), for `digests_of`."""
 _ON_THE_WIRE = np.dtype("<i4")
-"""SGLang 0.5.16 sends base64 of int32, with one number per token, layer and choice."""
+"""SGLang 0.5.16 sends base64-encoded int32 values of shape [tokens, layers, topk]."""
 
 
 def dtype_for(num_experts: int) -> npt.DTypeLike:
-    """Returns the narrower of uint8 and int16 that holds all expert numbers and the mark for unrecorded rows."""
+    """Returns uint8 if it can represent all expert numbers and the marker for unrecorded rows, else int16."""
     return np.uint8 if num_experts < np.iinfo(np.uint8).max else np.int16
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """Returns the number that marks unrecorded rows."""
+    """Returns the value that marks unrecorded rows."""
     return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
-    """The model's sizes that determine the format of its routed experts."""
+    """The model dimensions that determine the format of its routed experts."""
 
     num_experts: int
     """Routed experts per layer."""
     topk: int
     """Experts per token and layer."""
     sparse: tuple[bool, ...]
-    """[L] whether a layer has routed experts."""
+    """[L] whether each layer has routed experts."""
 
     def decode(self, text: str, *, start: int, num_rows: int) -> RoutedExperts:
-        """Decodes `num_rows` rows from an engine's base64; the first belongs to token `start`.
+        """Decodes `num_rows` rows from an engine's base64. The first row belongs to token `start`.
 
-        Raises `DataError` for a wrong number of rows, an unknown expert, or a row that the engine never wrote.
+        Raises `DataError` for a wrong number of rows, an unknown expert, or a row that the engine did not fill in.
         """
         try:
             flat = np.frombuffer(base64.b64decode(text, validate=True), _ON_THE_WIRE)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"routed experts are not base64 of int32: {error}") from error
+            raise DataError(f"routed experts are not base64-encoded int32 values: {error}") from error
         size = len(self.sparse) * self.topk
         if len(flat) != num_rows * size:
             raise DataError(
-                f"the engine reported {len(flat)} routed experts for {num_rows} tokens of {len(self.sparse)} layers "
-                f"with {self.topk} each; engine and --hf-checkpoint must be the same model"
+                f"the engine reported {len(flat)} routed experts for {num_rows} tokens, {len(self.sparse)} layers and "
+                f"top-{self.topk} routing; the engine must serve the same model as --hf-checkpoint"
             )
         rows = flat.reshape(num_rows, len(self.sparse), self.topk)
         if rows.size and not (rows.min() >= 0 and rows.max() < self.num_experts):
-            raise DataError(f"the engine reported experts {rows.min()} to {rows.max()} of {self.num_experts}")
+            raise DataError(f"got experts {rows.min()} to {rows.max()}, but the model has {self.num_experts} experts")
         if self.topk > 1:
             unwritten = (rows[..., 0] == rows[..., 1]) & np.asarray(self.sparse)
             if unwritten.any():
                 token, layer = np.argwhere(unwritten)[0].tolist()
                 raise DataError(
                     f"the engine reported expert {rows[token, layer, 0]} twice for token {start + token} in layer "
-                    f"{layer}, so it did not record that token; leave out --use-rollout-routing-replay with this engine"
+                    f"{layer}, so it did not record that token; drop --use-rollout-routing-replay for this engine"
                 )
         return RoutedExperts(rows.astype(dtype_for(self.num_experts)), start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The chosen experts for consecutive tokens of a sequence."""
+    """The selected experts for consecutive tokens of a sequence."""
 
     ids: Ids
     """[rows, L, topk] expert numbers."""
     start: int = 0
     """Index of the first row's token in the sequence."""
     read: tuple[int, int] | None = None
-    """For an engine's response: (number of tokens in the request, weight version that read them). Other versions may
-    have sampled some of these tokens. None: every row comes from the version that sampled the next token.
+    """For an engine's response: (number of input tokens, weight version that processed them). Some of the input tokens
+    may have been sampled by other versions. None: every row comes from the version that sampled the next token.
     """
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.int16) or self.start < 0:
             raise DataError(
                 f"routed experts from token {self.start} on have shape {self.ids.shape} and dtype {self.ids.dtype}; "
-                "it must be [rows, layers, topk] of uint8 or int16"
+                "expected [rows, layers, topk] of uint8 or int16"
             )
 
     @property
     def end(self) -> int:
-        """Index of the token after the token of the last row."""
+        """Index of the first token after the last row."""
         return self.start + len(self.ids)
 
     @property
     def recorded(self) -> npt.NDArray[np.bool_]:
-        """[rows] whether the row is recorded."""
+        """[rows] whether each row is recorded."""
         recorded: npt.NDArray[np.bool_] = self.ids[:, 0, 0] != not_recorded(self.ids.dtype)
         return recorded
 
@@ -139,19 +139,19 @@ class RoutedExperts:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RoutedExperts:
-        """Raises `DataError` if the data is damaged."""
+        """Raises `DataError` if the data is corrupt."""
         try:
             flat = np.frombuffer(base64.b64decode(data["ids"], validate=True), np.dtype(data["dtype"]))
             return cls(flat.reshape(data["shape"]), int(data["start"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"routed experts are damaged: {type(error).__name__}: {error}") from error
+            raise DataError(f"routed experts are corrupt: {type(error).__name__}: {error}") from error
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """Returns a 64-bit digest per row [rows], to compare rows of one dtype. NumPy releases the GIL while it computes.
+    """Returns one 64-bit digest per row, for comparing rows of the same dtype. NumPy releases the GIL meanwhile.
 
-    Mixes each word of a row with an invertible function, multiplies the word by an odd number for its position, and
-    sums up the products.
+    Mixes each 64-bit word of a row with an invertible function, multiplies it by an odd constant for its position, and
+    sums the products.
     """
     flat = np.ascontiguousarray(ids).reshape(len(ids), math.prod(ids.shape[1:])).view(np.uint8)
     out = np.empty(len(flat), np.uint64)
@@ -177,7 +177,7 @@ def without_newer(
     """Returns `more`, with a row marked as unrecorded if a version other than `read_under` sampled the next token.
 
     `versions`: weight versions of the tokens from index `first` on, negative where not sampled. `read_under`: the
-    version that read the first `num_read` tokens of the sequence.
+    version that processed the first `num_read` tokens as input.
     """
     sampled_by = np.asarray(versions[: max(0, num_read - first)])
     rows = first - 1 + np.flatnonzero((sampled_by >= 0) & (sampled_by != read_under)) - more.start
@@ -196,26 +196,26 @@ def join(
     versions: Sequence[int] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
-    """Returns the rows of a sequence from its first token on: `known`, then new rows of `more`. None: no rows.
+    """Appends the new rows of `more` to `known`, which starts at the first token. None: no rows.
 
-    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If the weights that
-    sampled a token are not those that read `more`, the experts behind its log-prob are unknown, and the row is marked
-    as unrecorded. Missing rows between `known` and `more` are marked as well.
+    `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If a token was sampled
+    by a different version than the one that processed `more`, the experts behind its log-prob are unknown, and the row
+    is marked as unrecorded. Missing rows between `known` and `more` are marked too.
 
     Raises `DataError` if layers or topk differ, or if there is a row for the last of `num_tokens` tokens, which no
-    engine has read yet.
+    engine has processed as input yet.
     """
     if more is None:
         return known
     if more.end >= max(num_tokens, 1):
         raise DataError(
-            f"there are routed experts for {more.end} of {num_tokens} tokens, but no engine has read the last token yet"
+            f"got routed experts for {more.end} of {num_tokens} tokens, but the last token has not been routed yet"
         )
     done = 0 if known is None else len(known.ids)
     if known is not None and (known.ids.shape[1:], known.ids.dtype) != (more.ids.shape[1:], more.ids.dtype):
         raise DataError(
-            f"routed experts of shape {more.ids.shape} and {more.ids.dtype} follow {known.ids.shape} and "
-            f"{known.ids.dtype}; all experts of a sample must come from one model"
+            f"cannot append routed experts {more.ids.shape} of {more.ids.dtype} to {known.ids.shape} of "
+            f"{known.ids.dtype}; all experts of a sample must come from the same model"
         )
     if more.end <= done:
         return known

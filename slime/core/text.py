@@ -1,7 +1,7 @@
-"""Text for people: makes control characters visible, shortens long text, lists names. Also defines the engines' keys.
+"""Formatting of text for display: escapes control characters, shortens text, lists names. Also defines `EngineKeys`.
 
-Exceptions may also contain text from models, tools and datasets. All such text goes through `visible` before it reaches
-a terminal.
+Text from models, tools and datasets can also end up in exceptions. All such text must pass through `visible` before it
+is printed to a terminal.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c")
-"""Unicode marks that change the direction of text, so that a line can look like a different one."""
+"""Unicode characters that change the text direction and can make a line look like a different one."""
 
 
 def visible(text: str) -> str:
-    """Escapes control characters, except newline and tab, because a terminal would act on them."""
+    """Escapes control characters other than newline and tab, because a terminal would interpret them."""
     return "".join(c if c in "\n\t" or not _is_control(c) else _escape(c) for c in text)
 
 
@@ -31,7 +31,7 @@ def _escape(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Shortens text to about `limit` characters: replaces the middle with a note of how much is left out."""
+    """Shortens text to about `limit` characters by replacing the middle with the number of omitted characters."""
     left_out = len(text) - limit
     if left_out <= 0:
         return text
@@ -40,18 +40,18 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """Applies `visible` and `shorten`, and replaces line breaks with a sign, so that the text fits on one line."""
+    """Puts text on one line: applies `visible`, replaces line breaks with ⏎ and tabs with spaces, and shortens it."""
     return shorten(visible(text).replace("\n", "⏎").replace("\t", " "), limit)
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Returns `a, b and 3 more`, with at most `limit` names; `none` for an empty list."""
+    """Formats names as `a, b and 3 more`, showing at most `limit` names. Returns `none` for an empty list."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "none"
 
 
 def ends_whole(path: Path) -> bool:
-    """Returns whether the file ends with a line break, which is missing if its writer was killed. Raises `OSError`."""
+    """Returns False if the last line has no line break because its writer was killed. Raises `OSError`."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True
@@ -60,7 +60,7 @@ def ends_whole(path: Path) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that `name` may be a typo of; None if no name is close (`mamba` is far from `llama`)."""
+    """Returns the known name that `name` probably misspells, or None (`mamba` does not count as close to `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
 
@@ -71,13 +71,13 @@ HIDDEN = "<hidden>"
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """API keys of the engines. There are two keys, so that users with access to generation cannot replace weights."""
+    """API keys of the engines. With two separate keys, users who can generate cannot also replace the weights."""
 
     use: str | None = field(default=None, repr=False)
-    """The key for requests by the run's own code, the router and users. None: requests need no key."""
+    """Key for generation requests from the run, the router and users. None: no key is required."""
     admin: str | None = field(default=None, repr=False)
-    """SGLang's `admin_api_key`, for weights, memory, pauses and aborts. Users do not have this key. None: `use` is also
-    the key for these requests."""
+    """SGLang's `admin_api_key` for control requests (weights, memory, pause, abort). Users do not have it. None:
+    control requests use the `use` key."""
 
     @property
     def control(self) -> str | None:

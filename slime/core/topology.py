@@ -1,11 +1,11 @@
-"""The topology of a fleet: which engines serve which models, and how the ranks of an engine divide a model.
+"""Fleet topology: which engines serve which models, and how a model is sharded over an engine's ranks.
 
     model    policy, reference, teacher, ...      a checkpoint; one router in front of its engines
     group    engines of one kind and size         with its own SGLang arguments
 
-The engines of a model either serve whole requests or work in pairs: one engine reads the prompt and passes keys and
-values to a second engine, which samples. Without `--sglang-config` there is one model, the policy, with one group, or
-one group per kind.
+Each engine either serves complete requests or works in a pair (PD disaggregation): a prefill engine processes the
+prompt and transfers the KV cache to a decode engine, which samples. Without `--sglang-config`, there is only the policy
+model, with one engine group per kind.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ DEFAULT_NAME = "default"
 class Worker(str, Enum):
     REGULAR = "regular"
     PREFILL = "prefill"
-    """Reads prompts and hands keys and values to a decoding engine."""
+    """Processes prompts and transfers the KV cache to a decode engine."""
     DECODE = "decode"
-    """Samples, starting from a prefill engine's keys and values."""
+    """Samples responses from a prefill engine's KV cache."""
     ENCODER = "encoder"
     """Encodes images for the other engines of its model."""
     PLACEHOLDER = "placeholder"
-    """Reserves GPUs that stay free. No engine runs there."""
+    """Reserves GPUs without running an engine on them."""
 
 
 PAIRED = (Worker.PREFILL, Worker.DECODE)
-"""Kinds of workers that serve a request together."""
+"""Worker kinds that serve a request together."""
 BOOTSTRAP_OFFSET = 1
-"""A prefill engine's second port minus its first. Decode engines fetch keys and values from the second port."""
+"""Offset of a prefill engine's bootstrap port from its HTTP port. Decode engines use it to set up KV transfers."""
 
 
 def bootstrap_of(url: str) -> tuple[str, int]:
-    """Returns (host, second port) of the prefill engine at `url`."""
+    """Returns (host, bootstrap port) of the prefill engine at `url`."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None, url
     return parts.hostname, parts.port + BOOTSTRAP_OFFSET
@@ -51,17 +51,17 @@ def bootstrap_of(url: str) -> tuple[str, int]:
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
     num_gpus: int
-    """Total number of GPUs of all engines in the group."""
+    """Total number of GPUs over all engines in the group."""
     num_gpus_per_engine: int
     worker: Worker = Worker.REGULAR
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Field name of ServerArgs -> value that overrides the run's value."""
+    """ServerArgs field name -> value that overrides the run's setting."""
     place: str = field(default="", compare=False)
-    """The group's position in the `--sglang-config` file, for messages; empty if the group comes from flags."""
+    """Position in the `--sglang-config` file, for messages. Empty if the group was configured with flags."""
 
     @property
     def runs(self) -> bool:
-        """False for a placeholder, which has no servers."""
+        """False for placeholders, which do not run servers."""
         return self.worker is not Worker.PLACEHOLDER
 
 
@@ -72,7 +72,7 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether this is the policy, whose engines get the trainer's weights. Other engines serve their checkpoint."""
+    """Whether this is the policy, whose engines receive the trainer's weights. Other models serve their checkpoint."""
 
     @property
     def in_pairs(self) -> bool:
@@ -82,7 +82,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class WantedEngine:
-    """An engine or placeholder that has no GPUs yet."""
+    """An engine or placeholder to which no GPUs have been assigned yet."""
 
     model: ServedModel
     group: EngineGroup
@@ -102,57 +102,57 @@ class Topology:
 
     @property
     def num_gpus(self) -> int:
-        """Total number of GPUs, placeholders included."""
+        """Total number of GPUs, including placeholders."""
         return sum(group.num_gpus for model in self.models for group in model.groups)
 
     @property
     def policy(self) -> ServedModel | None:
-        """The trained model; None if all are frozen."""
+        """The trained model, or None if all models are frozen."""
         return next((model for model in self.models if model.trained), None)
 
     @property
     def main(self) -> ServedModel | None:
-        """The model that rollouts use: the policy, else the first; None if nothing is served."""
+        """The model used for rollouts: the policy, or else the first model. None if there are no models."""
         return self.policy or next(iter(self.models), None)
 
     def wanted(self) -> Iterator[WantedEngine]:
-        """Yields all engines and placeholders in the order of the file, which is the order of placement."""
+        """Yields all engines and placeholders in file order, which is also the placement order."""
         for model in self.models:
             for group in model.groups:
                 for _ in range(group.num_gpus // group.num_gpus_per_engine):
                     yield WantedEngine(model, group)
 
 
-# How the ranks of an engine divide a model, in SGLang's terms. Each of `pp_size` pipeline stages has some of the
-# layers, and `tp_size` ranks that split these layers. With DP attention, the ranks of a stage form `dp_size` groups,
-# and the ranks of each group split the attention. For MoE layers, the ranks of a stage form `ep_size` groups that
-# divide the experts.
+# How a model is sharded over an engine's ranks, in SGLang's terms. The layers are divided into `pp_size` pipeline
+# stages of `tp_size` ranks each, and every layer is split over the ranks of its stage. With DP attention, the ranks of
+# a stage form `dp_size` groups, and attention is split within each group. For MoE layers, the ranks of a stage form
+# `ep_size` groups, and the experts are distributed over the groups.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The parallel sizes of an engine. Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
+    """Parallel sizes of an engine. Ranks are numbered stage by stage: rank = pp_rank * tp_size + tp_rank."""
 
     tp_size: int = 1
     """Ranks per pipeline stage."""
     pp_size: int = 1
     dp_size: int = 1
-    """Groups of ranks per stage for DP attention; each group attends to its own requests."""
+    """DP attention groups per stage. Each group processes its own requests."""
     ep_size: int = 1
-    """Groups of ranks per stage for experts; each group has whole experts, and its ranks split each expert."""
+    """Expert-parallel groups per stage. Each expert belongs to one group and is split over that group's ranks."""
     dp_lm_head: bool = False
-    """With DP attention: whether the ranks of a DP group split the output layer, as they split the embedding."""
+    """With DP attention: whether the LM head, like the embedding, is split only within each DP group."""
     whole_dense_mlp: bool = False
-    """In an MoE model: whether each rank has the whole MLP of dense layers."""
+    """In an MoE model: whether each rank holds the complete MLP of dense layers."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per pipeline stage. Empty: layers are divided evenly, with one more in the last stages if needed."""
+    """Number of layers per pipeline stage. Empty: an even split, where the last stages get one more layer if needed."""
     draft: bool = False
-    """Whether the engine has a multi-token prediction layer, which its ranks divide in the same way."""
+    """Whether the engine has a multi-token prediction layer, which is sharded in the same way."""
 
     def __post_init__(self) -> None:
         sizes = (self.tp_size, self.pp_size, self.dp_size, self.ep_size)
         if min(sizes) < 1:
-            raise ConfigError(f"the engine sizes {self} must all be at least 1")
+            raise ConfigError(f"all parallel sizes of an engine must be at least 1, got {self}")
         for name, size in (("dp_size", self.dp_size), ("ep_size", self.ep_size)):
             if self.tp_size % size:
                 raise ConfigError(
@@ -162,31 +162,31 @@ class EngineLayout:
         if self.stage_layers and len(self.stage_layers) != self.pp_size:
             raise ConfigError(
                 f"{self.stage_layers} has {len(self.stage_layers)} numbers, but the engine has {self.pp_size} pipeline "
-                "stages; write one number per stage"
+                "stages; give one number per stage"
             )
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks, which equals the number of GPUs."""
+        """Number of ranks, which is also the number of GPUs."""
         return self.tp_size * self.pp_size
 
     @property
     def attention_tp_size(self) -> int:
-        """The number of ranks that split the attention of a layer."""
+        """Number of ranks over which attention is split."""
         return self.tp_size // self.dp_size
 
     @property
     def expert_tp_size(self) -> int:
-        """The number of ranks that split one expert."""
+        """Number of ranks over which each expert is split."""
         return self.tp_size // self.ep_size
 
     def ranks(self) -> tuple[EngineRank, ...]:
         return tuple(EngineRank(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size))
 
     def layers_of(self, pp_rank: int, num_layers: int) -> range:
-        """Returns the layers of a stage. Raises `ConfigError` for more stages than layers, or a wrong sum."""
+        """Returns the layers of a stage. Raises `ConfigError` for too many stages or a wrong sum of `stage_layers`."""
         if num_layers < self.pp_size:
-            raise ConfigError(f"{self.pp_size} pipeline stages are too many for {num_layers} layers; use fewer stages")
+            raise ConfigError(f"cannot split {num_layers} layers into {self.pp_size} pipeline stages; use fewer stages")
         each, more = divmod(num_layers, self.pp_size)
         sizes = self.stage_layers or (each,) * (self.pp_size - more) + (each + 1,) * more
         if sum(sizes) != num_layers:
@@ -205,11 +205,11 @@ class EngineLayout:
 class EngineRank:
     pp_rank: int
     tp_rank: int
-    """The rank's number within its stage."""
+    """Rank within the stage."""
 
     def __str__(self) -> str:
         return f"{self.tp_rank}" if not self.pp_rank else f"{self.tp_rank} of stage {self.pp_rank}"
 
 
 ONE_RANK = EngineLayout()
-"""The layout of an engine whose only rank has the whole model."""
+"""Layout of a single-rank engine."""

@@ -1,9 +1,9 @@
-"""Reads users' settings files: YAML or JSON, with one mapping per file.
+"""Reads user-provided settings files (YAML or JSON with a top-level mapping).
 
 Invariants
-1. Any problem with such a file becomes a single `ConfigError` that names the file; no content causes a traceback.
-2. Repeated keys are refused, because one of the values would be silently ignored.
-3. Only regular files up to a size limit are read, because a pipe or a device may never end.
+1. Every problem with a file becomes a single `ConfigError` that names it. No file content causes a traceback.
+2. Duplicate keys are rejected, because one of the values would be silently ignored.
+3. Only regular files up to a size limit are read, because a pipe or device might never end.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_BYTES = 16 * 2**20
-"""Maximum size of a settings file. A larger file is not a settings file."""
+"""Maximum size of a settings file. Anything larger is probably a different kind of file."""
 
 MOST_NODES = 100_000
-"""Maximum number of values in a YAML file with expanded aliases. Nine short lines can expand to billions of values."""
+"""Maximum number of values in a YAML file after alias expansion. Nine short lines can expand to billions of values."""
 
 
 class Doubled(ValueError):
-    """A key occurs twice in one mapping. Says which key, and where."""
+    """A key occurs twice in one mapping. The message says which key and where."""
 
 
 class Tangled(ValueError):
-    """A YAML alias contains itself or expands to too many values. Says where."""
+    """A YAML alias contains itself or expands to too many values. The message says where."""
 
 
 @contextmanager
 def paths_in_words() -> Iterator[None]:
-    """Turns errors of the file system in the block into a `ConfigError` that names the path."""
+    """Converts an `OSError` in the block to a `ConfigError` that names the path."""
     try:
         yield
     except OSError as error:
@@ -51,12 +51,12 @@ def paths_in_words() -> Iterator[None]:
 
 def path_in_words(error: OSError) -> str:
     name = error.filename.decode(errors="replace") if isinstance(error.filename, bytes) else str(error.filename)
-    return f"{shorten(name, 300)} cannot be used ({error.strerror or error}); name another"
+    return f"{shorten(name, 300)} cannot be used ({error.strerror or error}); choose another path"
 
 
 def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Returns all bytes of a file. Raises `OSError`, also for a pipe, a device, or more than `most_bytes`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for its writer
+    """Returns a file's content. Raises `OSError`, including for a pipe, a device, or more than `most_bytes`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not block on a pipe without a writer
     with open(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -68,37 +68,37 @@ def read_small(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, flag: str, what: str = "file") -> str:
-    """Returns the text of the file that `flag` names. `what`: the kind of file, for messages. Raises `ConfigError`."""
+    """Reads the text file passed to `flag`. `what`: kind of file, for messages. Raises `ConfigError`."""
     said = f"{flag} {shorten(str(path), 300)}"
     try:
         file = Path(path)
         if file.is_dir():
-            raise ConfigError(f"{said} is a folder; name a {what} in it")
+            raise ConfigError(f"{said} is a folder; expected a {what}")
         if not file.exists():
-            raise ConfigError(f"{said} does not exist; name a {what}")
+            raise ConfigError(f"{said} does not exist; expected a {what}")
         return read_small(file).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{said} is not text (byte {error.start} is not UTF-8); name a {what}") from error
+        raise ConfigError(f"{said} is not text (byte {error.start} is not UTF-8); expected a {what}") from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{said} cannot be read ({reason}); name a {what}") from error
+        raise ConfigError(f"{said} cannot be read ({reason}); expected a {what}") from error
 
 
 def read_yaml(path: str | Path, flag: str) -> dict[str, Any]:
-    """Returns the mapping in the YAML file that `flag` names; an empty file gives {}. Raises `ConfigError`."""
+    """Returns the mapping in the YAML file passed to `flag`, or {} for an empty file. Raises `ConfigError`."""
     content = parse_yaml(read_text(path, flag, "YAML file"), f"{flag} {path}")
     if content is None:
         return {}
     if not isinstance(content, dict):
         shown = shorten(repr(content), 80)
-        raise ConfigError(f"{flag} {path} is not a mapping but {shown}; write `name: value` lines")
+        raise ConfigError(f"{flag} {path} is {shown}, not a mapping; write `name: value` lines")
     return content
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Returns the value of a YAML text. `where`: names the text in messages. Raises `ConfigError`."""
+    """Parses YAML. `where`: source of the text, for messages. Raises `ConfigError`."""
     import yaml
 
     try:
@@ -116,7 +116,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
     import yaml
 
     class Strict(yaml.SafeLoader):
-        """Refuses repeated keys, except a key that overrides one merged in with `<<`."""
+        """Rejects duplicate keys, except a key that overrides one merged with `<<`."""
 
         def get_single_node(self) -> yaml.Node | None:
             root = super().get_single_node()
@@ -137,16 +137,16 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Returns the number of values in `node`, with aliases expanded. Raises `Tangled`.
+    """Returns the number of values in `node` after alias expansion. Raises `Tangled`.
 
-    `sizes`: id of a node -> its known count, or 0 while it is being counted.
+    `sizes`: node id -> count, or 0 while the node is being counted.
     """
     if (known := sizes.get(id(node))) is not None:
         if not known:
             raise Tangled(f"an alias refers to a value that contains it (line {node.start_mark.line + 1})")
         return known
     sizes[id(node)] = 0
-    entries = () if isinstance(node.value, str) else node.value  # a mapping has pairs
+    entries = () if isinstance(node.value, str) else node.value  # the entries of a mapping are pairs
     parts = [part for one in entries for part in (one if isinstance(one, tuple) else (one,))]
     size = 1 + sum(_require_tree(part, sizes) for part in parts)
     if size > MOST_NODES:
@@ -156,7 +156,7 @@ def _require_tree(node: yaml.Node, sizes: dict[int, int]) -> int:
 
 
 def _require_single_keys(keys: Iterable[tuple[Any, int]]) -> None:
-    """Raises `Doubled` if a key occurs twice. `keys`: pairs of key and line."""
+    """Raises `Doubled` if a key occurs twice. `keys`: (key, line) pairs."""
     first: dict[str, int] = {}
     for key, line in keys:
         if repr(key) in first:
@@ -166,19 +166,19 @@ def _require_single_keys(keys: Iterable[tuple[Any, int]]) -> None:
 
 
 def read_json(path: str | Path, flag: str, what: str = "JSON file") -> dict[str, Any]:
-    """Returns the object in the JSON file that `flag` names. Raises `ConfigError`."""
+    """Returns the object in the JSON file passed to `flag`. Raises `ConfigError`."""
     text = read_text(path, flag, what)
     try:
         content = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or name a different file") from error
+        raise ConfigError(f"{flag} {path} is not JSON ({error}); correct it, or choose another file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{flag} {path} is not a JSON object; name a {what}")
+        raise ConfigError(f"{flag} {path} does not contain a JSON object; expected a {what}")
     return content
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises `ValueError`; for a repeated key, its subclass `Doubled`."""
+    """Parses JSON. Raises `ValueError`, or its subclass `Doubled` for a duplicate key."""
     return json.loads(text, object_pairs_hook=_single)
 
 

@@ -1,4 +1,4 @@
-"""Support for plugins of the public slime: a table of its import paths (`names`), and the functions behind them.
+"""Compatibility with plugins written for the public slime: its import paths (`names`) and the functions behind them.
 
-Only `slime/__init__.py` imports this package, for the table.
+Only `slime/__init__.py` imports this package, for its table of import paths.
 """

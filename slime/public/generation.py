@@ -1,5 +1,5 @@
-"""Generation for plugins of the public slime: sampled and graded executions and groups, `GenerateState`, grading by
-name, and the name of the fully asynchronous rollout.
+"""Generation API of the public slime for plugins: generating and grading samples and groups, `GenerateState`, built-in
+graders, and the entry point of the fully asynchronous rollout.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from slime.settings import Args
 async def generate_and_rm(
     args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Generates and grades a sample. Returns it with its reward, or the siblings of a fan-out.
+    """Generates and grades a sample. Returns the graded sample, or a list of fan-out siblings.
 
-    An unfinished sample has the status ABORTED or FAILED and no reward.
+    An unfinished sample has status ABORTED or FAILED and no reward.
     """
     context, siblings = current(), [sample] if isinstance(sample, Sample) else list(sample)
     hook = RolloutHooks.load(args).generate
@@ -42,7 +42,7 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Args, group: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
-    """Calls `generate_and_rm` for all executions of a group, in parallel."""
+    """Calls `generate_and_rm` concurrently for all executions of a group."""
     return await all_or_first_error([generate_and_rm(args, one, sampling_params, evaluation) for one in group])
 
 
@@ -55,19 +55,19 @@ def _with_status(execution: Execution) -> list[Sample]:
 
 
 class GenerateState:
-    """Tokenizer, sampling parameters and the end of a step, for users' functions. Each event loop has one.
+    """Per-event-loop state for user functions: tokenizer, sampling parameters, semaphore, and whether to stop early.
 
-    Raises `HookError` outside a rollout.
+    Creating it outside a rollout raises `HookError`.
     """
 
     args: Args
     tokenizer: Any
     processor: None = None
-    """Always None: there is no image processor."""
+    """Always None, because image processors are not supported."""
     semaphore: asyncio.Semaphore
-    """A semaphore with one permit per slot of the engines, for functions with their own clients."""
+    """Limits concurrent requests to the engines' total concurrency, for functions that use their own client."""
     sampling_params: dict[str, Any]
-    """Sampling parameters of training; each function gets a copy."""
+    """Sampling parameters for training rollouts. Each function gets a copy."""
 
     _of_loops: ClassVar[weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, GenerateState]] = (
         weakref.WeakKeyDictionary()
@@ -88,7 +88,7 @@ class GenerateState:
 
     @property
     def aborted(self) -> bool:
-        """Whether the run stops the calling execution early and leaves it unfinished."""
+        """Whether the run is aborting the calling execution."""
         scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
         ended = scope is not None and scope.aborted
         if ended and transcript is not None:
@@ -97,36 +97,36 @@ class GenerateState:
 
 
 def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Stands for `--fully-async`: the public slime names this function in `--rollout-function-path`. Only the settings
-    use the name, because the worker (`schedules.fully_async`) lives for the whole run.
+    """Selects `--fully-async` when passed to `--rollout-function-path`, as in the public slime.
 
-    An evaluation runs as in `loop.generate_rollout`. Raises `HookError` for a training step.
+    Runs evaluations like `loop.generate_rollout`. Raises `HookError` for a training step, because the worker
+    (`schedules.fully_async`) lives for the whole run.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
     raise HookError(
-        f"your function called generate_rollout_fully_async for step {rollout_id}, but its worker outlives a step; set "
-        "--fully-async without this function, or derive a schedule from "
-        "slime.rollout.schedules.fully_async.FullyAsync and name it with --rollout-schedule"
+        f"your function called generate_rollout_fully_async for step {rollout_id}, but fully asynchronous rollout does "
+        "not run step by step; use --fully-async without this function, or subclass "
+        "slime.rollout.schedules.fully_async.FullyAsync and pass the class to --rollout-schedule"
     )
 
 
 LIMIT_S = 30.0
-"""Time limit of a grader that is called in this process."""
+"""Time limit for a grader called in this process."""
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
-    """Returns the reward of a sample from the built-in grader that its metadata's `rm_type` or --rm-type names.
+    """Grades a sample with the built-in grader selected by `rm_type` in its metadata or by --rm-type.
 
-    In a rollout, the pool of graders computes it. In a grader's process, which runs reward functions and can be killed,
-    the grader is called directly. Raises `DataError` without a grader.
+    Uses the grader pool during a rollout. In a grader process, which runs reward functions and can be killed, calls the
+    grader directly. Raises `DataError` if no grader is selected.
     """
     try:
         pool = current().graders
     except HookError:
         return await _graded_here(args, sample)
     if pool is None:
-        raise DataError("the run has no grader for this sample; set --rm-type")
+        raise DataError("no grader is configured for this sample; set --rm-type")
     score = await pool.score(sample)
     if isinstance(score, Unscored):
         raise DataError(f"sample {sample.index} has no reward: {score.reason}")
@@ -141,7 +141,7 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any)
 async def _graded_here(args: Args, sample: Sample) -> Reward:
     rm_type = sample.metadata.get("rm_type") or args.rm_type
     if not rm_type:
-        raise DataError("the sample has no grader; set --rm-type, or rm_type in the sample's metadata")
+        raise DataError("no grader is configured for this sample; set --rm-type, or rm_type in the sample's metadata")
     kind: Any = GRADERS.get(rm_type)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     settings = {field.name: getattr(args, field.name) for field in fields if hasattr(args, field.name)}

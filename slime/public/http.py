@@ -1,10 +1,10 @@
-"""`post`: an HTTP request with retries for plugins of the public slime; requests to `/generate` use the run's client.
+"""`post`: HTTP POST with retries, for plugins of the public slime.
 
-A request to a router of the run goes through the engine client, which sends the key, continues after weight syncs and
-lost engines, and records which weights sampled each token (`transcript`). The answer has SGLang's form.
+Requests to `/generate` on one of the run's routers go through the engine client. It authenticates, resumes generation
+after weight syncs and lost engines, and records which weights sampled each token (`transcript`). Responses have
+SGLang's format.
 
-`post` waits for the client, which has its own limits, or for a server, at most `TIMEOUT_S` per try. The response wakes
-it.
+The engine client has its own timeouts. For other servers, the timeout is `TIMEOUT_S` per attempt.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from slime.rollout.guard import waiting
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
 ROUTING_KEY = "x-smg-routing-key"
-"""Header by which the router sends all requests of a session to one engine."""
+"""The router sends all requests with the same value of this header to the same engine."""
 _READ = {"input_ids", "text", "sampling_params", "return_logprob"}
 _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
-    "return_routed_experts": (None, False, True),  # every answer has them if the run records them
+    "return_routed_experts": (None, False, True),  # always returned if the run records them
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "return_text_in_logprobs": (None, False),
     "image_data": (None, []),
     "rid": (None,),
 }
-"""Other keys of a request -> values that have no effect."""
+"""Other request keys -> values that can safely be ignored."""
 
 
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Returns the response's JSON, or its text. Raises the error of the last try, or `HookError`.
+    """Returns the response as parsed JSON or as text. Raises the last attempt's error, or `HookError`.
 
-    Does not retry a status that a retry cannot fix (4xx).
+    Client errors (4xx) that a retry cannot fix are not retried.
     """
     client = _client_of(url)
     if client is not None:
@@ -64,7 +64,7 @@ async def post(
                 if number + 1 >= max_retries:
                     raise
             await asyncio.sleep(PAUSE_S)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None) -> Any:
@@ -80,7 +80,7 @@ async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str]
 
 
 def _client_of(url: str) -> EngineClient | None:
-    """Returns the client of the model whose router has this address; None for other addresses and outside a rollout."""
+    """Returns the engine client for a router's `/generate` URL. None for other URLs and outside a rollout."""
     try:
         context = current()
     except HookError:
@@ -95,18 +95,18 @@ def _client_of(url: str) -> EngineClient | None:
 
 
 async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the engine's response. Raises `HookError` for keys that the client cannot send."""
+    """Generates with the engine client. Raises `HookError` for request keys that the client does not support."""
     odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
     if odd:
         raise HookError(
-            f"the engine client cannot send {', '.join(sorted(odd))} to /generate; pass only input_ids or text, "
+            f"the engine client does not support {', '.join(sorted(odd))} for /generate; pass only input_ids or text, "
             "sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
     if ids is None:
         tokenizer = current().tokenizer
         if tokenizer is None or "text" not in payload:
-            raise HookError("a request to /generate needs input_ids or text; pass one of them")
+            raise HookError("a request to /generate requires input_ids or text; pass one of them")
         ids = tokenizer.encode(payload["text"], add_special_tokens=False)
     ids = list(ids)
     session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
@@ -117,7 +117,7 @@ async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: M
 
 
 def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Returns sampling parameters within the limits of the execution; None if no more tokens may be sampled."""
+    """Caps `max_new_tokens` at the execution's limits. Returns None if no more tokens may be sampled."""
     limits, context = LIMITS.get(), current()
     if limits is None or client is not context.client:
         return params
@@ -128,7 +128,7 @@ def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> 
 
 
 def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
-    """Returns the response in SGLang's form."""
+    """Returns the response in SGLang's format."""
     versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta = {

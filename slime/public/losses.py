@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 class MultiTurnLossMaskGenerator:
-    """Loss masks of conversations: 1 where the chat template writes the turns of the model."""
+    """Computes loss masks of conversations: 1 for the tokens that the model would have generated."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
-        """`tokenizer_type` is ignored: the chat template itself is read."""
+        """`tokenizer_type` is ignored, because masks are derived from the chat template itself."""
         self.tokenizer = tokenizer
         self._chat = ChatRenderer(tokenizer, kwargs={})
 
     def get_loss_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Returns ([T] ids, [T] 1 where the model writes).
+        """Returns ([T] token ids, [T] loss mask).
 
-        Raises `DataError` if the template cannot render the conversation as the model would have written it, or needs
-        several sequences for it.
+        Raises `DataError` if the template cannot render the conversation as the model would have generated it, or if
+        the conversation becomes several training samples.
         """
         masks = self.get_loss_masks(messages, tools)
         if len(masks) > 1:
             raise DataError(
-                f"the conversation becomes {len(masks)} training samples, because its template rewrites earlier turns; "
-                'call get_loss_masks, which returns all, or set "step_loss_mask": 0 on the turns before the last'
+                f"the conversation becomes {len(masks)} training samples because the chat template rewrites earlier "
+                'turns; call get_loss_masks to get all of them, or set "step_loss_mask": 0 on all turns but the last'
             )
         return masks[0]
 
     def get_loss_masks(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Returns a pair as in `get_loss_mask` for each training sample. Together the samples train each turn once."""
+        """Like `get_loss_mask`, but returns one pair per training sample. Together they train each turn once."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
@@ -59,17 +59,17 @@ def _pair(one: SftTokens) -> tuple[list[int], list[int]]:
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns `tensor` ([R], a whole response) unchanged. Raises ValueError if its length is not R."""
+    """Returns `tensor` unchanged, because user functions get full responses [R]. Raises `ValueError` otherwise."""
     _require_whole(tensor, response_length)
     return tensor
 
 
 def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: int, *args: Any, **kwargs: Any) -> Any:
-    """Returns `log_prob` ([R], a whole response) unchanged. Raises ValueError if its length is not R."""
+    """Returns `log_prob` unchanged, because user functions get full responses [R]. Raises `ValueError` otherwise."""
     _require_whole(log_prob, response_length)
     return log_prob
 
 
 def _require_whole(values: Any, response_length: int) -> None:
     if len(values) != response_length:
-        raise ValueError(f"a response of {response_length} tokens needs one value per token, not {len(values)} values")
+        raise ValueError(f"expected one value per token of the {response_length}-token response, got {len(values)}")

@@ -1,12 +1,12 @@
-"""The import paths of the public slime, and the objects behind them.
+"""Import paths of the public slime, mapped to the objects that implement them.
 
-Plugins write `from slime.utils.types import Sample`. No such file exists: `ALIASES` has a row for each module, and a
-finder creates the module and imports its names when a plugin imports it. The finder comes before all others, because an
-updated checkout may still have a folder of that name that contains only compiled files.
+Plugins use imports like `from slime.utils.types import Sample`, but no such file exists. `ALIASES` lists the modules;
+when a plugin imports one of them, a finder creates the module and resolves its names. The finder precedes all others,
+because an updated checkout may still contain a folder of that name with stale compiled files.
 
 Invariants
-1. Nothing is imported before a plugin imports it. slime itself imports none of these names.
-2. A module of the table has only the names of its row.
+1. Nothing is imported until a plugin imports it. slime itself never imports these names.
+2. An alias module only contains the names listed in `ALIASES`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ ALIASES: dict[str, dict[str, str]] = {
 
 
 class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and makes the modules of `ALIASES`."""
+    """Finds and loads the modules in `ALIASES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -137,13 +137,13 @@ class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def keep_old_paths() -> None:
-    """Installs the finder. Importing `slime` calls this function."""
+    """Installs the finder. Called when `slime` is imported."""
     if not any(isinstance(finder, PublicNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, PublicNames())
 
 
 class SingletonMeta(type):
-    """Metaclass of singletons. The first call creates the instance; the arguments of later calls are ignored."""
+    """Metaclass for singletons. The first call creates the instance; later calls ignore their arguments."""
 
     _made: dict[type, Any] = {}  # noqa: RUF012 - shared by all classes
     _lock = threading.Lock()
@@ -156,6 +156,6 @@ class SingletonMeta(type):
 
     @staticmethod
     def clear_all_instances() -> None:
-        """Drops all instances, for tests."""
+        """Discards all instances, for tests."""
         with SingletonMeta._lock:
             SingletonMeta._made.clear()

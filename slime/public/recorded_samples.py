@@ -1,8 +1,8 @@
-"""Converts samples that the public slime recorded, as plain JSON, into ours.
+"""Converts samples recorded by the public slime (plain JSON) to `Sample`.
 
-The public slime records a weight version per request; we record one per token. If a sample has one version, all its
-sampled tokens get that version. If it has several versions, all tokens get the oldest one, because the record does not
-map tokens to versions. The loss mask marks the tokens that an engine sampled.
+The public slime records one weight version per request, whereas `Sample` has one per token. If a sample has several
+versions, all sampled tokens get the oldest one, because the record does not map tokens to versions. Tokens with loss
+mask 1 are taken to be the sampled ones.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _LEFT_OUT = frozenset(
         "trace",
     }
 )
-"""Fields that a replay does not need."""
+"""Fields that are dropped."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Fields of `_LEFT_OUT` without which the tokens cannot be trained."""
+"""Dropped fields without which a sample cannot be trained. Samples that have them are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The groups of a rollout, and the fields that were dropped."""
+    """The groups of a rollout, and statistics of what the conversion lost."""
 
     groups: tuple[tuple[Sample, ...], ...]
-    """One group per prompt, ordered by first sample."""
+    """One group per prompt, in order of first appearance."""
     left_out: Mapping[str, int]
-    """Field -> number of samples that had a value in the field."""
+    """Dropped field -> number of samples that had a value for it."""
     num_mixed: int
     """Number of samples with several weight versions."""
 
 
 def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converted:
-    """Converts `samples` and groups them by prompt. `rollout_id`: used as weight version of samples that have none.
+    """Converts `samples` and groups them by prompt. `rollout_id`: weight version for samples without one.
 
-    Raises `DataError` for a sample without group_index, with images, or with inconsistent fields.
+    Raises `DataError` for a sample that has no group_index, has images, or is inconsistent.
     """
     groups: dict[int, list[Sample]] = {}
     left_out: Counter[str] = Counter()
@@ -64,7 +64,7 @@ def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converte
         sample = _sample(dict(fields), number, rollout_id)
         if sample.group_index is None:
             raise DataError(
-                f"sample {number} has no group_index, the number of its prompt; groups are not formed by position"
+                f"sample {number} has no group_index; set it to the prompt's number, since order does not define groups"
             )
         groups.setdefault(sample.group_index, []).append(sample)
     return Converted(tuple(map(tuple, groups.values())), dict(left_out), num_mixed)
@@ -72,7 +72,7 @@ def groups_of(samples: Iterable[Mapping[str, Any]], rollout_id: int) -> Converte
 
 def _sample(fields: dict[str, Any], number: int, rollout_id: int) -> Sample:
     if any(fields.get(name) for name in _NEEDED):
-        raise DataError(f"sample {number} has images, which cannot be converted; drop such samples")
+        raise DataError(f"sample {number} has images, which cannot be converted; remove samples with images")
     versions, execution = fields.pop("weight_versions", None) or (), fields.pop("rollout_id", None)
     experts = fields.pop(_EXPERTS, None)
     other = {name: value for name, value in fields.items() if name not in _OURS | _LEFT_OUT and value is not None}
@@ -92,6 +92,6 @@ def _sample(fields: dict[str, Any], number: int, rollout_id: int) -> Sample:
             ids = np.asarray(experts)
             sample.rollout_routed_experts = RoutedExperts(ids.astype(dtype_for(int(ids.max()) + 1)))
         sample.validate()
-    except (TypeError, ValueError) as error:  # `DataError` among them
-        raise DataError(f"sample {number} of the rollout cannot be read: {error}") from error
+    except (TypeError, ValueError) as error:  # includes `DataError`
+        raise DataError(f"sample {number} of the rollout is invalid: {error}") from error
     return sample

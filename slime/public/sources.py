@@ -1,10 +1,10 @@
-"""Base classes for users' data sources: the prompts of `--prompt-data` as groups of samples.
+"""Base classes for custom data sources, which turn the prompts in `--prompt-data` into groups of samples.
 
     class MySource(RolloutDataSourceWithBuffer):
         def get_samples(self, num_samples): ...
 
-The Data Buffer calls the source that `--data-source-path` names, assigns ids to its samples and updates the ledger
-(`slime.buffer.data_source`). Consumes rows and returned groups, produces groups; called under the buffer's lock.
+The Data Buffer calls the source selected by `--data-source-path` while it holds its lock. It assigns the sample ids and
+updates the ledger (`slime.buffer.data_source`). The source produces groups from dataset rows and returned groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.settings import Args
 
 
 class RolloutDataSource:
-    """An endless supply of new groups; without `--prompt-data` their prompts are empty."""
+    """An infinite stream of new groups. Without `--prompt-data`, their prompts are empty."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
@@ -45,24 +45,24 @@ class RolloutDataSource:
         return samples
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Raises RuntimeError, since this class keeps no groups."""
+        """Always raises `RuntimeError`, because this class has no buffer for returned groups."""
         raise RuntimeError(
-            f"{type(self).__name__} cannot take groups back; derive the class from RolloutDataSourceWithBuffer"
+            f"{type(self).__name__} cannot take back groups; make it a subclass of RolloutDataSourceWithBuffer"
         )
 
     def save(self, rollout_id: int) -> None:
-        """Saves the position in the data next to the checkpoint of the step."""
+        """Saves the dataset position next to the step's checkpoint."""
         path = self._file(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._state()))
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Restores the position. Raises `CheckpointError` if the file is missing or belongs to different data."""
+        """Restores the position. Raises `CheckpointError` if the file is missing or belongs to other data."""
         if rollout_id is None:
             return
         path = self._file(self.args.load, rollout_id)
         if not path.is_file():
-            raise CheckpointError(f"{path}, the state of {type(self).__name__}, is missing; restore the file")
+            raise CheckpointError(f"the state file {path} of {type(self).__name__} is missing; restore the file")
         self._restore(json.loads(path.read_text()))
 
     def __len__(self) -> int:
@@ -77,12 +77,12 @@ class RolloutDataSource:
 
     @staticmethod
     def _file(folder: str | None, rollout_id: int) -> Path:
-        assert folder is not None, "saving and loading need --save or --load"
+        assert folder is not None, "saving requires --save, and loading requires --load"
         return Path(folder) / "rollout" / f"data_source_{rollout_id}.json"
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """A `RolloutDataSource` that keeps returned groups and serves them first."""
+    """A `RolloutDataSource` that buffers returned groups and issues them first."""
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)

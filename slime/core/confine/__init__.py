@@ -1,16 +1,16 @@
-"""Confines processes that handle untrusted input: programs that a model wrote, an agent's commands, graders of texts.
+"""Sandboxes processes that handle untrusted input: model-written programs, an agent's commands, graders.
 
-A supervisor enters new namespaces without a network and switches to an unused user id (`leave`). It builds the file
-system that its children see (`view.build`), and forks the children. Each child sets its limits, drops its privileges,
-and gives up all other files, sockets and system calls with Landlock (`confine`) and seccomp (`Calls`); `give_up` does
-these steps. While the children run, the supervisor polls their memory (`view.exceeds`).
+A supervisor enters new namespaces without network access and switches to an unused user id (`leave`). It builds the
+file system that its children see (`view.build`) and forks the children. In each child, `give_up` sets resource limits,
+drops privileges, and blocks all other files, sockets and system calls with Landlock (`confine`) and seccomp (`Calls`).
+While the children run, the supervisor polls their memory usage (`view.exceeds`).
 
-Runs on Linux only, and uses only the standard library, because supervisors run without any package.
+Linux only. Uses only the standard library, because supervisors run without any installed packages.
 
 Invariants
-1. A process and its descendants never regain a right that it gave up.
-2. A process started by root switches to another user where possible, because the kernel limits the number of processes
-   of every user except root.
+1. Neither a process nor its descendants can regain a right that the process gave up.
+2. A process started by root switches to another user if possible, because the kernel does not limit root's number of
+   processes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 READ, ALL = 0b1101, -1
-"""Landlock rights to a path. `READ`: execute, read a file, list a folder. `ALL`: every right."""
+"""Landlock access rights. `READ`: execute, read files, list folders. `ALL`: every right."""
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 """System files that Python needs."""
 _RIGHTS_SINCE, _OF_FILES = {1: 13, 2: 14, 3: 15, 5: 16}, 0b1100000000000111
-"""Landlock version -> number of file rights in that version; and a mask of the rights that apply to a plain file."""
+"""Landlock ABI version -> number of file system rights, and the mask of rights that apply to regular files."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_NO_NEW_PRIVS = 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 
 
 def readable_libraries(more: Iterable[str] = ()) -> dict[str, int]:
-    """Returns path -> `READ`, for this Python, the system libraries, and the paths in `more`."""
+    """Returns path -> `READ` for this Python installation, the system libraries and the paths in `more`."""
     return dict.fromkeys((*LIBRARIES, sys.prefix, sys.base_prefix, *more), READ)
 
 
 def confine(allowed: Mapping[str, int]) -> bool:
-    """Restricts this process and its children with Landlock to files below the `allowed` paths.
+    """Uses Landlock to restrict this process and its children to the `allowed` paths.
 
-    Newer versions of Landlock also deny TCP and signals to other processes. `allowed`: path -> rights (`READ`, `ALL`);
+    Newer Landlock versions also deny TCP and signals to other processes. `allowed`: path -> rights (`READ` or `ALL`);
     missing paths are skipped. Returns False if the kernel has no Landlock (before Linux 5.13).
     """
     abi = _libc.syscall(_CREATE_RULESET, None, 0, 1)
@@ -60,7 +60,7 @@ def confine(allowed: Mapping[str, int]) -> bool:
     if ruleset < 0:
         return False
     for path, wanted in allowed.items():
-        with contextlib.suppress(OSError):  # this system has no such file
+        with contextlib.suppress(OSError):  # the path does not exist on this system
             descriptor = os.open(path, os.O_PATH)
             permitted = wanted & (rights if os.path.isdir(path) else rights & _OF_FILES)
             rule = permitted.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
@@ -70,12 +70,12 @@ def confine(allowed: Mapping[str, int]) -> bool:
     return bool(_libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
 
 
-# The system call filter (seccomp(2)) is a classic BPF program. The filter sees a call's number and the arguments in
-# registers, but no memory. Calls with arguments in memory (`clone3`, io_uring) fail with ENOSYS, so libraries fall back
-# to older calls. Supports x86-64 and aarch64; a call through the table of any other architecture kills the process.
+# The system call filter (seccomp(2)) is a classic BPF program. It sees the system call number and register arguments,
+# but not memory. Calls that pass arguments in memory (`clone3`, io_uring) fail with ENOSYS, so libraries fall back to
+# older calls. Supports x86-64 and aarch64. A call with any other architecture's calling convention kills the process.
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> (column in `_TABLE`, the kernel's audit architecture)."""
+"""Machine -> (column in `_TABLE`, AUDIT_ARCH value)."""
 _X32 = 0x40000000
 _TABLE = """
 clone 56 220, fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, socketpair 53 199,
@@ -95,14 +95,14 @@ modify_ldt 154 -1, chmod 90 -1, fchmod 91 52, fchmodat 268 53, chown 92 -1, fcho
 fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, utime 132 -1, utimes 235 -1, futimesat 261 -1,
 utimensat 280 88, iopl 172 -1, ioperm 173 -1
 """
-"""System call, its number on x86-64 and on aarch64; -1 if it does not exist there."""
+"""System call name, x86-64 number, aarch64 number (-1: does not exist)."""
 _SAME = """
 pidfd_getfd 438, pidfd_send_signal 424, open_tree 428, move_mount 429, fsopen 430, fsconfig 431, fsmount 432,
 fspick 433, mount_setattr 442, quotactl_fd 443, open_tree_attr 467, io_uring_setup 425, io_uring_enter 426,
 io_uring_register 427, clone3 435, memfd_secret 447, process_madvise 440, process_mrelease 448, fchmodat2 452,
 setxattrat 463, landlock_create_ruleset 444, landlock_add_rule 445, landlock_restrict_self 446, file_setattr 469
 """
-"""System call, its number on both architectures."""
+"""System call name, number on both architectures."""
 _NUMBERS = {name: (int(x86), int(arm)) for name, x86, arm in map(str.split, _TABLE.split(","))}
 _NUMBERS |= {name: (int(number), int(number)) for name, number in map(str.split, _SAME.split(","))}
 
@@ -121,27 +121,27 @@ _FILES = _words("""
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
 """)
 _ATTRIBUTES = _words("setxattr lsetxattr fsetxattr setxattrat")
-"""Calls that fail with EOPNOTSUPP, because attributes of a file in memory do not count towards its size."""
+"""Blocked with EOPNOTSUPP, because a tmpfs does not count extended attributes towards its size limit."""
 _LANDLOCK = _words("landlock_create_ruleset landlock_add_rule landlock_restrict_self")
-"""Refused calls: Landlock rules take memory without a limit, and a confined process is already restricted."""
+"""Blocked, because Landlock rules use unlimited memory and a confined process does not need them."""
 _OWN_PACE = _words("sched_setaffinity sched_setscheduler sched_setparam sched_setattr setpriority ioprio_set")
 _WATCHES = _words("inotify_init inotify_init1")
 _KILLS = _words("kill tgkill rt_sigqueueinfo rt_tgsigqueueinfo")
 _OF_PROCESSES = _words("prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr")
 _OF_MANY = _words("tkill pidfd_send_signal setpriority ioprio_set")
-"""Calls on other processes. `_KILLS` and `_OF_PROCESSES` take a pid first (in the latter, 0 means the caller);
-`_OF_MANY` identify processes in other ways."""
+"""Calls that affect other processes. `_KILLS` and `_OF_PROCESSES` take a pid as first argument (for `_OF_PROCESSES`, 0
+means the caller). `_OF_MANY` identify processes in other ways."""
 _MISSING = _words("io_uring_setup io_uring_enter io_uring_register memfd_create memfd_secret io_setup") + _LANDLOCK
-"""Calls that fail with ENOSYS, so that programs fall back to other calls."""
+"""Blocked with ENOSYS, so that programs fall back to other calls."""
 _CLONE_NEW, _CLONE_THREAD = 0x7E020000, 0x00010000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SET_PIPE_SIZE, _SET_OWNER, _SET_OWNER_EX = 1031, 8, 15
 _SET_OWNER_BY_IOCTL = (0x8901, 0x8902)
-"""ioctl requests that choose which process gets a signal when a file is ready."""
+"""ioctl requests (FIOSETOWN, SIOCSPGRP) that select which process is signalled when a file becomes ready."""
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _PROTOCOLS = (0, 6, 17)
-"""Protocols of internet sockets: the default, TCP, UDP."""
+"""Allowed protocols of internet sockets: default, TCP, UDP."""
 _STREAM, _SEQPACKET = 1, 5
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -152,22 +152,22 @@ _SECCOMP, _SET_MODE_FILTER, _ALL_THREADS = (317, 277), 1, 1
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The system calls that a process may still make. Its children may make no others.
+    """The system calls that remain available to a process and its children.
 
-    Pipes and sockets keep their default buffer sizes, because no process limit counts their memory. No process may
-    change the limits of a different process, which could be the supervisor.
+    Buffer sizes of pipes and sockets cannot be changed, because no resource limit counts their memory. A process cannot
+    change the resource limits of another process, which could be its supervisor.
     """
 
     internet: bool = False
-    """TCP and UDP sockets, and netlink sockets that list network devices."""
+    """Allow TCP and UDP sockets, and netlink sockets for listing network devices."""
     unix: bool = False
-    """Unix sockets with a path or a name. If False: only connected pairs, no file watches, and no setting of CPU
-    affinity or priority, with which a program could slow itself down."""
+    """Allow Unix sockets with a path or name. If False, only connected socket pairs are allowed. File watches and
+    changes of CPU affinity or priority, with which a program could slow itself down, are blocked too."""
     programs: bool = True
-    """Starting and signalling other processes, and changing owners, modes and times of files, which Landlock does not
-    check. If False: only threads."""
+    """Allow starting and signalling other processes, and changing owners, modes and timestamps of files, which Landlock
+    does not restrict. If False, only threads are allowed."""
     namespaces: bool = False
-    """Creating namespaces and mounts, for a process that will confine other processes."""
+    """Allow creating namespaces and mounts, for a process that will confine other processes."""
 
     @staticmethod
     def available() -> bool:
@@ -195,7 +195,7 @@ class Calls:
         return [*program, _step(_RETURN, _ALLOW)]
 
     def _answers(self) -> Iterator[tuple[str, list[bytes]]]:
-        """Yields (call, filter steps that decide it)."""
+        """Yields (system call, filter instructions that decide on it)."""
         kept = {*_LOOKED_AT, *_KILLS, *_OF_PROCESSES, *(_NAMESPACES if self.namespaces else ())}
         kept |= {*_FILES, *_OF_MANY} if self.programs else set()
         kept |= {*_LANDLOCK} if self.namespaces else set()
@@ -225,7 +225,7 @@ class Calls:
                 _argument(2, upper=True),
                 _step(_EQUAL, 0, 0, 1),
                 _step(_RETURN, _ALLOW),
-            ]  # only reads limits
+            ]  # allow calls that only read limits
             yield "prlimit64", [_argument(0), *allowed, _refuse(errno.EPERM)]
             return
         for name in _PROGRAMS:
@@ -246,7 +246,7 @@ class Calls:
         return [*answer, _refuse(errno.EAFNOSUPPORT)]
 
     def _socketpair(self) -> list[bytes]:
-        """Refuses datagram pairs unless `unix` is set, because they can also send to a path."""
+        """Unless `unix` is set, blocks datagram pairs, because they can also send to a socket path."""
         answer = [_argument(0), _step(_EQUAL, _UNIX, 1, 0), _refuse(errno.EAFNOSUPPORT)]
         if not self.unix:
             kinds = _one_of((_STREAM, _SEQPACKET), [_step(_RETURN, _ALLOW)])
@@ -267,19 +267,19 @@ def _refuse(number: int) -> bytes:
 
 
 def _argument(number: int, *, upper: bool = False) -> bytes:
-    """Loads the lower half of an argument, which is all that the kernel reads of an int, or the upper half."""
+    """Loads the lower or upper 32 bits of an argument. The kernel ignores the upper half of an int."""
     return _step(_LOAD, _ARGUMENTS + 8 * number + 4 * upper)
 
 
 def _one_of(values: tuple[int, ...], then: list[bytes]) -> list[bytes]:
-    """Runs `then`, which must return, if the loaded value is one of `values`."""
+    """Executes `then` if the loaded value is one of `values`. `then` must end with a return."""
     tests = [_step(_EQUAL, value, len(values) - i - 1, 0) for i, value in enumerate(values)]
     tests[-1] = _step(_EQUAL, values[-1], 0, len(then))
     return list(itertools.chain(tests, then))
 
 
 FIRST_USER, NUM_USERS = 1_000_000_000, 1_000_000_000
-"""Range of user ids that no system assigns."""
+"""Range of user ids that are not normally assigned."""
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 LANDLOCK, CALLS = "Landlock", "seccomp"
@@ -289,7 +289,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 
 
 def any_user() -> int:
-    """Returns a random, unused id for a user and its group."""
+    """Returns a random, unused uid, which also serves as gid."""
     return FIRST_USER + secrets.randbelow(NUM_USERS)
 
 
@@ -301,17 +301,17 @@ def become(user: int) -> None:
 
 
 def show_own_files() -> None:
-    """Lets this process read its own files in /proc again. A change of user forbids that."""
+    """Restores this process's access to its own files in /proc, which it loses when it changes its user."""
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ()) -> dict[str, int] | None:
-    """Moves this process, which must have only one thread, into new namespaces. Returns None if that is not permitted.
+    """Moves this single-threaded process into new namespaces. Returns None if that is not permitted.
 
-    A new user namespace makes this possible without privileges, on kernels and in containers that allow it. `user`: the
-    user that a root process switches to if possible; the process keeps its capabilities in the namespaces. `keep`:
-    files and folders for a `view`. Returns a descriptor for each of them, because the new user might not reach the
-    paths. Raises `OSError` if one is missing.
+    Unprivileged processes need a new user namespace, which some kernels and containers forbid. `user`: if possible, a
+    root process switches to this user and keeps its capabilities inside the namespaces. `keep`: files and folders for a
+    `view`. Returns an open descriptor for each of them, because the new user might not be able to access the paths.
+    Raises `OSError` if one is missing.
     """
     uid, gid = os.getuid(), os.getgid()
     change = user is not None and uid == 0
@@ -329,7 +329,7 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
         show_own_files()
     elif left:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with contextlib.suppress(OSError):  # the process has its capabilities even without id maps
+            with contextlib.suppress(OSError):  # capabilities do not depend on id maps
                 Path("/proc/self", name).write_text(text)
     return kept if whole else None
 
@@ -337,7 +337,7 @@ def leave(namespaces: int, user: int | None = None, *, keep: Iterable[str] = ())
 def _start_mapper(user: int) -> tuple[int, int]:
     """Forks a process that maps `user` into the caller's future user namespace. Returns (pipe that starts it, its pid).
 
-    The forked process stays outside that namespace, where root may assign any id.
+    The forked process stays outside that namespace, because only there can root map arbitrary ids.
     """
     told, tell = os.pipe()
     parent, mapper = os.getpid(), os.fork()
@@ -358,11 +358,11 @@ def _start_mapper(user: int) -> tuple[int, int]:
 def give_up(
     *, limits: Mapping[int, int], calls: Calls, user: int | None, files: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Performs the last steps of confinement, in the only order that works. Returns the failed ones: `LANDLOCK`,
-    `CALLS`.
+    """Performs the last confinement steps in the only order that works. Returns those that failed (`LANDLOCK`,
+    `CALLS`).
 
-    `limits`: RLIMIT -> value. `user`: the user that a root process switches to if possible; None: no change. `files`:
-    path -> rights for `confine`; None: no Landlock.
+    `limits`: RLIMIT -> value. `user`: a root process switches to this user if possible; None: no change. `files`: path
+    -> rights for `confine`; None: do not use Landlock.
     """
     bounds = {resource.RLIMIT_CORE: 0, resource.RLIMIT_MEMLOCK: MEMORY_LOCKED_BYTES, resource.RLIMIT_MSGQUEUE: 0}
     for limit, value in (bounds | dict(limits)).items():
@@ -380,6 +380,6 @@ def give_up(
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Closes all file descriptors above 2 except `kept`."""
+    """Closes all file descriptors above 2 that are not in `kept`."""
     for begin, end in itertools.pairwise([2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
         os.closerange(begin + 1, end)

@@ -1,8 +1,8 @@
-"""The file system of a confined process: its own root, with the system's programs and libraries read-only.
+"""The file system of a confined process: a private root with read-only system programs and libraries.
 
-A process that has left its mount namespace builds the view once (`build`). Each confined process enters the view
-(`enter`) in its own mount namespace. Writable folders of limited size are in memory and vanish with the namespace.
-Nothing else of the host is visible, not even sockets of other programs.
+A process in a new mount namespace builds the view once (`build`). Each confined process then enters it (`enter`) in its
+own mount namespace. Writable folders are size-limited tmpfs mounts that disappear with the namespace. Nothing else from
+the host is visible, including other programs' sockets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime",
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SHOWN_OF_PROC = frozenset(("cpuinfo", "filesystems", "loadavg", "meminfo", "mounts", "net", "self", "stat", "sys"))
 SHOWN_OF_PROC |= {"thread-self", "uptime", "version", "vmstat"}
-"""Entries of /proc that stay visible besides processes. All others, such as the kernel's `cmdline`, are empty."""
+"""Entries of /proc, besides processes, that stay visible. All others, such as the kernel's `cmdline`, appear empty."""
 SMALLER = MappingProxyType(
     {
         "user/max_inotify_instances": "16",
@@ -30,14 +30,14 @@ SMALLER = MappingProxyType(
         "net/ipv4/tcp_wmem": "4096 65536 131072",
     }
 )
-"""Settings below /proc/sys -> values in the namespaces, to bound queues and buffers."""
+"""Setting in /proc/sys -> value inside the namespaces. Limits queues and buffers."""
 _BIND, _REC, _PRIVATE, _NOSUID, _NODEV, _NOEXEC, _READ_ONLY = 0x1000, 0x4000, 0x40000, 2, 4, 8, 1
 _DETACH, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = 2, -100, 0x8000, 442
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Returns existing paths and their real paths, except those inside another path or inside `SYSTEM`."""
+    """Returns the existing paths and their resolved paths, without those inside another path or inside `SYSTEM`."""
     found = {name for path in paths if os.path.exists(path) for name in (path, os.path.realpath(path))}
     kept: list[str] = []
     for path in sorted(found, key=len):
@@ -52,10 +52,10 @@ def build(
     places: Mapping[str, tuple[int, int] | None],
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Builds the view in the folder `root`. Raises `OSError` with the name of the step that failed.
+    """Builds the view in the folder `root`. Raises `OSError` with the name of the failed step.
 
-    `readable`: path -> descriptor from `confine.leave`, shown at the same path. `places`: folder -> arguments of
-    `writable`, or None for an empty folder. `texts`: name of a file in /etc -> content.
+    `readable`: path -> descriptor from `confine.leave`; mounted at the same path. `places`: folder -> arguments for
+    `writable`, or None for an empty folder. `texts`: file name in /etc -> content.
     """
     mount("none", "/", None, _REC | _PRIVATE)
     mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
@@ -81,7 +81,7 @@ def build(
 
 
 def show(source: str, target: str) -> None:
-    """Bind-mounts a file or folder of the host at `target`, read-only."""
+    """Bind-mounts a host file or folder read-only at `target`."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
@@ -93,17 +93,17 @@ def show(source: str, target: str) -> None:
 
 
 def writable(target: str, num_bytes: int, num_files: int) -> None:
-    """Mounts an empty, writable folder in memory at `target`."""
+    """Mounts an empty, writable tmpfs at `target`."""
     options = f"size={num_bytes},nr_inodes={num_files},mode=700"
     mount("tmpfs", target, "tmpfs", _NOSUID | _NODEV, options)
 
 
 def show_processes(target: str) -> None:
-    """Mounts /proc of this process's PID namespace, reduced to the entries that programs need."""
+    """Mounts /proc for this process's PID namespace, hiding entries that programs do not need."""
     mount("proc", target, "proc", _NOSUID | _NODEV | _NOEXEC)
     Path(target, "sys/user/max_user_namespaces").write_text("0")
     for name, value in SMALLER.items():
-        with contextlib.suppress(OSError):  # this kernel has no such entry
+        with contextlib.suppress(OSError):  # the kernel does not have this setting
             Path(target, "sys", name).write_text(value)
     for name in os.listdir(target):
         if name.isdigit() or name in SHOWN_OF_PROC:
@@ -116,7 +116,7 @@ def show_processes(target: str) -> None:
 
 
 def enter(root: str) -> None:
-    """Makes the view the read-only root of this mount namespace."""
+    """Makes the view the read-only root file system of this mount namespace."""
     os.chdir(root)
     _must("pivot_root", _libc.pivot_root(b".", b"."))
     _must("pivot_root", _libc.umount2(b".", _DETACH))
@@ -126,7 +126,7 @@ def enter(root: str) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     given = [None if v is None else v.encode() for v in (source, target, kind, data)]
-    what = "a /proc of its own" if kind == "proc" else f"mount namespace: {source}"
+    what = "a private /proc" if kind == "proc" else f"mount namespace: {source}"
     _must(what, _libc.mount(given[0], given[1], given[2], flags, given[3]))
 
 
@@ -141,13 +141,13 @@ def _must(what: str, status: int) -> None:
         raise OSError(f"{what} ({os.strerror(ctypes.get_errno())})")
 
 
-# The memory of a process tree. Without a control group the kernel limits only single processes, so the supervisor
-# measures the whole tree.
+# Memory of a process tree. Without a cgroup, the kernel can only limit individual processes, so the supervisor measures
+# the tree.
 #
-# The sum includes private memory (resident or swapped) and shared memory, but no files. The first check is cheap: it
-# sums what each process has mapped. Only if that sum exceeds the limit, the second check divides shared pages among the
-# processes, as the kernel does (PSS). The kernel does not report its memory for sockets and pipes, so their number is
-# limited as if all buffers were full.
+# The total includes private memory (resident or swapped) and shared memory, but not file mappings. The cheap first
+# check sums the resident memory of each process. If that exceeds the limit, the second check uses proportional shares
+# (PSS), which count shared pages only once. The kernel does not report memory used by sockets and pipes, so their
+# number is limited as if all buffers were full.
 
 _OF_STATUS = ("RssAnon", "RssShmem", "HugetlbPages", "VmSwap")
 _OF_MAPS = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_Hugetlb")
@@ -155,7 +155,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """Returns thread ids of a process, first the main thread, which may have ended; empty if the process is gone."""
+    """Returns a process's thread ids, first the main thread, even if it has exited. Empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:
@@ -163,7 +163,7 @@ def threads_of(pid: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the pids of the children of all threads of a process; empty if the process is gone."""
+    """Returns the pids of a process's children. Empty if the process is gone."""
     found: list[int] = []
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
@@ -181,12 +181,12 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Returns whether a thread of the process still runs. If none does, the process is gone or waits to be reaped."""
+    """Returns whether any thread of the process is still alive. If not, the process is gone or a zombie."""
     return any(fields_of(thread).get("State", "Z")[0] not in "ZX" for thread in threads_of(pid))
 
 
 def fields_of(pid: int) -> dict[str, str]:
-    """Returns the kernel's status of a process or a thread; empty if the process is gone."""
+    """Returns the fields of /proc/PID/status for a process or thread. Empty if it is gone."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -194,7 +194,7 @@ def fields_of(pid: int) -> dict[str, str]:
 
 
 def processor_with_children_s(pids: Iterable[int]) -> float:
-    """Returns the processor time of these processes and of their reaped children, in seconds."""
+    """Returns the CPU time of these processes and their reaped children, in seconds."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):
@@ -203,7 +203,7 @@ def processor_with_children_s(pids: Iterable[int]) -> float:
 
 
 def exceeds(pids: Collection[int], most_bytes: int) -> bool:
-    """Returns whether the processes together use more than `most_bytes`, or could do so with full sockets and pipes."""
+    """Returns whether the processes together use more than `most_bytes`, or would with full socket and pipe buffers."""
     if sum(map(_mapped_bytes, pids)) > most_bytes and sum(map(_share_bytes, pids)) > most_bytes:
         return True
     most_open = most_bytes // _buffer_bytes()
@@ -212,14 +212,14 @@ def exceeds(pids: Collection[int], most_bytes: int) -> bool:
 
 @functools.cache
 def _buffer_bytes() -> int:
-    """Returns the buffer size of a socket. A pipe's buffer is smaller. Confined processes cannot change either size."""
+    """Returns the default socket buffer size. Pipe buffers are smaller. Confined processes cannot change either."""
     one, other = socket.socketpair()
     with one, other:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 def _open_of(pid: int) -> list[str]:
-    """Returns the paths in /proc of the process's open descriptors, read from a live thread."""
+    """Returns the /proc paths of the process's open file descriptors, read via a live thread."""
     for thread in threads_of(pid):
         with contextlib.suppress(OSError):
             if names := os.listdir(f"/proc/{thread}/fd"):
@@ -228,7 +228,7 @@ def _open_of(pid: int) -> list[str]:
 
 
 def _buffers(pids: Iterable[int]) -> set[str]:
-    """Returns the distinct sockets and pipes of the processes, by the kernel's names."""
+    """Returns the distinct sockets and pipes of the processes, as named by the kernel."""
     found = set()
     for pid in pids:
         for name in _open_of(pid):
@@ -238,7 +238,7 @@ def _buffers(pids: Iterable[int]) -> set[str]:
 
 
 def _with_memory(pid: int) -> tuple[int, dict[str, str]]:
-    """Returns (id of a live thread, its status). The kernel reports no memory for a thread that has ended."""
+    """Returns (id of a live thread, its status). The kernel does not report memory for an exited thread."""
     fields: dict[str, str] = {}
     for thread in (pid, *threads_of(pid)[1:]):
         fields = fields_of(thread)
@@ -253,7 +253,7 @@ def _mapped_bytes(pid: int) -> int:
 
 
 def _share_bytes(pid: int) -> int:
-    """Returns the process's proportional share of memory, or its mapped memory if the kernel reports no shares."""
+    """Returns the process's proportional memory share (PSS), or its mapped memory if the kernel does not report PSS."""
     try:
         lines = Path(f"/proc/{_with_memory(pid)[0]}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -179,7 +179,7 @@ def test_a_policy_loss_of_the_user_is_a_policy_loss(tmp_path: Path) -> None:
 def test_a_class_of_another_kind_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "another_kind.py"
     file.write_text(textwrap.dedent(OWN_LOSS))
-    with pytest.raises(ConfigError, match=r"as advantage estimator; derive a class from .*AdvantageEstimator"):
+    with pytest.raises(ConfigError, match=r"as advantage estimator; it must be a subclass of .*AdvantageEstimator"):
         Algorithm.of(settings(advantage_estimator=f"{file}:Unclipped"))
 
 

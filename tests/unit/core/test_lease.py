@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_living_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
-    with pytest.raises(ConfigError, match=rf"run other \(process {other.pid} on .*name another folder"):
+    with pytest.raises(ConfigError, match=rf"run other \(process {other.pid} on .*choose another folder"):
         Lease(tmp_path, "mine", flag="--save").__enter__()
 
 
@@ -99,5 +99,5 @@ def test_a_file_that_names_no_owner_is_taken_over(tmp_path: Path, left: str) -> 
 
 @pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/save"])
 def test_a_folder_that_cannot_be_written_is_refused(folder: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--save {folder} is not writable .*name another folder"):
+    with pytest.raises(ConfigError, match=rf"--save {folder} is not writable .*choose another folder"):
         Lease(Path(folder), "mine", flag="--save").__enter__()

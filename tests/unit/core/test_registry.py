@@ -53,7 +53,7 @@ def registry(package: Path) -> Registry[Any]:
 
 
 def test_a_misspelt_class_is_told_with_those_that_exist(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"block has no Blok; it has .*Block"):
+    with pytest.raises(ConfigError, match=r"block does not define Blok; it defines .*Block"):
         registry(package).get(f"{package.name}.block.Blok")
 
 

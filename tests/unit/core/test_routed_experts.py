@@ -60,9 +60,9 @@ def test_what_an_engine_sends_comes_back_from_json(
     [
         ("!", 1, "not base64"),
         ("AAA=", 1, "not base64"),
-        (wire(chosen(2)), 3, "must be the same model"),
-        (wire(chosen(2) + 8), 2, "of 8"),
-        (wire(chosen(2) - 1), 2, "of 8"),
+        (wire(chosen(2)), 3, "must serve the same model"),
+        (wire(chosen(2) + 8), 2, "has 8 experts"),
+        (wire(chosen(2) - 1), 2, "has 8 experts"),
         (wire(np.zeros((2, 3, 2))), 2, "twice for token 4 in layer 1"),
     ],
 )
@@ -128,9 +128,9 @@ def test_a_row_that_other_weights_have_read_is_left_out(versions: list[int], rea
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (of_tokens([1, 2, 3, 4]), "has read the last token"),
-        (RoutedExperts(np.zeros((2, 4, 2), np.uint8)), "one model"),
-        (RoutedExperts(np.zeros((2, 3, 2), np.int16)), "one model"),
+        (of_tokens([1, 2, 3, 4]), "the last token has not been routed"),
+        (RoutedExperts(np.zeros((2, 4, 2), np.uint8)), "the same model"),
+        (RoutedExperts(np.zeros((2, 3, 2), np.int16)), "the same model"),
     ],
 )
 def test_a_record_that_cannot_be_of_the_sample_is_refused(record: RoutedExperts, message: str) -> None:
@@ -141,7 +141,7 @@ def test_a_record_that_cannot_be_of_the_sample_is_refused(record: RoutedExperts,
 
 
 def test_a_sample_has_no_row_of_its_last_token() -> None:
-    with pytest.raises(DataError, match="end before the last one"):
+    with pytest.raises(DataError, match="stop before the last one"):
         Sample(tokens=[1, 2], rollout_routed_experts=of_tokens([1, 2])).validate()
 
 

@@ -82,7 +82,7 @@ def test_the_command_line_takes_a_grader_of_the_user(tmp_path: Path) -> None:
     words = complete(tmp_path)
     args: Any = parse_args([*words, "--rm-type", OWN, "--num-words", "7"])
     assert args.rm_type == OWN and args.num_words == 7
-    assert "derive a class from" in refused([*words, "--rm-type", "json.JSONDecoder"])
+    assert "it must be a subclass of" in refused([*words, "--rm-type", "json.JSONDecoder"])
 
 
 @pytest.mark.parametrize("name", GRADERS.names())

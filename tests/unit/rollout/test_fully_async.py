@@ -174,7 +174,7 @@ def test_the_public_name_means_the_switch(tmp_path: Path, name: str) -> None:
 def test_the_public_name_is_a_function_that_says_what_it_stands_for() -> None:
     from slime.public.generation import generate_rollout_fully_async
 
-    with pytest.raises(HookError, match="set --fully-async"):
+    with pytest.raises(HookError, match="use --fully-async"):
         generate_rollout_fully_async(None, 3, None)
 
 

@@ -75,5 +75,5 @@ def test_images_are_sent_as_data_uris_and_one_that_is_gone_is_named(tmp_path: Pa
     digest = folder.put(b"\x89PNG")
     assert folder.put(b"\x89PNG") == digest and len(list(folder.folder.iterdir())) == 1
     assert Pictures.of([digest], folder, PLACE).uris == ("data:image/png;base64,iVBORw==",)
-    with pytest.raises(DataError, match="has no image 00, which a sample needs"):
+    with pytest.raises(DataError, match="image 00 of a sample is missing"):
         Pictures.of(["00"], folder, PLACE)

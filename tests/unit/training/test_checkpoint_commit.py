@@ -269,5 +269,5 @@ def test_a_tensor_of_a_rank_does_not_live_in_the_file(tmp_path: Path) -> None:
 def test_a_full_disk_under_checkpoint_shards_is_named(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"rank_00000.{suffix}").symlink_to("/dev/full")
     state = RankState(0, {"w": torch.ones(4)}, {"format": FORMAT}, assets_from=None)
-    with pytest.raises(DiskFull, match=f"cannot write below {tmp_path}"):
+    with pytest.raises(DiskFull, match=f"cannot write to {tmp_path}"):
         state.write(tmp_path)

@@ -144,7 +144,7 @@ def test_our_own_pickled_samples_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"group_index": None}, "groups are not formed by position"),
+        ({"group_index": None}, "order does not define groups"),
         ({"multimodal_train_inputs": {"pixels": [1.0]}}, "has images"),
         ({"tokens": [1]}, "1 tokens, but its response_length is 3"),
         ({"status": "lost"}, "'lost' is not a valid Status"),
