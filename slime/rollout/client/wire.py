@@ -31,10 +31,10 @@ from slime.core.text import EngineKeys
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
+"""A reachable engine accepts a connection immediately; a host that no longer exists never does."""
 KEEPALIVE_S = 2.0
 """How long an idle connection is kept. SGLang closes it after 5 s, and a request sent at that moment would fail as if
 the engine had died."""
-"""A reachable engine accepts a connection immediately; a host that no longer exists never does."""
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
 """If a response does not end within this time, its connection is closed instead of reused."""
