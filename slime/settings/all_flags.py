@@ -261,7 +261,7 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """Returns all flags. If slime and an engine share a spelling, it refers to slime's flag."""
+    """Returns all flags. If slime and an engine define a flag with the same name, the entry is slime's flag."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 

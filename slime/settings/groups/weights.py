@@ -149,7 +149,7 @@ class QuantisedSettings:
 
 
 def engines_take_quantised_weights(args: Args) -> str | None:
-    """Quantised engines serve the format of --hf-checkpoint, for which they need GPU kernels and a working loader."""
+    """Quantised engines serve weights in the format of --hf-checkpoint, which requires GPU kernels and a loader."""
     config = read_hf_config(args.hf_checkpoint)
     found = quantisation_of(config)
     if args.debug_train_only or found is None:

@@ -7,7 +7,7 @@ sandbox is needed. Memory is limited while a file is read.
 2. A pickle may reference only a few harmless functions and types, and its classes become records. Any other reference
    raises an error that shows the name.
 3. Only weights are read. Optimizer, RNG and scheduler states and the run's arguments (`common.pt`) are not opened. A
-   missing, unknown or misshapen weight raises an error with its name before any tensor is read.
+   weight that is missing, unknown or of the wrong shape raises an error with its name before any tensor is read.
 4. `torch_dist` handles all names that Megatron-core uses: layers and experts can be separate or stacked, norms separate
    or fused, and the gate and up projections in one tensor or two. The family's weight table then converts parameters to
    Hugging Face tensors, one at a time.

@@ -133,7 +133,7 @@ def checkpoint_in(folder: Path) -> Path | None:
 class TorchDist:
     """An open `torch_dist` folder whose weights match the model exactly.
 
-    Raises `CheckpointError` for a missing, unknown or misshapen weight before any tensor is read.
+    Raises `CheckpointError` for a weight that is missing, unknown or of the wrong shape before any tensor is read.
     """
 
     table: FamilyTable

@@ -70,7 +70,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """All parameters of a model, including this rank's shards."""
+    """The parameters of the whole model, and the shards of them that this rank has."""
 
     table: FamilyTable
     """Rows of all parameters, including adapters."""
