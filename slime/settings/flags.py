@@ -89,6 +89,8 @@ _MEGATRON: Mapping[str, Range] = {
     **dict.fromkeys(("weight_decay", "start_weight_decay", "end_weight_decay"), COEFFICIENT),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"), Range(ge=0, lt=1)),
     "adam_eps": Range(gt=0, le=1),
+    "muon_num_ns_steps": Range(ge=1, le=100),
+    "muon_extra_scale_factor": Range(gt=0, le=1_000),
     **dict.fromkeys(("optimizer_offload_fraction", "lr_warmup_fraction", "rotary_percent"), FRACTION),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), Range(ge=0, lt=1)),
     "lr_warmup_iters": STEPS_OR_NONE,

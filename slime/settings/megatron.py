@@ -23,7 +23,8 @@ ACTING = frozenset(
         *("config_logger_dir", "lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "decoupled_lr"),
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
         *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "optimizer_cpu_offload"),
-        *("use_precision_aware_optimizer", "recompute_granularity", "fine_grained_activation_offloading"),
+        *("optimizer", "use_precision_aware_optimizer", "recompute_granularity"),
+        *("fine_grained_activation_offloading",),
         *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     }
 )
@@ -46,7 +47,7 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "Megatron's own cross entropy; slime computes log-probs itself": ("cross_entropy_loss_fusion",),
     "Megatron's inference; SGLang does the sampling": ("flash_decode", "inference_"),
     "random initial weights; slime loads a checkpoint": ("embedding_init_", "init_method_std", "init_model_"),
-    "an optimizer other than Adam": ("muon_", "sgd_"),
+    "an optimizer other than Adam and Muon": ("adaptive_muon_", "sgd_"),
     "DeepEP, which the trainer does not use; it dispatches tokens by all-to-all": (
         *("moe_deepep_", "moe_enable_deepep", "moe_flex_", "moe_hybridep_"),
     ),
@@ -165,6 +166,10 @@ _CONDITIONAL: Mapping[Need, str] = {
     Need(_is_on("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"): (
         "exp_avg_dtype exp_avg_sq_dtype main_params_dtype"
     ),
+    Need(lambda s: s.megatron["optimizer"] == "muon", "--optimizer muon"): (
+        "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov "
+        "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov"
+    ),
     Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"): (
         "min_offloaded_tensor_size offload_modules"
     ),
@@ -192,7 +197,6 @@ def need_of(name: str) -> Need | None:
 
 FIXED: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "checkpoints and weight sync are built on it"),
-    "optimizer": ("adam", "the distributed optimizer supports adam"),
     "grad_reduce_in_fp32": (True, "sums of many micro-batches lose precision in bf16"),
     "average_in_collective": (False, "losses are already divided by the denominators of the whole step"),
     "hidden_dropout": (0.0, "dropout makes trainer and engine disagree"),
@@ -287,6 +291,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "moe_token_dispatcher_type": ("alltoall", "it sends each token only to its experts"),
     "bf16": (True, "the training dtype, unless --fp16 or --no-bf16 is set"),
     "optimizer_offload_fraction": (1.0, "Megatron's launch default"),
+    "muon_tp_mode": ("duplicated", "the update of a matrix does not depend on the number of ranks"),
     "mtp_loss_scaling_factor": (0.2, "RL scripts that omit the flag expect this value"),
     "gradient_accumulation_fusion": (True, "GPU kernels accumulate weight gradients in float32, without Apex"),
     **FIXED,

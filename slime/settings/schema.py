@@ -85,7 +85,8 @@ RENAMED = {
         "mamba-scheduler-strategy": "mamba-radix-cache-strategy",
         "nsa-prefill-backend": "dsa-prefill-backend",
         "nsa-decode-backend": "dsa-decode-backend",
-    }
+    },
+    "megatron": {"muon-use-nesterov": "muon-nesterov"},
 }
 """Owner -> flag of an older version -> its newest name. Both are accepted, because launch scripts use both."""
 PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
@@ -151,7 +152,8 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
 
     entries = load(owner)["flags"]
     known = {name for entry in entries for name in entry["names"]}
-    more = {new: [old] for old, new in RENAMED.get(owner, {}).items() if old not in known}
+    pairs = RENAMED.get(owner, {}).items()
+    more = {one: [other] for old, new in pairs for one, other in ((new, old), (old, new)) if other not in known}
     return tuple(flag(**entry | {"names": entry["names"] + more.get(entry["names"][0], [])}) for entry in entries)
 
 

@@ -42,6 +42,18 @@ MEGATRON: dict[str, Any] = {
     "distributed_timeout_minutes": 2,
 }
 """A constant schedule in float32 on one rank."""
+MUON: dict[str, Any] = {
+    "optimizer": "muon",
+    "muon_momentum": 0.95,
+    "muon_nesterov": False,
+    "muon_split_qkv": True,
+    "muon_num_ns_steps": 5,
+    "muon_fp32_matmul_prec": "highest",
+    "muon_scale_mode": "spectral",
+    "muon_extra_scale_factor": 1.0,
+    "muon_tp_mode": "duplicated",
+}
+"""Muon as slime's defaults have it, with products in float32."""
 
 
 def training_args(

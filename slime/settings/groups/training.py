@@ -191,12 +191,18 @@ PASSED: tuple[Passed, ...] = (
 
 # --- Limitations of the trainer
 
-OPTIMIZER_DTYPES = {
+OPTIMIZER_VALUES = {
+    "optimizer": ("adam", "muon"),
+    "muon_coefficient_type": ("quintic", "simple"),
+    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
+    "muon_scalar_optimizer": ("adam",),
+    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+    "muon_tp_mode": ("duplicated", "distributed", "blockwise"),
     "main_params_dtype": ("float32", "float16"),
     "exp_avg_dtype": ("float32", "bfloat16"),
     "exp_avg_sq_dtype": ("float32", "bfloat16"),
 }
-"""Setting -> the dtypes that --use-precision-aware-optimizer supports for that state."""
+"""Setting of the optimizer -> the values that the trainer supports."""
 
 
 def world_divides(args: Args) -> str | None:
@@ -311,17 +317,18 @@ def learning_rate_can_warm_up(args: Args) -> str | None:
     return None
 
 
-def state_dtypes_can_be_kept(args: Args) -> str | None:
-    """The optimizer cannot round to other dtypes, and float16 cannot hold moments: they exceed its range."""
-    for name, allowed in OPTIMIZER_DTYPES.items():
-        if (value := args.megatron[name]) not in allowed:
+def optimizer_can_run(args: Args) -> str | None:
+    """State cannot be rounded to other dtypes, and float16 cannot hold moments: they exceed its range."""
+    for name, allowed in OPTIMIZER_VALUES.items():
+        if (value := args.megatron.get(name, allowed[0])) not in allowed:  # each Megatron lacks some of the names
             return f"{name} is {value}, which the trainer does not support; choose {' or '.join(allowed)}"
     return None
 
 
 def _couples_weight_decay(s: Any) -> bool:
     m = s.megatron
-    return not m["decoupled_weight_decay"] and (m["optimizer_cpu_offload"] or m["use_precision_aware_optimizer"])
+    decoupled = m["optimizer_cpu_offload"] or m["use_precision_aware_optimizer"] or m["optimizer"] == "muon"
+    return bool(decoupled and not m["decoupled_weight_decay"])
 
 
 def fixed_settings_are_left_alone(args: Args) -> str | None:
@@ -347,11 +354,19 @@ RULES: tuple[Rule, ...] = (
         "raise --lr",
     ),
     learning_rate_can_warm_up,
-    state_dtypes_can_be_kept,
+    optimizer_can_run,
     refuse_if(
         _couples_weight_decay,
-        "--no-decoupled-weight-decay does not work with --optimizer-cpu-offload and --use-precision-aware-optimizer, "
-        "which implement AdamW; drop one of them",
+        "--no-decoupled-weight-decay does not work with --optimizer muon, --optimizer-cpu-offload and "
+        "--use-precision-aware-optimizer, which decouple it; drop one of them",
+    ),
+    refuse_if(
+        lambda s: (
+            s.megatron["optimizer"] == "muon"
+            and (s.megatron["optimizer_cpu_offload"] or s.megatron["use_precision_aware_optimizer"])
+        ),
+        "--optimizer muon keeps its state in float32 on the GPU; drop --optimizer-cpu-offload and "
+        "--use-precision-aware-optimizer, or use --optimizer adam",
     ),
     refuse_if(  # rounding is seeded with the number of updates, which a reset sets to zero
         lambda s: s.reset_optimizer_states and s.megatron["use_precision_aware_optimizer"],

@@ -95,6 +95,8 @@ def ddp_config(megatron: Mapping[str, Any]) -> DistributedDataParallelConfig:
 def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
     """Builds the config of AdamW, sharded over data-parallel ranks, with float32 master weights and moments.
 
+    With `--optimizer muon`, `slime.training.step.optimizer` updates the matrices before this AdamW.
+
     With `--optimizer-cpu-offload` or `--use-precision-aware-optimizer`, Megatron's optimizer sees only the parameters.
     `slime.training.step.adamw` manages their master weights and moments, because Megatron's own implementation requires
     Transformer Engine.
@@ -105,6 +107,7 @@ def optimizer_config(megatron: Mapping[str, Any]) -> OptimizerConfig:
         values.pop(name, None)
     values.update(
         fixed(OptimizerConfig),
+        optimizer="adam",
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,48 +52,9 @@ from slime.training.state.shards import (
     write_tensors,
 )
 from slime.training.step.adamw import HeldAdamW
-from slime.training.step.optimizer import Trainable
+from slime.training.step.optimizer import MOMENTUM, Owned, Trainable, owned_part
 
 logger = logging.getLogger(__name__)
-
-# In Megatron's distributed optimizer, each rank owns a range of a flattened parameter. A stack of experts is a single
-# parameter there, so a range can start or end in the middle of an expert.
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """This rank's optimizer state for one shard."""
-
-    optimizer: Any
-    main: Tensor
-    """The optimizer's main parameter, which contains the shard's weights."""
-    within: slice
-    """The shard's range in the flattened main parameter."""
-    start: int
-    """Where `within` starts in the flattened shard."""
-
-    def part(self, like: Tensor) -> Tensor:
-        """Returns a flat view of the shard in `like`, a tensor with the layout of the main parameter."""
-        return like.view(-1)[self.within]
-
-
-def owned_part(trainable: Trainable, held: Held) -> Owned | None:
-    """Returns this rank's optimizer state for a shard, or None if the shard is frozen or owned by another rank."""
-    for inner in trainable.inner:
-        if inner.optimizer is None:  # this rank has no trained parameters
-            continue
-        place = inner.model_param_group_index_map.get(held.parameter)
-        if place is not None:
-            group, index = place
-            main = inner.optimizer.param_groups[group]["params"][index]
-            start = int(inner._get_model_param_range_map(held.parameter)["param"].start)
-            size = held.of(held.parameter).numel()
-            first, end = max(start, held.start), min(start + main.numel(), held.start + size)
-            if first >= end:  # this rank's range covers other experts
-                return None
-            return Owned(inner.optimizer, main, slice(first - start, end - start), first - held.start)
-    return None
-
 
 # RNG state of training: torch's generators on each device, NumPy's generator, and Megatron's tracker.
 
@@ -147,7 +107,7 @@ class Kept:
 
         Omits master weights that are views of the parameter or bitwise equal to it.
         """
-        owned = owned_part(self.trainable, held)
+        owned = owned_part(self.trainable.inner, held)
         if owned is not None:
             if owned.main.dtype != held.parameter.dtype:
                 yield MASTER, owned.part(owned.main), owned.start
@@ -326,18 +286,20 @@ class _Destination:
 
 
 def _destinations(kept: Kept, reader: ShardReader, with_optimizer: bool) -> Iterator[_Destination]:
-    moments = [role for role in reader.roles if role not in (MODEL, MASTER) and not role.startswith(OTHER_POLICY)]
+    others = {MODEL, MASTER, MOMENTUM}
+    moments = [role for role in reader.roles if role not in others and not role.startswith(OTHER_POLICY)]
     for own in kept.model.own:
         filled = ((MODEL, own.shard.detach()), *kept.of_others(own.name))
         yield from (_Destination(role, own, target) for role, target in filled)
-        owned = owned_part(kept.trainable, own.here) if with_optimizer else None
+        owned = owned_part(kept.trainable.inner, own.here) if with_optimizer else None
         if owned is not None:
             part = owned.part(owned.main.detach())
             if part.dtype != own.dtype:
                 yield _Destination(MASTER, own, part, owned.start)
             elif isinstance(owned.optimizer, HeldAdamW) and own.dtype != torch.float32:
                 yield _Destination(MASTER, own, part, owned.start, owned)
-            yield from (_Destination(role, own, part, owned.start, owned) for role in moments)
+            roles = [MOMENTUM] if MOMENTUM in owned.optimizer.state.get(owned.main, ()) else moments
+            yield from (_Destination(role, own, part, owned.start, owned) for role in roles)
 
 
 def _check(reader: ShardReader, meta: Mapping[str, Any], kept: Kept, with_optimizer: bool) -> None:
@@ -409,7 +371,7 @@ def _set_computed(trainable: Trainable, metas: Sequence[Mapping[str, Any]]) -> N
     for optimizer in _optimizers(trainable) if step is not None else ():
         for group in optimizer.param_groups:
             if type(optimizer).__module__.startswith("torch."):
-                for parameter in group["params"]:
+                for parameter in (p for p in group["params"] if MOMENTUM not in optimizer.state.get(p, ())):
                     device = parameter.device if group["fused"] else "cpu"  # as in torch
                     optimizer.state[parameter]["step"] = torch.tensor(step, device=device)
             else:

@@ -235,7 +235,8 @@ class ShardReader:
         """Returns any shard of a parameter, to show how it is split. Raises `CheckpointError` if there is none."""
         if (role, name) not in self._shards:
             raise CheckpointError(
-                f"{self.folder} has no {role} of {name}; it was written with a different model or different settings"
+                f"{self.folder} has no {role} of {name}; it was written with a different model or different settings, "
+                "such as another --optimizer"
             )
         return self._shards[role, name][0][1]
 

@@ -42,7 +42,7 @@ from slime.core.errors import DeadlineExceeded
 from slime.models.common.table import FamilyTable
 from slime.settings import Args
 from slime.training.step.adamw import HeldAdamW
-from slime.training.step.optimizer import Trainable
+from slime.training.step.optimizer import MOMENTUM, Trainable
 from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
 
 logger = logging.getLogger(__name__)
@@ -393,7 +393,7 @@ class Parts:
                 masters = [p for group in optimizer.param_groups for p in group["params"]]
                 others += [p.data for p in masters]
                 others += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-                missing = [p for p in masters if "exp_avg" not in optimizer.state.get(p, {})]
+                missing = [p for p in masters if not {"exp_avg", MOMENTUM} & optimizer.state.get(p, {}).keys()]
                 later_bytes += (
                     optimizer.first_step_bytes()
                     if isinstance(optimizer, HeldAdamW)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
+from tests.support.training import MUON
 from tests.support.training_ranks import run_layouts
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -16,6 +17,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("qwen3", {"tensor_model_parallel_size": 2}),
     "vp2": ("qwen3", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "ep2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
+    "dp2 by muon": ("qwen3", MUON),
+    "tp2 by muon": ("qwen3", {**MUON, "tensor_model_parallel_size": 2}),
+    "ep2 by muon": ("qwen3_moe", {**MUON, "expert_model_parallel_size": 2}),
 }
 
 

@@ -14,7 +14,7 @@ from slime.settings.megatron import ACTING, CONDITIONS, FIXED, UNSUPPORTED, need
 from slime.settings.schema import OWNED, architecture_of, flags_of_owner
 from tests.support.command_line import QWEN3, listed, refused
 
-NUM_UNREAD = 118
+NUM_UNREAD = 110
 """Flags that act on nothing in the pinned Megatron. If it changes: look at what the trainer does with the new flags."""
 
 
@@ -23,7 +23,7 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
     stored = {flag.dest: flag for flag in flags_of_owner("megatron")}
     lists = (ACTING, CONDITIONS.keys(), FIXED.keys() | UNSUPPORTED.keys())
     counts = Counter(name for names in lists for name in names)
-    assert counts.keys() <= stored.keys()
+    assert counts.keys() - stored.keys() <= {"muon_coefficient_type", "muon_nesterov", "muon_scalar_optimizer"}, "newer"
     twice = {name for name, count in counts.items() if count > 1}
     assert twice == {"moe_router_load_balancing_type"}, "fixed, and the same step is computed whatever it says"
     for name, (value, _) in UNSUPPORTED.items():
@@ -40,7 +40,8 @@ def test_a_flag_that_is_listed_nowhere_acts_on_nothing(base: list[str]) -> None:
         ("--no-attention-softmax-in-fp32", "attention_softmax_in_fp32 False, which needs Megatron's own attention"),
         ("--attention-backend flash", "which needs Transformer Engine"),
         ("--transformer-impl transformer_engine", "which needs Transformer Engine"),
-        ("--muon-momentum 0.9", "which needs an optimizer other than Adam"),
+        ("--muon-momentum 0.9", "muon_momentum 0.9, which needs --optimizer muon"),
+        ("--sgd-momentum 0.8", "sgd_momentum 0.8, which needs an optimizer other than Adam and Muon"),
         ("--moe-router-load-balancing-type seq_aux_loss", "which needs --moe-aux-loss-coeff"),
         ("--exp-avg-dtype bf16", "exp_avg_dtype bfloat16, which needs --use-precision-aware-optimizer"),
         ("--optimizer-offload-fraction 0.5", "0.5, which needs --optimizer-cpu-offload"),
@@ -83,11 +84,37 @@ def test_a_flag_of_megatron_at_its_default_asks_for_nothing(base: list[str]) -> 
     [
         ("--exp-avg-sq-dtype fp16", "choose float32 or bfloat16"),
         ("--main-params-dtype bf16", "choose float32 or float16"),
-        ("--no-decoupled-weight-decay", "which implement AdamW"),
+        ("--no-decoupled-weight-decay", "which decouple it"),
     ],
 )
 def test_what_an_optimizer_that_holds_its_state_cannot_do_is_refused(base: list[str], flags: str, said: str) -> None:
     assert said in refused([*base, "--use-precision-aware-optimizer", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--optimizer-cpu-offload", "use --optimizer adam"),
+        ("--use-precision-aware-optimizer", "use --optimizer adam"),
+        ("--no-decoupled-weight-decay", "which decouple it"),
+        ("--muon-tp-mode replicated", "choose duplicated or distributed or blockwise"),
+        ("--muon-scale-mode rms", "choose spectral or unit_rms_norm or shape_scaling"),
+        ("--muon-fp32-matmul-prec low", "choose medium or high or highest"),
+        ("--muon-num-ns-steps 0", "muon-num-ns-steps"),
+    ],
+)
+def test_what_muon_cannot_do_is_refused(base: list[str], flags: str, said: str) -> None:
+    assert said in refused([*base, "--optimizer", "muon", *flags.split()])
+    assert "choose adam or muon" in refused([*base, "--optimizer", "sgd"])
+
+
+def test_flags_of_muon_act_under_every_megatron(base: list[str]) -> None:
+    """Law: scripts for an older or newer Megatron run; its name for the same setting is accepted."""
+    for name in ("--muon-nesterov", "--muon-use-nesterov"):
+        flags = "--optimizer muon --muon-momentum 0.9 --muon-num-ns-steps 6 --muon-scale-mode unit_rms_norm --strict"
+        megatron = parse_args([*base, *flags.split(), name]).megatron
+        assert megatron.get("muon_nesterov", megatron.get("muon_use_nesterov")) is True
+        assert megatron["muon_tp_mode"] == "duplicated"
 
 
 @pytest.mark.parametrize(
