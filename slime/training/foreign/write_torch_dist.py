@@ -26,6 +26,7 @@ from slime.weights.rendezvous import keep_gloo_on
 
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 """Metadata for loaders: layers are separate, and the experts of a layer are stacked."""
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 LIMIT = timedelta(minutes=10)
 
 
@@ -108,7 +109,9 @@ def writers_ended() -> Iterator[None]:
 
     Megatron would keep it until this process exits, and leave it orphaned if this process were killed.
     """
-    writer: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writer: Any = importlib.import_module(f"{STRATEGIES}.filesystem_async")
+    importlib.import_module(f"{STRATEGIES}.state_dict_saver")
+    activate("cpu")  # core 0.19 imports these two only when it saves, and patches reach only loaded modules
     try:
         yield
     finally:
