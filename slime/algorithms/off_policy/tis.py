@@ -70,8 +70,8 @@ class CustomWeights(MismatchCorrection):
         changed, masks, metrics = result
         if changed.shape != loss.shape or [len(m) for m in masks] != list(tokens.lengths):
             raise HookError(
-                f"{FLAG} must return a loss of shape {list(loss.shape)} and a mask per sample, got shape "
-                f"{list(changed.shape)}"
+                f"{FLAG} must return a loss of shape {list(loss.shape)} and masks of {list(tokens.lengths)} tokens, "
+                f"got shape {list(changed.shape)} and masks of {[len(m) for m in masks]} tokens"
             )
         keep = torch.cat([torch.as_tensor(m) for m in masks]) if masks else torch.zeros_like(tokens.mask)
         kept = (keep.to(tokens.mask.device) > 0) & (tokens.mask > 0)

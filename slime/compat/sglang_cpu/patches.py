@@ -170,7 +170,7 @@ def attention_of_a_batch() -> PatchReport:
         "sglang.srt.layers.attention.torch_native_backend",
         _attend_together,
         name="attention of a batch on torch_native",
-        symptom="decoding 64 short requests takes about twice as long",
+        symptom="200 short prompts to a 135M model take 69 s instead of 46 s",
         removal="the loops over seq_idx in torch_native_backend.py are gone",
     )
 

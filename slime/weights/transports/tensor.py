@@ -139,7 +139,8 @@ class TensorChannel(Channel):
         payloads: dict[tuple[str, int], str] = {}
         for gpu_id, mine in gathered:
             if isinstance(mine, Exception):
-                raise WeightSyncError(f"the training rank on GPU {gpu_id} cannot share its weights: {mine!r}") from mine
+                rank = "a training rank" if gpu_id is None else f"the training rank on GPU {gpu_id}"
+                raise WeightSyncError(f"{rank} cannot share its weights: {mine!r}") from mine
             payloads.update(mine)
         for receiver in receivers:
             num_ranks = receiver.control.layout.num_ranks
