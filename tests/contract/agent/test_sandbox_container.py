@@ -133,7 +133,7 @@ def test_a_long_command_runs_once(docker: Path) -> None:
 def test_what_is_missing_is_named(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unconfined, match="Unable to find image"):
         inside(nothing, image="missing")
-    with pytest.raises(ConfigError, match="needs podman"):
+    with pytest.raises(ConfigError, match="requires podman"):
         inside(nothing, runtime="podman")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="docker or podman"):

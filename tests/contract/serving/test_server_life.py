@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,13 @@ def test_an_engine_that_works_beside_other_work_lives(
 
     loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(2)]
     used_s = engine_server.processor_s
-    watch = ServerWatch(engine_server.problem, answers, interval_s=0.02, timeout_s=1.0, used_s=used_s)
+    watch_for = partial(ServerWatch, engine_server.problem, answers, interval_s=0.02, used_s=used_s)
+    watch = watch_for(timeout_s=20.0)
     try:
         assert said_meanwhile(engine_server, watch, stops=True) == {None}
         assert max(waits_s) > 0.1, "the batch is too short to tell"
+        watch.close()
+        watch = watch_for(timeout_s=1.0)
         monkeypatch.setattr(liveness, "WORKING", 0.1)
         monkeypatch.setattr(liveness, "load", lambda: 1.0)  # else the limit would grow with the load of the machine
         assert "has not responded for" in str(said_meanwhile(engine_server, watch))

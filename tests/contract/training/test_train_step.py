@@ -229,7 +229,7 @@ def test_a_non_finite_value_names_the_sample_and_spares_the_weights(
     broken[0] = np.nan
     with pytest.raises(NumericsError, match="in 1 samples: sample 3 of group 1 from response token 0"):
         backend.train(_change(batch, 3, rollout_log_probs=broken))
-    with pytest.raises(DataError, match="sample 3 of group 1 has the reward inf"):
+    with pytest.raises(DataError, match="the reward of sample 3 in group 1 must be finite, got inf"):
         backend.train(_change(batch, 3, reward=float("inf")))
     assert _same(_weights(backend), before)
 

@@ -15,7 +15,7 @@ from slime.core.errors import SAVE_FLAG, START_FLAG
 from slime.settings import parse_args
 from slime.settings.all_flags import flag_table
 from slime.settings.public_flags import refused_table
-from slime.settings.schema import owned_spellings
+from slime.settings.schema import SCHEMA_DIR, owned_spellings
 from tests.support.command_line import QWEN3_VL, complete
 from tests.support.documents import LOOPS, ROOT, TEXTS, commands_of, loop_of, text_of
 
@@ -52,6 +52,8 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def known_flags() -> set[str]:
     """Flags that parse, flags that are refused with a way out, and those of the project's other programs."""
     known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_SERVERS, *OF_ENTRIES}
+    for schema in SCHEMA_DIR.glob("megatron-*.json"):  # a page may speak of the other version
+        known |= {f"--{name}" for flag in json.loads(schema.read_text())["flags"] for name in flag["names"]}
     for parser in subcommands().values():
         known |= set(parser._option_string_actions)
     for folder in ("examples", "recipes", "benchmarks"):

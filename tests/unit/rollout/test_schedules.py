@@ -65,9 +65,9 @@ def test_a_schedule_of_the_user_that_generates_all_the_time_is_fully_async(tmp_p
     ("flags", "text"),
     [
         (("--rollout-schedule", "stop"), "did you mean step"),
-        (("--rollout-schedule", "step", "--fully-async"), "drop one of the two"),
-        (("--rollout-schedule", "fully_async", "--no-fully-async"), "drop one of the two"),
-        (("--rollout-schedule", "step", "--rollout-function-path", f"{HOOKS}:own_rollout"), "drop one of the two"),
+        (("--rollout-schedule", "step", "--fully-async"), "rop one of the two"),
+        (("--rollout-schedule", "fully_async", "--no-fully-async"), "rop one of the two"),
+        (("--rollout-schedule", "step", "--rollout-function-path", f"{HOOKS}:own_rollout"), "rop one of the two"),
         (("--rollout-schedule", "examples.small_hooks:rollout"), "it must be a subclass of"),
         (("--rollout-schedule", f"{HOOKS}:NoSchedule"), "does not define step"),
         (("--rm-type", f"{HOOKS}:NoGrader"), "does not define grade"),

@@ -69,7 +69,7 @@ def test_what_slime_can_call_is_accepted(file: str, name: str, kind: str) -> Non
         ("Half", "data_source", "does not define add_samples, save, load, __len__"),
         ("reward", "data_source", "a function"),
         ("number", "custom_rm", "is a int"),
-        ("rewrad", "custom_rm", "it has"),
+        ("rewrad", "custom_rm", "it defines"),
     ],
 )
 def test_what_slime_cannot_call_is_refused_and_told_what_is_expected(

@@ -40,7 +40,7 @@ def test_what_a_task_cannot_be_is_said_before_the_start(tmp_path: Path) -> None:
     base = without(complete(tmp_path), "--prompt-data")
     for name, says in {
         "rg:spell_bakward": "no task 'spell_bakward'; use one of spell_backward",
-        "rg:spell_backward?size=none": "size=none must be an integer",
+        "rg:spell_backward?size=none": "size must be an integer >= 1, got none",
         "gr:spell_backward": "--prompt-data gr: there is no such data scheme; choose from rg",
     }.items():
         assert says in refused([*base, "--prompt-data", name])

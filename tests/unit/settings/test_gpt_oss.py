@@ -34,7 +34,7 @@ def test_what_is_trained_and_served_is_taken(words: list[str], flags: str) -> No
     ("flags", "said"),
     [
         ("", "set --sglang-moe-runner-backend triton"),
-        ("--sglang-moe-runner-backend triton_kernel", "in a different order"),
+        ("--sglang-moe-runner-backend triton_kernel", "in an order that the weight sync cannot verify"),
         (f"{LAYER} mlp", "add adapters to the experts of gpt-oss"),
         (f"{TRITON} --lora-rank 4", "add adapters to the experts of gpt-oss"),
         (
