@@ -104,7 +104,7 @@ def test_other_settings_are_refused_before_anything_changes(make_backend: Make, 
     meta = json.loads((tmp_path / "trained" / "rank_00000.json").read_text())
     meta["layout"]["world_size"] = 2
     (tmp_path / "trained" / "rank_00000.json").write_text(json.dumps(meta))
-    with pytest.raises(CheckpointError, match=r"1 of 2 ranks.*rank_00001.json"):
+    with pytest.raises(CheckpointError, match=r"1 ranks instead of 2.*rank_00001.json"):
         backend.load(tmp_path / "trained")
     meta["format"] = 2
     (tmp_path / "trained" / "rank_00000.json").write_text(json.dumps(meta))
