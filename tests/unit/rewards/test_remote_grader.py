@@ -109,14 +109,16 @@ def test_a_list_of_another_length_is_no_reward() -> None:
 
 
 def test_through_the_pool_a_dead_service_is_no_zero() -> None:
-    async def work(url: str, seen: list[Any]) -> Any:
-        pool = GraderPool(
-            num_workers=1, timeout_s=4.0, rm_type="remote_rm", args=SimpleNamespace(rm_url=url, rm_batch_size=1)
-        )
+    async def scores(url: str, limit_s: float, *responses: str) -> list[Any]:
+        settings = SimpleNamespace(rm_url=url, rm_batch_size=1)
+        pool = GraderPool(num_workers=1, timeout_s=limit_s, rm_type="remote_rm", args=settings)
         try:
-            return await asyncio.gather(*(pool.score(Sample(response=r)) for r in ("fine", "null", "busy")))
+            return list(await asyncio.gather(*(pool.score(Sample(response=r)) for r in responses)))
         finally:
             await pool.close()
+
+    async def work(url: str, seen: list[Any]) -> Any:
+        return [*await scores(url, 60.0, "fine", "null"), *await scores(url, 4.0, "busy")]
 
     answers = {"fine": (200, 0.5), "null": (200, None), "busy": (503, "later")}
     fine, null, busy = serve(lambda body: answers[body["response"]], work)
