@@ -35,12 +35,10 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def scorer() -> Callable[[str, Mapping[str, Any]], float]:
     """Returns the demo's score of a response to a row."""
-    import reasoning_gym
-
     from recipes.demo import task
-    from slime.rewards.graders.reasoning_gym_task import bare_answer
+    from slime.rewards.graders.reasoning_gym_task import bare_answer, score_function
 
-    score = reasoning_gym.get_score_answer_fn(task.SCORER)
+    score = score_function(task.SCORER)
 
     def of(response: str, row: Mapping[str, Any]) -> float:
         entry = row["metadata"]["reasoning_gym"]["entry"]

@@ -31,7 +31,7 @@ from slime.cluster.guardian import HostGuardian
 from slime.cluster.hosts import Contract, contract_of, not_seen
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, introduce, wait_for
-from slime.core.blame import Process
+from slime.core.blame import Process, error_line
 from slime.core.cores import usable_cores
 from slime.core.errors import START_FLAG, DeadlineExceeded, SlimeError
 from slime.core.processes import RUN_ID_ENV
@@ -178,8 +178,9 @@ class HostHandle:
             what = f"the processes on host {self._host} to exit"
             wait_for([self.actor.close.remote()], for_what=what, limit_s=EMPTY_LIMIT_S)
         except SlimeError as error:  # the guardian kills the run's processes there once Ray has killed the actor
-            reason = str(error).splitlines()[0]
-            logger.warning("host %s did not confirm that its processes have exited: %s", self._node_id, reason)
+            logger.warning(
+                "host %s did not confirm that its processes have exited: %s", self._node_id, error_line(error)
+            )
 
 
 class RayNodes:

@@ -334,11 +334,7 @@ def _rescue(run: Run) -> None:
     try:
         run.finish_save(limit_s=run.args.save_timeout_s)
     except Exception as error:  # for example if a rank has died
-        logger.warning("the checkpoint in progress was not completed: %s", _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), repr(error))
+        logger.warning("the checkpoint in progress was not completed: %s", error_line(error))
 
 
 def _end(run: Run, *, limit_s: float) -> None:
@@ -346,5 +342,5 @@ def _end(run: Run, *, limit_s: float) -> None:
     try:
         run.close(limit_s=limit_s)
     except Exception as error:  # Ray kills remaining actors when it stops
-        logger.warning("an actor did not stop cleanly: %s", _first_line(error))
+        logger.warning("an actor did not stop cleanly: %s", error_line(error))
         logger.info("full traceback", exc_info=True, extra=FILE_ONLY)

@@ -19,12 +19,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.compat import Hook
-from slime.core.engine_interface import SENDER_HEADER
+from slime.core.engine_interface import SENDER_HEADER, SESSION_CONFLICT
 from slime.core.engine_versions import WITH_SESSIONS
 
 _OWNER = "_slime_update_owner"
 """Attribute of SGLang's front end with the owner of the open session. None if no session is open."""
-_CONFLICT = 409
 Call = Callable[..., Awaitable[tuple[bool, str]]]
 
 
@@ -35,7 +34,7 @@ def _sender(request: Any) -> str:
 def _refuse(why: str) -> None:
     import fastapi
 
-    raise fastapi.HTTPException(status_code=_CONFLICT, detail=why)
+    raise fastapi.HTTPException(status_code=SESSION_CONFLICT, detail=why)
 
 
 def _require_owner(manager: Any, _update: Any, request: Any = None) -> None:

@@ -21,6 +21,9 @@ TOKEN_VERSIONS_KEY = "token_weight_version"
 SENDER_HEADER = "x-slime-sender"
 """HTTP header that identifies the sender of a control call, usually by run id."""
 
+SESSION_CONFLICT = 409
+"""HTTP status of a control call that an open weight update forbids (`slime.compat.sglang_update_sessions`)."""
+
 OWN_REQUESTS = "slime-"
 """Prefix of request ids sent by the run itself. If a weight sync aborts such a request, the run's client resumes it."""
 ASK_AGAIN = "this request was aborted because the engine's weights are being updated; send it again"

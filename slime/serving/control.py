@@ -196,8 +196,7 @@ class HttpEngineControl:
 def _checksums(report: Mapping[str, Any]) -> RankChecksums:
     """Parses one rank's report from `/weights_checker`.
 
-    With DP attention, every DP group reports all ranks of its stage. SGLang computes the tensors of `rotary_emb` from
-    the config, so they are not weights: SGLang 0.5.23 reports `axis_map` of vision models.
+    With DP attention, every DP group reports all ranks of its stage.
     """
     info = report["parallelism_info"]
     if isinstance(info, list):  # SGLang 0.5.23: one entry per model (main and drafts), all for the same rank
@@ -205,8 +204,17 @@ def _checksums(report: Mapping[str, Any]) -> RankChecksums:
     return RankChecksums(
         EngineRank(info["pp_rank"], info["tp_rank"]),
         EngineLayout(tp_size=info["tp_size"], pp_size=info["pp_size"], dp_size=info["dp_size"]),
-        {name: digest for name, digest in report["checksums"].items() if ".rotary_emb." not in name},
+        digests_of_weights(report),
     )
+
+
+def digests_of_weights(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns name -> digest of the weights in one rank's report.
+
+    SGLang computes the tensors of `rotary_emb` from the config, so they are not weights: SGLang 0.5.23 reports
+    `axis_map` of vision models.
+    """
+    return {name: digest for name, digest in report["checksums"].items() if ".rotary_emb." not in name}
 
 
 def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.core.engine_interface import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK, SESSION_CONFLICT, TOKEN_VERSIONS_KEY
 from slime.core.errors import EngineError
 from slime.core.liveness import Silence
 from slime.core.text import EngineKeys
+from slime.serving.control import digests_of_weights
 from slime.serving.leased_ports import request
 
 
@@ -87,8 +88,6 @@ class ServerWatch:
 
 NUM_PROBED = 4
 """Number of tokens requested by the probe; enough for several stream events."""
-SESSION_OPEN = 409
-"""Status of `/continue_generation` while a weight update is open (`slime.compat.sglang_update_sessions`)."""
 NOT_YET = (0, 502, 503, 504)
 """Status codes while a server is starting, possibly from a proxy in front of it. 0 means no response."""
 KEYS = ("api_key", "admin_api_key")
@@ -154,9 +153,9 @@ def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: flo
     """
     info = server_info(url, keys.use, timeout_s)
     model = _object("GET", url, "model_info", None, keys.use, timeout_s)
-    is_open = _resume(url, keys, timeout_s) == SESSION_OPEN
+    is_open = not _resume(url, keys, timeout_s)
     report = _object("POST", url, "weights_checker", {"action": "checksum"}, keys.control, digests_s)
-    resident = frozenset(name for rank in report.get("ranks") or () for name in rank["checksums"])
+    resident = frozenset(name for rank in report.get("ranks") or () for name in digests_of_weights(rank))
     try:
         probe, problem = None if is_open else _probed(url, keys.use, timeout_s, experts=experts), ""
     except EngineError as error:
@@ -165,11 +164,12 @@ def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: flo
     return ServerFacts(url, info, model, resident, probe, problem, asks_for_key, is_open)
 
 
-def _resume(url: str, keys: EngineKeys, timeout_s: float) -> int:
-    """Resumes a server that an earlier run paused. Returns the status: 200, or `SESSION_OPEN`."""
-    body: dict[str, Any] = {}
-    status, text = request("POST", f"{url}/continue_generation", body, timeout_s=timeout_s, api_key=keys.control)
-    return status if status == SESSION_OPEN else _require(status, text, "continue_generation")
+def _resume(url: str, keys: EngineKeys, timeout_s: float) -> bool:
+    """Resumes a server that an earlier run paused. Returns False if the server refuses: a weight update is open."""
+    status, text = request("POST", f"{url}/continue_generation", {}, timeout_s=timeout_s, api_key=keys.control)
+    if status != SESSION_CONFLICT:
+        _require_success(status, text, "continue_generation")
+    return status != SESSION_CONFLICT
 
 
 def _probed(url: str, api_key: str | None, timeout_s: float, *, experts: bool) -> Probe:
@@ -202,12 +202,12 @@ def _object(method: str, url: str, route: str, body: Any, api_key: str | None, t
 
 def _answer(method: str, url: str, route: str, body: Any, api_key: str | None, timeout_s: float) -> str:
     status, text = request(method, f"{url}/{route}", body, timeout_s=timeout_s, api_key=api_key)
-    _require(status, text, route)
+    _require_success(status, text, route)
     return text
 
 
-def _require(status: int, text: str, route: str) -> int:
-    """Returns a status of 200. Raises `NotAnswering` or `EngineError` for any other."""
+def _require_success(status: int, text: str, route: str) -> None:
+    """Raises `NotAnswering` or `EngineError` for a status other than 200."""
     if status in (401, 403):
         raise EngineError(
             f"it rejects the run's key at /{route} ({status}); set SLIME_ENGINE_API_KEY and, if the server has an "
@@ -217,4 +217,3 @@ def _require(status: int, text: str, route: str) -> int:
         raise NotAnswering(f"it does not respond to /{route}: {text[:SAID]}")
     if status != 200:
         raise EngineError(f"it responded to /{route} with status {status}: {text[:SAID]}")
-    return status

@@ -108,17 +108,17 @@ def _batch_of_requests(
     """Returns the attention [tokens, H, Dv] of all requests in one call, or None if SGLang should loop over them.
 
     `query` [tokens, H, D] has the last `num_new` [B] tokens of each request. `caches`: keys and values [slot, Hkv, D].
-    `slots` [B, >= Lk]: cache slot of each position. `lens` [B]: tokens per request. `window`: None means all.
+    `slots` [B, Lk]: cache slot of each position. `lens` [B]: tokens per request. `window`: None means all.
     """
     import torch
 
-    num, len_q, len_k = len(lens), int(num_new.max()), int(lens.max())
+    (num, len_k), len_q = slots.shape, int(num_new.max())
     if num * len_q * len_k > PADDING_LIMIT * int((num_new * lens).sum()):
         return None
     at, row = torch.arange(len_k), torch.arange(len_q)
     # Slots after the end of a request can contain NaN, which a mask does not remove; its last slot is always finite.
     last = slots.gather(1, (lens - 1)[:, None])
-    used = torch.where(at < lens[:, None], slots[:, :len_k], last).long()
+    used = torch.where(at < lens[:, None], slots, last).long()
     real = row < num_new[:, None]
     padded = query.new_zeros(num, len_q, *query.shape[1:])
     padded[real] = query[: int(num_new.sum())]
@@ -148,7 +148,8 @@ def _together(loop: Callable[..., Any], *, decode: bool) -> Callable[..., Any]:
         ordinary = more[-1] is None and not named["is_cross_attn"] and named["causal"] != decode
         if ordinary and len(lens) > 1:
             num_new, window = lens.new_ones(len(lens)) if decode else more[1], named["sliding_window_size"]
-            found = _batch_of_requests(query, (keys, values), table[rows], lens, num_new, named["scaling"], window)
+            slots = table[rows, : int(lens.max())]
+            found = _batch_of_requests(query, (keys, values), slots, lens, num_new, named["scaling"], window)
             if found is not None:
                 output[: len(found)] = found
                 return output

@@ -27,6 +27,8 @@ from slime.weights.rendezvous import keep_gloo_on
 CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 """Metadata for loaders: layers are separate, and the experts of a layer are stacked."""
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+WRITERS = ("torch", "state_dict_saver", "filesystem_async")
+"""Modules of Megatron that write; core 0.19 imports two of them only when it saves."""
 LIMIT = timedelta(minutes=10)
 
 
@@ -38,10 +40,8 @@ def write_torch_dist(
     `read_hf` returns the full tensor for an HF name in the dtype to write. It is called once per name, in table order.
     `advance` is called after each parameter.
     """
-    import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  (`activate` patches only loaded modules)
     from megatron.core import dist_checkpointing
 
-    activate("cpu")
     release = folder / RELEASE
     release.mkdir(parents=True)
     with _one_rank():
@@ -109,9 +109,8 @@ def writers_ended() -> Iterator[None]:
 
     Megatron would keep it until this process exits, and leave it orphaned if this process were killed.
     """
-    writer: Any = importlib.import_module(f"{STRATEGIES}.filesystem_async")
-    importlib.import_module(f"{STRATEGIES}.state_dict_saver")
-    activate("cpu")  # core 0.19 imports these two only when it saves, and patches reach only loaded modules
+    writer: Any = [importlib.import_module(f"{STRATEGIES}.{name}") for name in WRITERS][-1]
+    activate("cpu")  # patches reach only loaded modules
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import pytest
 from slime.core.engine_interface import RankChecksums
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.topology import ONE_RANK, EngineLayout, EngineRank
-from slime.serving.control import HttpEngineControl
+from slime.serving.control import HttpEngineControl, digests_of_weights
 
 KEY = "the key of the run"
 FORMAT = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "7"}
@@ -177,6 +177,12 @@ def test_digests_are_those_of_the_rank_that_reports_them(
     heard.says = {"success": True, "ranks": [{"checksums": {"a": "1"}, "parallelism_info": info}]}
     (report,) = control.weight_checksums()
     assert report == RankChecksums(EngineRank(1, 0), EngineLayout(tp_size=2, pp_size=2), {"a": "1"})
+
+
+def test_what_an_engine_computes_is_no_weight() -> None:
+    """Law: neither a weight sync nor the inspection of an external engine compares tables of rotary embeddings."""
+    names = ("lm_head.weight", "model.layers.0.self_attn.rotary_emb.axis_map")
+    assert digests_of_weights({"checksums": dict.fromkeys(names, "1")}) == {"lm_head.weight": "1"}
 
 
 def test_a_refusal_that_comes_as_a_success_is_an_error(control: HttpEngineControl, heard: Heard) -> None:
