@@ -157,7 +157,8 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
     """Reports temporary folders that cannot be created or have paths too long for Ray's or torch's sockets."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
-        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; choose a folder of at most {most} characters"
+        limit = f"choose a folder whose path is at most {most} characters long"
+        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; {limit}"
     if args.ray_address is None:
         try:
             of_ray = ray_folder(args.run_id)

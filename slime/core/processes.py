@@ -66,7 +66,8 @@ def socket_room(below: str, *, given: str | None = None) -> str:
     if not given and os.access(SHORT_ROOM, os.W_OK | os.X_OK) and len(SHORT_ROOM) <= most:
         return SHORT_ROOM
     name, elsewhere = ("RAY_TMPDIR", "") if given else ("TMPDIR", f", and {SHORT_ROOM} is not writable")
-    raise ConfigError(f"{too_long(name, room, below)}{elsewhere}; choose a folder of at most {most} characters")
+    problem = f"{too_long(name, room, below)}{elsewhere}"
+    raise ConfigError(f"{problem}; choose a folder whose path is at most {most} characters long")
 
 
 def too_long(variable: str, room: str, below: str) -> str:

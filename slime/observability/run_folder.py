@@ -223,7 +223,7 @@ def versions() -> dict[str, str | None]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Returns the machine's properties that are needed to interpret timings."""
+    """Returns the machine details needed to interpret timings."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "name": socket.gethostname(),

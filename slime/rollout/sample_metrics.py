@@ -91,7 +91,7 @@ def turn_metrics(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _counts(sample: Sample) -> dict[str, int]:
-    """Returns the valid counts. A dataset may have an unrelated column of the same name."""
+    """Returns only the valid counts, because a dataset may have an unrelated column with the same name."""
     counts = sample.metadata.get(TURN_COUNTS)
     if not isinstance(counts, dict):
         return {}

@@ -133,7 +133,7 @@ class FlagTable:
         if not words and flag.nargs not in ("*", "?"):
             raise ConfigError(f"{name} has no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
-            raise ConfigError(f"{name} has {len(words)} values, but takes {flag.nargs}; correct it")
+            raise ConfigError(f"{name} has {len(words)} values, but takes {flag.nargs}")
         if flag.optional and flag.is_list and [w.lower() for w in words] == ["none"]:
             return None
         values: Any = tuple(convert(flag, w, where=name) for w in words)

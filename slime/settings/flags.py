@@ -316,7 +316,7 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
     except Doubled as error:
         raise ConfigError(f"{where} is {shown(flag, text)}, in which {error}; keep one") from None
     except (ValueError, KeyError, RecursionError):
-        raise ConfigError(f"{where} is {shown(flag, text)}, but must be {_WANTED[flag.kind]}; correct it") from None
+        raise ConfigError(f"{where} is {shown(flag, text)}, but must be {_WANTED[flag.kind]}") from None
     check_choice(flag, value, where=where)
     if flag.form is not None and (problem := flag.form(value)) is not None:
         raise ConfigError(f"{where} is {shown(flag, value)}, {problem}")
@@ -376,7 +376,7 @@ def coerce(flag: Flag, value: Any, *, where: str) -> Any:
         return None
     if flag.kind == "bool":
         if not isinstance(value, bool):
-            raise ConfigError(f"{where} is {value!r}, but must be {_WANTED[flag.kind]}; correct it")
+            raise ConfigError(f"{where} is {value!r}, but must be {_WANTED[flag.kind]}")
         return value
     if flag.is_list or flag.append:
         if not isinstance(value, list):
@@ -394,5 +394,5 @@ def _coerce_one(flag: Flag, value: Any, *, where: str) -> Any:
     wrong = value is None or isinstance(value, (bool, list, dict))
     wrong = wrong or (flag.kind == "str" and not isinstance(value, (str, int, float)))
     if wrong:
-        raise ConfigError(f"{where} is {shown(flag, value)}, but must be {_WANTED[flag.kind]}; correct it")
+        raise ConfigError(f"{where} is {shown(flag, value)}, but must be {_WANTED[flag.kind]}")
     return convert(flag, str(value), where=where)

@@ -220,14 +220,14 @@ _WANTED: Mapping[type, str] = {str: "text", bool: "true or false"}
 def _typed(fields: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     value = fields.get(key)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{where}.{key} is {value!r}, but must be {_WANTED[kind]}; correct it")
+        raise ConfigError(f"{where}.{key} is {value!r}, but must be {_WANTED[kind]}")
     return value
 
 
 def _positive(fields: Mapping[str, Any], key: str, where: str) -> int | None:
     value = fields.get(key)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(f"{where}.{key} is {value!r}, but must be an integer of at least 1; correct it")
+        raise ConfigError(f"{where}.{key} is {value!r}, but must be an integer of at least 1")
     return value
 
 

@@ -78,7 +78,7 @@ def reference(label: str) -> list[Any]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold: list[Any] = math_verify.parse(label if "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
     if not gold:
-        raise DataError(f"math-verify finds no expression in the label {label!r:.100}; check --label-key")
+        raise DataError(f"math-verify found no expression in the label {label!r:.100}; check --label-key")
     math_verify.verify(gold, math_verify.parse("\\boxed{0.1234567}", parsing_timeout=None), timeout_seconds=None)
     return gold
 

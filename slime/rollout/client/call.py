@@ -200,10 +200,10 @@ def parse_drafts(event: Mapping[str, Any]) -> Drafts | None:
 def parse_experts(
     answer: Mapping[str, Any], experts: ExpertFormat, *, start: int, num_tokens: int
 ) -> RoutedExperts | None:
-    """Returns the routed experts of a finished request with `num_tokens` ids, including sampled ones.
+    """Returns the routed experts of a finished request with `num_tokens` token ids, including sampled ones.
 
-    Returns None if the request was aborted while queued, because the engine then no longer has its tokens. Raises
-    `EngineError` if the experts are missing for any other reason or have the wrong size.
+    Returns None if the request was aborted while queued, because in that case the engine no longer has its tokens.
+    Raises `EngineError` if the experts are missing for any other reason or have the wrong size.
     """
     meta = answer.get("meta_info") or {}
     text = meta.get("routed_experts")

@@ -190,7 +190,7 @@ def _adapted(table: FamilyTable, patterns: Sequence[str] | None) -> frozenset[st
         found = [run for run in linears if any(search(name) for e in run for name in (e.megatron, *e.hf))]
         if not found:
             raise ConfigError(
-                f"--lora-target-modules {pattern!r} matches no linear layer of the model; names look like "
+                f"--lora-target-modules {pattern!r} does not match any linear layer in the model; names look like "
                 f"{linears[0][0].megatron} or {linears[0][0].hf[0]}"
             )
         chosen |= {e.megatron for run in found for e in run}

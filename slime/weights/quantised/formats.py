@@ -568,8 +568,8 @@ def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
         if plain and len(plain) < len(names):
             odd = next(name for name in names if name in quantised.names)
             raise ConfigError(
-                f"{odd} is in {quantised.title} and {plain[0]} is plain, but engines fuse both into one tensor, "
-                f"{resident}; quantise both or neither"
+                f"{odd} is in {quantised.title} and {plain[0]} is not quantised, but engines fuse both into one "
+                f"tensor, {resident}; quantise both or neither"
             )
         entries = held if held[0].expert is None and not plain else ()
         uneven = [e for e in entries[:-1] if any(shape[0] % quantised.block[0] for shape in e.row.shapes)]

@@ -105,7 +105,7 @@ def test_patterns_choose_layers_by_either_name(tmp_path: Path, make_backend: Cal
     names = {n.rpartition(".")[0] for n in chosen.model.shards if "lora_" in n}
     experts = {f"decoder.layers.1.mlp.experts.local_experts.{i}.linear_fc1" for i in range(4)}
     assert names == {"decoder.layers.0.self_attention.linear_qkv"} | experts, "the experts of a layer go together"
-    with pytest.raises(ConfigError, match=r"'lm_head'.*matches no linear layer"):
+    with pytest.raises(ConfigError, match=r"'lm_head'.*does not match any linear layer"):
         make_backend(model, lora_rank=2, lora_target_modules=("lm_head",))
 
 

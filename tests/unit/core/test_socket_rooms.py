@@ -53,7 +53,7 @@ def test_the_temporary_folder_is_used_where_sockets_fit(temporary: Path, monkeyp
     assert socket_room(OF_LIBRARIES) == str(temporary)
     assert socket_room(f"{OF_LIBRARIES}x") == SHORT_ROOM
     monkeypatch.setattr(processes, "SHORT_ROOM", "/proc/nothing")
-    with pytest.raises(ConfigError, match=rf"TMPDIR {temporary} of 73 characters.*folder of at most 72"):
+    with pytest.raises(ConfigError, match=rf"TMPDIR {temporary} of 73 characters.*folder whose path is at most 72"):
         socket_room(f"{OF_LIBRARIES}x")
 
 
