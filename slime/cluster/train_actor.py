@@ -17,7 +17,7 @@ import ray
 
 from slime.cluster.engine_tracker import WEIGHT_VERSION, EngineInfo
 from slime.core.batch import TrainBatch
-from slime.core.cores import thread_variables
+from slime.core.cores import keep_freed_memory, thread_variables
 from slime.core.processes import interface_variables
 from slime.observability.logs import setup_logging
 from slime.settings import Args
@@ -38,6 +38,8 @@ class TrainActor:
         )
         if self._computes_on_cpu:  # OpenMP and MKL read these variables when torch is first imported
             os.environ.update(thread_variables(num_threads, os.environ))
+        if args.device == "cpu":
+            keep_freed_memory()
         self._listener: Any = None
         self._backend: Any = None
         self._weight_sync: Any = None

@@ -220,14 +220,18 @@ def _fields_of(endpoint: Callable[..., Any]) -> set[str] | None:
 
 
 def settings() -> dict[str, dict[str, list[str]]]:
-    """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest supported version."""
+    """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest version with a list.
+
+    Nothing came or went if the installed version has a list itself.
+    """
     from slime.cli import schemas
-    from slime.core.engine_versions import WINDOW
+    from slime.core.engine_versions import WINDOW, installed
     from slime.settings.schema import PACKAGES, SCHEMA_DIR
 
     out = {}
     for owner, build in (("sglang", schemas.build_sglang), ("megatron", schemas.build)):
-        files = [SCHEMA_DIR / f"{owner}-{version}.json" for version in reversed(WINDOW[PACKAGES[owner]])]
+        versions = (installed(PACKAGES[owner]), *reversed(WINDOW[PACKAGES[owner]]))
+        files = [SCHEMA_DIR / f"{owner}-{version}.json" for version in versions]
         file = next(file for file in files if file.is_file())
         old = {flag["dest"] for flag in json.loads(file.read_text())["flags"]}
         new = {flag["dest"] for flag in build()["flags"]}
@@ -237,11 +241,13 @@ def settings() -> dict[str, dict[str, list[str]]]:
 
 def findings() -> dict[str, Any]:
     """Returns the results of all checks, as JSON data."""
+    import torch
+
     import slime
     from slime.compat import megatron_cpu
     from slime.compat.sglang_cpu import activate
 
-    device = "cpu" if not list(Path("/dev").glob("nvidia[0-9]*")) else "cuda"
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a host with GPUs may have the CPU build of torch
     found: list[Finding] = []
     patches: list[dict[str, Any]] = []
     for apply in (activate, megatron_cpu.activate):

@@ -1,14 +1,16 @@
-"""A container's CPU quota counts as cores, and the time for which it stops everybody makes limits longer."""
+"""A container's CPU quota counts as cores, its stalls make limits longer, and freed memory is kept."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from slime.core import cores
-from slime.core.cores import stalled_share, usable_cores
+from slime.core.cores import KEPT_MEMORY, stalled_share, usable_cores
 from slime.core.liveness import MOST_LOAD, load
 
 OWN = "0::/pod/worker\n"
@@ -64,3 +66,30 @@ def test_limits_grow_while_a_quota_stops_everybody(groups: Path) -> None:
     assert (stalled_share(), load()) == (0.75, 4.0)
     written(groups / "pod/worker/cpu.pressure", PRESSURE.format(100))
     assert load() == MOST_LOAD
+
+
+TOUCHES = """
+import ctypes, resource, sys
+if "here" in sys.argv:
+    from slime.core.cores import keep_freed_memory
+    keep_freed_memory()
+c = ctypes.CDLL(None)
+c.malloc.restype, c.malloc.argtypes, c.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+c.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def touch():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = c.malloc(1 << 26); c.memset(block, 1, 1 << 26); c.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(touch() > 0, touch() == 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "kept"), [([], {}, False), (["here"], {}, True), ([], KEPT_MEMORY, True)]
+)
+def test_freed_memory_is_kept_here_or_in_a_new_process(words: list[str], variables: dict[str, str], kept: bool) -> None:
+    """The second time that 64 MB are filled, no page is new."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", TOUCHES, *words]
+    ran = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", str(kept)]
