@@ -7,12 +7,13 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 VENV        ?= .venv
 PY          := $(VENV)/bin/python
-# pip would compile 30,000 files on one core, most of the installation time; all cores do it at the end. uv, where it
-# is installed, unpacks on all cores.
+# pip unpacks and compiles on one core. uv unpacks on all; if it cannot read the configured package index, pip does the
+# work. All cores compile at the end, except what a run hardly imports.
 PIP         := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
-UV          := $(shell command -v uv)
-INSTALL     := $(if $(UV),$(UV) pip install --quiet --python $(PY),$(PIP))
-COMPILE     := $(PY) -m compileall -qq -j 0 -x 'site-packages/.*/(tests?|multimodal_gen)/'
+UV          := $(or $(shell command -v uv),$(VENV)/bin/uv) pip install --quiet --python $(PY)
+INSTALL      = $(UV) $(1) || $(PIP) $(1)
+SELDOM      := transformers/models|anthropic|Cryptodome|fontTools|modelscope|mypy|numba|pandas
+COMPILE     := $(PY) -W ignore -m compileall -qq -j 0 -x 'site-packages/(.*/(tests?|multimodal_gen)|$(SELDOM))/'
 STAMP       := $(VENV)/.complete
 PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
 PYTEST      := $(PY) -m pytest
@@ -33,10 +34,10 @@ $(STAMP): pyproject.toml $(PINS)
 	  { echo "no virtual environment from '$(PYTHON)': install python3.11 and python3.11-venv, or set PYTHON" >&2; exit 1; }
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slime needs Python 3.11 or newer" >&2; exit 1; }
 	@echo "setting up $(VENV) (some minutes, once)"
-	$(PIP) 'pip>=25'
+	$(PIP) 'pip>=25' uv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(INSTALL) -c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)'
-	$(INSTALL) --no-deps -r requirements/cpu-engines-no-deps.txt
+	$(call INSTALL,-c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)')
+	$(call INSTALL,--no-deps -r requirements/cpu-engines-no-deps.txt)
 	@$(COMPILE) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true # some are templates
 	@touch $@
 

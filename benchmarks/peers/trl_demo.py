@@ -1,10 +1,11 @@
 """The demo beside TRL, one after the other on the same machine: `python -m benchmarks.peers.trl_demo --seeds 1 2 3`.
 
-Both train SmolLM2-135M-Instruct on the demo's prompts: six steps of 8 prompts x 8 samples of at most 12 tokens,
-learning rate 5e-5, clip 0.2, temperature 0.7, float32. Both answer the same 200 held-out sums greedily, before and
-after, and the same scorer scores them. TRL runs in one process and generates with transformers; its loss is the mean
-over samples (`grpo`) or over tokens (`dapo`). slime runs `recipes/demo/run.sh`, whose loss is the mean over samples;
-with `--calculate-per-token-loss` it is the mean over tokens. "seconds" are those of the whole command, with imports.
+Both train SmolLM2-135M-Instruct on the demo's prompts, in float32 on the CPU: six steps of 8 prompts x 8 samples of at
+most 12 tokens, learning rate 5e-5, clip 0.2, temperature 0.7. Both answer the same 200 held-out sums greedily, before
+and after, and the same scorer scores them. TRL runs in one process and generates with transformers; its loss is the
+mean over samples (`grpo`) or over tokens (`dapo`). slime runs `recipes/demo/run.sh`, whose loss is the mean over
+samples; with `--calculate-per-token-loss` it is the mean over tokens. "seconds" are those of the whole command, with
+imports.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def train_with_trl(seed: int, loss: str, folder: Path) -> dict[str, Any]:
 
 def train_with_slime(seed: int, loss: str, folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "PY": sys.executable, "SEED": str(seed), "RUN_DIR": str(folder / "run")}
-    command = ["bash", "recipes/demo/run.sh", "--no-bf16", *SLIME_LOSS[loss]]
+    command = ["bash", "recipes/demo/run.sh", "--device", "cpu", "--no-bf16", *SLIME_LOSS[loss]]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     steps = read_jsonl(folder / "run" / "metrics.jsonl")
     scores = [step["eval/sums"] for step in steps if "eval/sums" in step]
