@@ -6,59 +6,77 @@ told that this is none where the models ask.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.topology_yaml import server_settings
 from tests.support.ranks import Seat
 
 
-def meet(seat: Seat, layout: EngineLayout, checkpoint: Path) -> EngineRank:
-    """Makes SGLang's groups of ranks in this process; which rank it is."""
-    if seat.listener is not None:
-        seat.listener.close()  # SGLang opens the store itself
+@contextlib.contextmanager
+def meet(seat: Seat) -> Iterator[None]:
+    """The process group of all ranks, in the block, for SGLang to make its own groups in."""
     from slime.compat.sglang_cpu import activate
 
     activate("cpu")
-    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.parallel_state import init_distributed_environment
     from sglang.srt.models import qwen3_5, qwen3_next
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     qwen3_5._is_cpu = qwen3_next._is_cpu = False
-    set_global_server_args_for_scheduler(_server_args(checkpoint, layout))
-    parallel_state.init_distributed_environment(
-        world_size=layout.num_ranks,
-        rank=seat.rank,
-        local_rank=seat.rank,
-        distributed_init_method=f"tcp://127.0.0.1:{seat.port}",
-        backend="gloo",
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp_size,
-        attention_data_parallel_size=layout.dp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        expert_model_parallel_size=layout.ep_size,
-    )
-    return layout.ranks()[seat.rank]
+    with seat.world():  # SGLang uses a process group that exists, and would open a port again otherwise
+        init_distributed_environment(seat.world_size, seat.rank, local_rank=seat.rank, backend="gloo")
+        yield
 
 
 def load(checkpoint: Path, layout: EngineLayout) -> Any:
-    """SGLang's model with the weights of the checkpoint; after `meet`."""
+    """SGLang's model with the weights of the checkpoint. Call it inside `meet`."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.model_loader import get_model
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     args = _server_args(checkpoint, layout)
-    set_global_server_args_for_scheduler(args)
-    initialize_moe_config(args)
     config = ModelConfig.from_server_args(args)
-    initialize_dp_attention(args, config)
+    _initialise(args, config, layout)
     return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+
+
+def _initialise(args: Any, config: Any, layout: EngineLayout) -> None:
+    """Gives SGLang the settings of a model, and makes its groups of ranks before the first one.
+
+    Since 0.5.23, all of it reads the widths from the settings, which have to come with this process's rank.
+    """
+    import torch.distributed as dist
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+
+    is_first = not parallel_state.model_parallel_is_initialized()
+    if is_installed("sglang", BEFORE_SESSIONS):
+        from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+        set_global_server_args_for_scheduler(args)
+        if is_first:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp_size,
+                attention_data_parallel_size=layout.dp_size,
+                pipeline_model_parallel_size=layout.pp_size,
+                expert_model_parallel_size=layout.ep_size,
+            )
+        initialize_moe_config(args)
+        initialize_dp_attention(args, config)
+    else:
+        from sglang.srt.runtime_context import SpawnRanks, publish
+
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=dist.get_rank()))
+        if is_first:
+            parallel_state.initialize_model_parallel()
+        initialize_moe_config()
+        initialize_dp_attention(args)
 
 
 def _server_args(checkpoint: Path, layout: EngineLayout) -> Any:
@@ -83,7 +101,12 @@ def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> l
 
     What follows on a GPU is left out: nothing for FP8 on Hopper, Marlin's order for INT4, whose kernels need one.
     """
-    rank = meet(seat, layout, checkpoints[0])
+    with meet(seat):
+        _load_as_on_hopper()
+        return [_compare_quantised(layout, layout.ranks()[seat.rank], checkpoint) for checkpoint in checkpoints]
+
+
+def _load_as_on_hopper() -> None:
     import torch
     from sglang.srt.layers.quantization import fp8
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
@@ -100,7 +123,6 @@ def compare_quantised(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> l
         compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE,
     ):
         scheme.process_weights_after_loading = lambda *_: None
-    return [_compare_quantised(layout, rank, checkpoint) for checkpoint in checkpoints]
 
 
 def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
@@ -126,8 +148,8 @@ def _compare_quantised(layout: EngineLayout, rank: EngineRank, checkpoint: Path)
 
 def compare(seat: Seat, layout: EngineLayout, *checkpoints: Path) -> list[dict[str, list[str]]]:
     """For each checkpoint the names that are missing, extra, hold other bits, or are equal."""
-    rank = meet(seat, layout, checkpoints[0])
-    return [_compare(layout, rank, checkpoint) for checkpoint in checkpoints]
+    with meet(seat):
+        return [_compare(layout, layout.ranks()[seat.rank], checkpoint) for checkpoint in checkpoints]
 
 
 def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[str, list[str]]:
@@ -144,14 +166,18 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
 
 
-def reload(_seat: Seat, first: Path, second: Path) -> dict[str, list[str]]:
+def reload(seat: Seat, first: Path, second: Path) -> dict[str, list[str]]:
     """Loads a checkpoint, then another one of the same sizes into the same model, as updates in a server do.
 
     What differs from a model that loaded the second one alone: before SGLang put weights in order, behind that, and the
     tensors that moved meanwhile.
     """
+    with meet(seat):
+        return _reload(first, second)
+
+
+def _reload(first: Path, second: Path) -> dict[str, list[str]]:
     layout = EngineLayout()
-    meet(_seat, layout, first)
     import torch
     from safetensors.torch import load_file
     from sglang.srt.model_loader.loader import DefaultModelLoader
