@@ -35,6 +35,7 @@ from typing import Any
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV, WAITING
 from slime.core.cores import KEPT_MEMORY, thread_variables
+from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from slime.core.errors import START_FLAG, ConfigError, EngineError
 from slime.core.processes import interface_variables, is_loopback
 from slime.core.text import NO_KEYS, EngineKeys
@@ -356,9 +357,19 @@ class ServerSpec:
         # SGLang compiles expert selection with a C++ compiler, which takes half a minute without any benefit on a CPU.
         # A server that dies in the meantime can leave an empty library in the user's cache, which breaks later servers.
         env["TORCHDYNAMO_DISABLE"] = "1"
-        if self.layout.tp_size > 1:  # without assigned cores, SGLang rejects more ranks than NUMA nodes
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.layout.tp_size)))
-        return env
+        return env | self._cores()
+
+    def _cores(self) -> dict[str, str | None]:
+        """Returns the variable that assigns a core to each rank. Without it, SGLang rejects more ranks than NUMA nodes.
+
+        SGLang 0.5.16 counts and numbers the ranks of one pipeline stage, on all nodes. SGLang 0.5.23 counts the ranks
+        of all stages, and numbers those of its own node.
+        """
+        if is_installed("sglang", BEFORE_SESSIONS):
+            counted = numbered = self.layout.tp_size
+        else:
+            counted, numbered = self.layout.num_ranks, self.layout.num_ranks // self.num_nodes
+        return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(numbered)))} if counted > 1 else {}
 
 
 def command_line_flags(fields: Mapping[str, Any]) -> list[str]:

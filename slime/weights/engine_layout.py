@@ -116,8 +116,11 @@ def _up(size: int, multiple: int) -> int:
     return size + -size % multiple
 
 
-Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]]
-"""Maps layout -> rank -> resident name -> digest."""
+Expected = str | tuple[str, str]
+"""The digest that an engine must report. If the tensor is `Row.widened`, one of two: in the dtype that is sent, or in
+float32. Both cover the same values."""
+Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, Expected]]]
+"""Maps layout -> rank -> resident name -> expected digest."""
 
 
 @dataclass(slots=True)
@@ -134,9 +137,16 @@ class _Resident:
     """HF tensors of incomplete entries."""
     num_taken: int = 0
     """Number of entries that have been hashed."""
+    widened: Hasher | None = None
+    """Hashes the tensor in float32 if it is `Row.widened` and sent in another dtype."""
+
+    @property
+    def hashers(self) -> list[Hasher]:
+        """The hasher of each holding in order, and `widened` if there is one."""
+        return [hasher for hasher, _ in self.parts.values()] + ([self.widened] if self.widened else [])
 
     def flush(self) -> None:
-        for hasher, _ in self.parts.values():
+        for hasher in self.hashers:
             hasher.flush()
 
 
@@ -204,6 +214,10 @@ class ExpectedDigests:
             for holding, (hasher, unchanged) in resident.parts.items():
                 if holding.experts is None or number in holding.experts:
                     hasher.add(tensors if unchanged else self._shards(entry, tensors, holding))
+            if entry.row.widened and resident.parts and tensors[0].dtype != torch.float32:
+                assert len(held) == 1 and entry.row.dim is None, f"{entry.engine} is widened, so it must be whole"
+                resident.widened = self._digest.begin()
+                resident.widened.add([tensors[0].float()])
             if entry.plus_one and resident.parts:
                 self._sums[entry.plus_one] = self._digest([tensors[0] + 1.0])
             resident.num_taken += 1
@@ -219,11 +233,14 @@ class ExpectedDigests:
         """Returns the digests for `hf_names` (default: all). Raises `WeightSyncError` if a tensor was not added."""
         require_all(self._table.hf_names if hf_names is None else hf_names, self._seen)
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
-        digests: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
-        hashers = [hasher for resident in self._complete for hasher, _ in resident.parts.values()]
+        digests: dict[EngineLayout, dict[EngineRank, dict[str, Expected]]] = {}
+        hashers = [hasher for resident in self._complete for hasher in resident.hashers]
         finished = iter(self._digest.finish(hashers))
         for resident in self._complete:
-            found = dict(zip(resident.parts, finished, strict=False))
+            found: dict[Holding, Expected] = dict(zip(resident.parts, finished, strict=False))
+            if resident.widened:
+                wide = next(finished)
+                found = {holding: (str(digest), wide) for holding, digest in found.items()}
             sums = [entry.plus_one for entry in resident.held if entry.plus_one]
             for layout, rank, name, holding in resident.places:
                 of_rank = digests.setdefault(layout, {}).setdefault(rank, {})
@@ -234,7 +251,7 @@ class ExpectedDigests:
 
 def merged(parts: Iterable[Digests]) -> Digests:
     """Merges the digests of several senders, each of which sent different tensors."""
-    out: dict[EngineLayout, dict[EngineRank, dict[str, str]]] = {}
+    out: dict[EngineLayout, dict[EngineRank, dict[str, Expected]]] = {}
     for part in parts:
         for layout, ranks in part.items():
             for rank, digests in ranks.items():

@@ -37,10 +37,10 @@ from typing import Any
 from slime.core.engine_interface import Digest, RankChecksums
 from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.core.text import listed
-from slime.core.topology import EngineLayout, EngineRank
+from slime.core.topology import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, send_stream
-from slime.weights.engine_layout import Digests, ExpectedDigests, merged, require_all
+from slime.weights.engine_layout import Digests, Expected, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 from slime.weights.transports import Channel
@@ -60,9 +60,13 @@ class Difference:
         return bool(self.missing or self.extra or self.differing)
 
 
-def compare(expected: Mapping[str, str], actual: Mapping[str, str]) -> Difference:
+def _is(expected: Expected, actual: str) -> bool:
+    return actual == expected if isinstance(expected, str) else actual in expected
+
+
+def compare(expected: Mapping[str, Expected], actual: Mapping[str, str]) -> Difference:
     shared = sorted(set(expected) & set(actual))
-    differing = tuple(n for n in shared if expected[n] != actual[n])
+    differing = tuple(n for n in shared if not _is(expected[n], actual[n]))
     return Difference(
         missing=tuple(sorted(set(expected) - set(actual))),
         extra=tuple(sorted(set(actual) - set(expected))),
@@ -73,7 +77,7 @@ def compare(expected: Mapping[str, str], actual: Mapping[str, str]) -> Differenc
 
 def require_equal(
     table: FamilyTable,
-    expected: Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, str]]],
+    expected: Digests,
     reports: Mapping[str, tuple[EngineLayout, Sequence[RankChecksums]]],
     *,
     version: int,
@@ -85,9 +89,9 @@ def require_equal(
     Engines do not report buffers that are never loaded, such as rotary tables. Tensors that the trainer does not send
     come from the checkpoint.
 
-    `expected`: layout -> rank -> resident name -> digest. `reports`: engine URL -> (layout, reports of its ranks); a
-    rank may report several times. `carried`: resident name -> digest of tensors that the trainer reads but does not
-    send, such as a vision tower. These are compared only on single-rank engines.
+    `expected`: see `Digests`. `reports`: engine URL -> (layout, reports of its ranks); a rank may report several times.
+    `carried`: resident name -> digest of tensors that the trainer reads but does not send, such as a vision tower.
+    These are compared only on single-rank engines.
     """
     complaints: list[str] = []
     departing: set[str] = set()

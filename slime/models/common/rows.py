@@ -127,15 +127,20 @@ def mlp(
 
 
 def experts(
-    s: ModelSizes, *, bias: str | None = None, shared: tuple[str, int] | None = None, shared_gate: str | None = None
+    s: ModelSizes,
+    *,
+    bias: str | None = None,
+    shared: tuple[str, int] | None = None,
+    shared_gate: str | None = None,
+    widened_router: bool = False,
 ) -> Rows:
     """Returns the rows of a router and its experts. Engines stack all experts' [gate; up], and all experts' down.
 
     `bias`: HF name of the router's correction bias. `shared`: HF name and number of features of the shared experts.
-    `shared_gate`: HF name of the shared experts' gate.
+    `shared_gate`: HF name of the shared experts' gate. `widened_router`: see `Row.widened`.
     """
     hidden = s.hidden_size
-    rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden),)
+    rows: Rows = (copy("mlp.router.weight", "mlp.gate.weight", s.num_experts, hidden, widened=widened_router),)
     if bias:
         rows += (copy("mlp.router.expert_bias", bias, s.num_experts, wide=True, trained=False),)
     rows += mlp(

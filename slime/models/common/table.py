@@ -135,6 +135,8 @@ class Row:
     """Number of equal groups in which Megatron interleaves the segments, such as KV heads. 0: one per rank."""
     wide: bool = False
     """Whether the parameter is float32 in trainer, files and engine whatever the training dtype."""
+    widened: bool = False
+    """Whether newer versions of SGLang hold the parameter in float32, and older ones in the dtype that is sent."""
     stacked: bool = False
     """Whether the HF tensors stack all experts along dim 0."""
     trained: bool = True

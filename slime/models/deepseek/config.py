@@ -100,7 +100,8 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
     if is_sparse(config, number):
         size = int(config.get("n_shared_experts") or 0) * s.moe_intermediate_size
         shared = ("mlp.shared_experts", size) if size else None
-        mlp_rows = experts(s, bias="mlp.gate.e_score_correction_bias", shared=shared)
+        widened = config["model_type"] == "glm4_moe_lite"
+        mlp_rows = experts(s, bias="mlp.gate.e_score_correction_bias", shared=shared, widened_router=widened)
     else:
         mlp_rows = mlp(s.hidden_size, s.intermediate_size)
     return pre_norm(s.hidden_size, latent_attention(s, config, indexer=indexer), mlp_rows)

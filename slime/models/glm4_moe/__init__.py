@@ -55,7 +55,7 @@ def _layer(s: ModelSizes, config: HfConfig, number: int) -> Rows:
     return pre_norm(
         s.hidden_size,
         attention(s, qkv_bias=bias, qk_norm=qk_norm),
-        experts(s, bias="mlp.gate.e_score_correction_bias", shared=features)
+        experts(s, bias="mlp.gate.e_score_correction_bias", shared=features, widened_router=True)
         if is_sparse(config, number)
         else mlp(s.hidden_size, s.intermediate_size),
     )

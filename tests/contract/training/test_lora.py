@@ -134,7 +134,7 @@ def test_other_adapters_are_refused(
     other: dict[str, Any], tmp_path: Path, tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
     make_backend(tiny_qwen3, **LORA).save(tmp_path / "mid")
-    with pytest.raises(CheckpointError, match="settings of the run that wrote"):
+    with pytest.raises(CheckpointError, match="settings of the run that saved"):
         make_backend(tiny_qwen3, **other).load(tmp_path / "mid")
 
 

@@ -231,6 +231,9 @@ def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict
     import torch
 
     both = want.keys() & held.keys()
+    for name in both:
+        if table.resident[name][0].row.widened and held[name].dtype == torch.float32:
+            want[name] = want[name].float()
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),

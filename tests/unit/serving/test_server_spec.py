@@ -14,6 +14,7 @@ import pytest
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.compat.sglang_patches import value_of
 from slime.core.cores import WAITING
+from slime.core.engine_versions import matches, parsed
 from slime.core.errors import ConfigError
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout, Worker, bootstrap_of
@@ -56,10 +57,29 @@ def test_a_gpu_server_gets_none_of_the_cpu_settings() -> None:
     assert spec.environment()["SGLANG_MM_AVOID_RETOKENIZE"] is None, "no prompt with images is tokenised again"
 
 
-def test_more_ranks_than_numa_nodes_name_their_cores() -> None:
-    env = ServerSpec(model_path="m", dtype="float32", layout=TP2, num_threads=2).environment()
-    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
-    assert env["OMP_NUM_THREADS"] == "2"
+@pytest.mark.parametrize(
+    ("layout", "num_nodes", "before", "since"),
+    [
+        (EngineLayout(), 1, None, None),
+        (TP2, 1, "0|1", "0|1"),
+        (EngineLayout(tp_size=2, dp_size=2), 1, "0|1", "0|1"),  # DP attention divides the ranks of a stage
+        (TP2, 2, "0|1", "0"),
+        (EngineLayout(pp_size=2), 1, None, "0|1"),
+        (EngineLayout(pp_size=2), 2, None, "0"),
+        (EngineLayout(tp_size=2, pp_size=2), 1, "0|1", "0|1|2|3"),
+        (EngineLayout(tp_size=2, pp_size=2), 2, "0|1", "0|1"),
+    ],
+)
+def test_more_ranks_than_numa_nodes_name_their_cores(
+    monkeypatch: pytest.MonkeyPatch, layout: EngineLayout, num_nodes: int, before: str | None, since: str | None
+) -> None:
+    """`before`, `since`: what SGLang 0.5.16 and 0.5.23 need on the last node."""
+    where = {"num_nodes": num_nodes, "node_rank": num_nodes - 1, "dist_init_addr": "h:1" if num_nodes > 1 else None}
+    spec = ServerSpec("m", "float32", layout=layout, num_threads=2, **where)  # type: ignore[arg-type]
+    for version, cores in (("0.5.16", before), ("0.5.23", since)):
+        monkeypatch.setattr(server_module, "is_installed", lambda _, wanted, v=version: matches(parsed(v), wanted))
+        assert spec.environment().get("SGLANG_CPU_OMP_THREADS_BIND") == cores
+    assert spec.environment()["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize(

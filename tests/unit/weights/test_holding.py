@@ -172,6 +172,39 @@ def reports(table: FamilyTable, state: State, layout: EngineLayout) -> list[Rank
     ]
 
 
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize("family", [{"model_type": "glm4_moe"}, {"model_type": "glm4_moe_lite", **LATENT}])
+@pytest.mark.parametrize("layout", [ONE_RANK, STAGES, EXPERTS])
+def test_an_engine_may_hold_these_routers_in_float32(family: dict[str, Any], layout: EngineLayout) -> None:
+    """And no other values, and no other tensor."""
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "first_k_dense_replace": 0}
+    table, state = model(**experts, **family, num_key_value_heads=4)
+    state = {n: t if table.entry_of_hf(n).row.wide else t.bfloat16() for n, t in state.items()}
+    expected, _ = expected_of(table, state, [layout])
+    narrow = reports(table, state, layout)
+
+    def check(changes: dict[str, torch.Tensor]) -> None:
+        changed = {name: digest(tensor) for name, tensor in changes.items()}
+        ranks = [
+            RankChecksums(r.rank, r.layout, {n: changed.get(n, value) for n, value in r.checksums.items()})
+            for r in narrow
+        ]
+        require_equal(table, expected, {"u": (layout, ranks)}, version=1, transport="t")
+
+    check({})
+    names = [f"model.layers.{layer}.mlp.gate.weight" for layer in range(2)]
+    check({name: state[name].float() for name in names})
+    other = state[names[1]].float()
+    other[0, 0] *= 1 + 2**-20
+    with pytest.raises(WeightSyncError, match=f"differing: {names[1]}"):
+        check({names[0]: state[names[0]].float(), names[1]: other})
+    norm = "model.layers.0.input_layernorm.weight"
+    with pytest.raises(WeightSyncError, match=f"differing: {norm}"):
+        check({norm: state[norm].float()})
+
+
 @pytest.mark.parametrize("layout", [STAGES, EXPERTS, GROUPS, EngineLayout(tp_size=2, pp_size=2, ep_size=2)])
 def test_every_rank_is_compared_and_named(layout: EngineLayout) -> None:
     table, state = model(**MOE)
