@@ -162,7 +162,8 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
 
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
-    state = {n: source[n] if table.entry_of_hf(n).row.wide else source[n].bfloat16() for n in table.hf_names}
+    rows = {n: table.entry_of_hf(n).row for n in table.hf_names}
+    state = {n: source[n] if row.wide or row.widened else source[n].bfloat16() for n, row in rows.items()}
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
 
 
@@ -232,8 +233,8 @@ def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict
 
     both = want.keys() & held.keys()
     for name in both:
-        if table.resident[name][0].row.widened and held[name].dtype == torch.float32:
-            want[name] = want[name].float()
+        if table.resident[name][0].row.widened:
+            want[name] = want[name].to(held[name].dtype)  # as the file has it; SGLang 0.5.16 rounds it
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),
