@@ -192,19 +192,26 @@ def pairs_without_pinned_memory() -> PatchReport:
     )
 
 
-def _take_the_cpu_form(module: types.ModuleType) -> None:
+def _in_plain_torch(norms: Any, q: Any, k: Any) -> tuple[Any, Any]:
+    return norms._q_norm(q.contiguous()), norms._k_norm(k.contiguous())
+
+
+def _take_the_plain_form(module: types.ModuleType) -> None:
     norms = module.MiniMaxM2QKRMSNorm
-    norms._forward_naive = norms._forward_cpu
+    norms._forward_naive = norms._forward_cpu = _in_plain_torch
 
 
 def norms_of_all_heads() -> PatchReport:
-    """Makes MiniMax-M2's QK norms use SGLang's CPU implementation. Without AMX, SGLang calls a GPU kernel."""
+    """Makes MiniMax-M2's QK norms use SGLang's form in plain PyTorch.
+
+    Without AMX, SGLang calls a GPU kernel. With AMX, SGLang 0.5.23 calls `sgl_kernel`, which may be missing.
+    """
     return _patched(
         "sglang.srt.models.minimax_m2",
-        _take_the_cpu_form,
+        _take_the_plain_form,
         name="norms of all heads of MiniMax-M2",
-        symptom="AssertionError in rms_sumsq_serial in the first forward pass of MiniMax-M2",
-        removal="MiniMaxM2QKRMSNorm uses _forward_cpu on every CPU",
+        symptom="AssertionError or AttributeError in the first forward pass of MiniMax-M2",
+        removal="MiniMaxM2QKRMSNorm needs no kernel on a CPU",
     )
 
 

@@ -233,7 +233,7 @@ def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict
 
     both = want.keys() & held.keys()
     for name in both:
-        if table.resident[name][0].row.widened:
+        if name in table.resident and table.resident[name][0].row.widened:
             want[name] = want[name].to(held[name].dtype)  # as the file has it; SGLang 0.5.16 rounds it
     return {
         "missing": sorted(want.keys() - held.keys()),
