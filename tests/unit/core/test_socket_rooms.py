@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ from slime.serving.child_process import ChildProcess
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder with as long a path as libraries allow."""
-    folder = tmp_path / ("t" * (longest_room(OF_LIBRARIES) - len(str(tmp_path)) - 1))
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    return folder
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder with as long a path as libraries allow. pytest's own may be longer."""
+    with tempfile.TemporaryDirectory(dir=SHORT_ROOM) as room:
+        folder = Path(room, "t" * (longest_room(OF_LIBRARIES) - len(room) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.delenv("RAY_TMPDIR", raising=False)
+        yield folder
 
 
 def bind(path: Path) -> None:
