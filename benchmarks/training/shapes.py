@@ -57,6 +57,8 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | _TINY
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "135m": _dense(576, 1536, 30, 9, num_key_value_heads=3)
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 49152, "head_dim": 64},
     "0.6b": _dense(1024, 3072, 28, 16),
     "4b": _dense(2560, 9728, 36, 32),
     "8b": _dense(4096, 12288, 36, 32, tie_word_embeddings=False),
@@ -64,7 +66,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
-"""Name -> config.json: Qwen3-0.6B, -4B and -8B, Qwen3-30B-A3B with 6 of its 48 layers, and two for a CPU."""
+"""Name -> config.json: SmolLM2-135M, Qwen3-0.6B, -4B and -8B, Qwen3-30B-A3B with 6 of its 48 layers, and two for a CPU."""
 
 GROUP_SIZE = 8
 """Samples per prompt."""

@@ -22,7 +22,7 @@ RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
   --eval-prompt-data sums assets/demo/eval.jsonl \
   --eval-interval 6 --eval-temperature 0 --eval-max-response-len 12 \
   \
-  --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
+  --use-dynamic-batch-size --max-tokens-per-gpu 1024 \
   --advantage-estimator grpo --eps-clip 0.2 \
   --lr 5e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
   "$DTYPE" \
