@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
+from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS, is_installed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.topology_yaml import server_settings
 from tests.support.ranks import Seat
@@ -163,7 +163,8 @@ def _compare(layout: EngineLayout, rank: EngineRank, checkpoint: Path) -> dict[s
     table = table_for(read_hf_config(str(checkpoint)))
     source = load_file(checkpoint / "model.safetensors")
     rows = {n: table.entry_of_hf(n).row for n in table.hf_names}
-    state = {n: source[n] if row.wide or row.widened else source[n].bfloat16() for n, row in rows.items()}
+    # SGLang reads the float32 of the file itself, and rounds what it does not hold in float32.
+    state = {n: source[n] if row.wide or _is_widened(row) else source[n].bfloat16() for n, row in rows.items()}
     return _differences(table, dict(engine_tensors(table, state, layout=layout, rank=rank, on_cpu=False)), held)
 
 
@@ -222,6 +223,11 @@ def _reload(first: Path, second: Path) -> dict[str, list[str]]:
     return out
 
 
+def _is_widened(row: Any) -> bool:
+    """Whether the installed SGLang holds in float32 what is sent in the dtype of the model."""
+    return row.widened and is_installed("sglang", WITH_SESSIONS)
+
+
 def _bits(tensor: Any) -> Any:
     import torch
 
@@ -232,9 +238,8 @@ def _differences(table: Any, want: dict[str, Any], held: dict[str, Any]) -> dict
     import torch
 
     both = want.keys() & held.keys()
-    for name in both:
-        if name in table.resident and table.resident[name][0].row.widened:
-            want[name] = want[name].to(held[name].dtype)  # as the file has it; SGLang 0.5.16 rounds it
+    widened = {name for name, entries in table.resident.items() if _is_widened(entries[0].row)}
+    want = {name: tensor.float() if name in widened else tensor for name, tensor in want.items()}
     return {
         "missing": sorted(want.keys() - held.keys()),
         "extra": sorted(n for n in held.keys() - want.keys() if not table.carries(n)),
