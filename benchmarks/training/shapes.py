@@ -66,7 +66,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
-"""Name -> config.json: SmolLM2-135M, Qwen3-0.6B, -4B and -8B, Qwen3-30B-A3B with 6 of its 48 layers, and two for a CPU."""
+"""Name -> config.json: SmolLM2-135M, Qwen3-0.6B, -4B, -8B, Qwen3-30B-A3B with 6 of 48 layers, and two for a CPU."""
 
 GROUP_SIZE = 8
 """Samples per prompt."""

@@ -231,7 +231,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints every finding; returns 1 if one failed."""
+    """Prints every finding; returns 1 if a check failed."""
     if options.template is not None:
         return report(options.template)
     findings = find_all(options.device, engines=not options.no_engines)

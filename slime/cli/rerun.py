@@ -120,7 +120,7 @@ def recorded_start(folder: Path, number: int) -> dict[str, Any]:
     starts = _starts(folder)
     if not 0 <= number < len(starts):
         raise DataError(
-            f"--start is {number}, but {folder} has the launches 0 to {len(starts) - 1}; choose one of them"
+            f"--start is {number}, but the launches in {folder} are 0 to {len(starts) - 1}; choose one of them"
         )
     start = starts[number]
     if missing := [name for name, kind in _RECORDED.items() if not isinstance(start.get(name), kind)]:

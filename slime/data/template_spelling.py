@@ -372,9 +372,9 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             is_last = first + most >= len(calls)
             if len(own) < len(some) and not is_last:
                 raise DataError(
-                    f"message {row} has {len(calls)} calls, but this chat template writes only {most} per turn. To "
-                    f"split the message, {len(some)} calls need results before the next call, but only {len(own)} have "
-                    "one; add a tool message for each call, or remove this row"
+                    f"message {row} has {len(calls)} calls, but this chat template writes only {most} per turn. The "
+                    f"message can be split only if {len(some)} calls have a result before the next call, and "
+                    f"{len(own)} of them do; add a tool message for each call, or remove this row"
                 )
             for i in [*results] if is_last else own:
                 results.remove(i)

@@ -161,7 +161,7 @@ class SenderMessages:
         self._number += 1
 
     def tell(self, turn: int, good: bool) -> None:
-        """Starts a turn. If `good` is False, its sender must not send."""
+        """Starts a turn. `good=False` tells the sender whose turn it is not to send anything."""
         self._store.set(self._key(turn), GOOD if good else BAD)
 
     def hear(self, turn: int, num_turns: int) -> bool:

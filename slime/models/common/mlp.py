@@ -289,7 +289,10 @@ class ExactRouter(TopKRouter):
 
 
 class WideRouter(ExactRouter):
-    """A router with a float32 weight in any training dtype, as in engines. Its row in the weight table is `wide`."""
+    """A router that keeps its weight in float32 whatever the training dtype, as engines do.
+
+    Its row in the weight table is marked `wide`.
+    """
 
     def reset_parameters(self) -> None:
         """Keeps float32, unlike Megatron's method, which rounds the weight to the training dtype."""

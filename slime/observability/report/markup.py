@@ -17,7 +17,7 @@ VOID = frozenset({"meta", "br", "col"})
 
 
 class Markup(str):
-    """Trusted markup. Only created in this module, from constants, and from matplotlib's images."""
+    """Trusted markup. It is created only in this module, from constants and from images drawn by matplotlib."""
 
     __slots__ = ()
 

@@ -117,7 +117,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compares outputs ignoring trailing whitespace, or else word by word, with a tolerance of 1e-6 for floats."""
+    """Returns whether outputs match, ignoring trailing whitespace, or word by word with a tolerance of 1e-6."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()

@@ -187,7 +187,8 @@ class Job:
                 said = f"{url}: HTTP {status}: {text}"
                 if status not in RETRY_STATUSES:
                     num = len(self.call.input_ids) + before
-                    raise RequestRejected(f"{url} refused a request of {num} ids: HTTP {status}: {text}") from problem
+                    told = f"{url} refused a request with {num} token ids: HTTP {status}: {text}"
+                    raise RequestRejected(told) from problem
                 if status in UNREACHABLE_STATUSES:
                     return self._not_reached(said, one, before, pool)
                 self.internal_errors += status == 500

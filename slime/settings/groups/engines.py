@@ -393,7 +393,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def engines_forget_old_weights(args: Args) -> str | None:
-    """A prefix computed by old weights must never be used with new ones."""
+    """A prefix computed with old weights must never be used with new ones."""
     divided = args.pause_generation_mode != "abort"
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):

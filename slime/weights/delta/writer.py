@@ -47,8 +47,9 @@ class VersionWriter:
     def __init__(
         self, folder: Path, memory: Memory | None, *, rank: int, full: bool, encoding: str, checksum: str
     ) -> None:
-        """`folder`: the version's temporary folder. Creates it if needed and deletes files of this sender's earlier
-        attempts. `memory`: tensors of the previous version, which `add` updates; None without deltas.
+        """`folder`: the version's temporary folder. It is created if needed, and files left by this sender's earlier
+        attempts are deleted. `memory`: tensors of the previous version, which `add` updates, or None if deltas are not
+        used.
         """
         assert full or memory is not None, "a delta needs the previous version"
         self._folder, self._memory, self._rank, self._full = folder, memory, rank, full
