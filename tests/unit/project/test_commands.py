@@ -143,7 +143,7 @@ def test_another_start_of_a_resumed_run(tmp_path: Path) -> None:
     started([*flags, OVERRIDE, "--num-rollout", "5"])
     assert parse_args(again(tmp_path / "run").words).num_rollout == 3
     assert parse_args(again(tmp_path / "run", start=1).words).num_rollout == 5
-    with pytest.raises(DataError, match="launches 0 to 1"):
+    with pytest.raises(DataError, match="are 0 to 1"):
         again(tmp_path / "run", start=2)
 
 
