@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ TESTED = {
     "transformers": ("5.12.1", "5.19.0"),
 }
 """Package -> versions covered by the tests."""
-MIN_MEMORY_BYTES = 6 << 30
+MIN_MEMORY_BYTES = 8 << 30
 MIN_SHM_BYTES = 1 << 30
 IMPORT_LIMIT_S = 180
 OK, WARN, FAIL = "ok", "warn", "FAIL"
@@ -195,20 +195,27 @@ CHECKS = (check_memory, check_shared_memory, check_disk, check_temporary_folder,
 """Checks of the machine, one finding each."""
 
 
-def find_all(device: str, *, engines: bool) -> list[Finding]:
-    """Runs every check in order. A check that raises counts as failed."""
+def find_all(device: str, *, engines: bool, begun: Callable[[str], object] = lambda name: None) -> Iterator[Finding]:
+    """Runs every check in order and yields its findings as they come. A check that raises counts as failed.
+
+    `begun`: called with the name of each check before it runs.
+    """
     chosen = "cuda" if device != "cpu" and host_facts()["num_gpus"] else "cpu"
-    out = _guarded("versions", check_versions)
-    out += _guarded("device", lambda: [check_device(device)])
+    checks: dict[str, Callable[[], Sequence[Finding]]] = {
+        "versions": check_versions,
+        "device": lambda: [check_device(device)],
+    }
     for check in CHECKS:
-        out += _guarded(check.__name__.removeprefix("check_"), lambda check=check: [check()])  # type: ignore[misc]
+        checks[check.__name__.removeprefix("check_")] = lambda check=check: [check()]  # type: ignore[misc]
     if engines:
         programs = {"megatron import": MEGATRON_CODE, "kernels": KERNELS_CODE, "sglang import": SGLANG_CODE}
         for name, code in programs.items():
             program = code.format(device=chosen)
-            out += _guarded(name, lambda name=name, program=program: [check_import(name, program)])  # type: ignore[misc]
-        out += _guarded("pairs", lambda: [check_pairs(chosen)])
-    return out
+            checks[name] = lambda name=name, program=program: [check_import(name, program)]  # type: ignore[misc]
+        checks["pairs"] = lambda: [check_pairs(chosen)]
+    for name, run_check in checks.items():
+        begun(name)
+        yield from _guarded(name, run_check)
 
 
 def _guarded(name: str, check: Callable[[], Sequence[Finding]]) -> list[Finding]:
@@ -234,12 +241,18 @@ def run(options: argparse.Namespace) -> int:
     """Prints every finding; returns 1 if a check failed."""
     if options.template is not None:
         return report(options.template)
-    findings = find_all(options.device, engines=not options.no_engines)
-    for finding in findings:
-        print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}")
-    num_failed = sum(f.state == FAIL for f in findings)
-    print("this machine can run slime" if not num_failed else f"{num_failed} checks failed")
-    return int(num_failed > 0)
+    failed = []
+    for finding in find_all(options.device, engines=not options.no_engines, begun=_show_begun):
+        print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}", flush=True)
+        failed += [finding.name] if finding.state == FAIL else []
+    print(f"these checks failed: {', '.join(failed)}" if failed else "this machine can run slime")
+    return int(bool(failed))
+
+
+def _show_begun(name: str) -> None:
+    """Shows on a terminal which check is running, until its finding replaces the line."""
+    if sys.stdout.isatty():
+        print(f"  ..  {name:<16}", end="\r", flush=True)
 
 
 def report(folder: str) -> int:

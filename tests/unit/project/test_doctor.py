@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cli.doctor import FAIL, OK, check_import, find_all
+from slime.cli.doctor import FAIL, OK, check_import, check_loopback, find_all
 from slime.cli.main import build_parser, main
 
 
@@ -19,6 +19,20 @@ def test_this_machine_is_looked_at_quickly() -> None:
     findings = {f.name: f for f in find_all("cpu", engines=False)}
     assert findings["device"].state == OK and findings["loopback"].state == OK
     assert {"python", "sglang", "megatron-core", "ray", "memory", "shared memory"} <= set(findings)
+
+
+def test_findings_come_one_by_one_and_the_last_line_names_what_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun: list[str] = []
+    found = find_all("cpu", engines=True, begun=begun.append)
+    next(found)
+    assert begun == ["versions"], "nothing runs before it is asked for"
+    monkeypatch.setattr("slime.cli.doctor.CHECKS", (check_loopback,))
+    monkeypatch.setattr("slime.cli.doctor.socket.socket", lambda: 1 / 0)
+    assert main(["doctor", "--no-engines", "--device", "cpu"]) == 1
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert line.split()[:2] == ["FAIL", "loopback"] and last == "these checks failed: loopback"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
