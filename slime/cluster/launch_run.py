@@ -176,6 +176,12 @@ def how_to_resume(args: Args, *, stopped: bool) -> str:
     return f"{found.path.name} is saved; to continue with step {found.rollout_id + 1}: {command}"
 
 
+def saves_nothing(args: Args) -> bool:
+    """Returns whether the run trains weights that are lost when it ends."""
+    trains = not args.debug_rollout_only and args.num_rollout != 0
+    return trains and not (args.save or args.save_hf)
+
+
 T = TypeVar("T")
 
 DRIVER_LOG = "driver.log"
@@ -217,6 +223,8 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("these settings have no effect (--strict makes them errors):\n%s", told)
+    if saves_nothing(args):
+        logger.warning("nothing will be saved; to keep the trained weights, set --save DIR or --save-hf DIR")
     from slime.cluster.ray_session import guarded
     from slime.cluster.start_actors import start
 

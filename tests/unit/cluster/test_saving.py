@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime.cluster.launch_run import saves_nothing
 from slime.cluster.saving import Saver
 from slime.training.state import checkpoint
 from tests.support.rollout import rollout_args
@@ -35,3 +36,12 @@ def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str
         _write(save, step)
         checkpoint.prune(save, keep_last=args.save_keep_last)
     assert sorted(int(path.name[-6:]) for path in save.glob("step_*")) == [*kept, 9]
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [([], True), (["--save", "s"], False), (["--save-hf", "h"], False), (["--debug-rollout-only"], False)],
+)
+def test_a_run_says_if_its_weights_will_be_lost(tmp_path: Path, flags: list[str], lost: bool) -> None:
+    flags = [str(tmp_path / word) if not word.startswith("-") else word for word in flags]
+    assert saves_nothing(rollout_args(tmp_path, *flags)) is lost
