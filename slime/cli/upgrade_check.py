@@ -97,13 +97,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns 0 if everything passes, else 1. Raises `ConfigError` if a candidate cannot be installed."""
     rows = _chosen(options.only or ())
+    _require_usable(options)
     if options.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
     with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch:
         venv = Venv(options.venv or Path(scratch, "venv"))
-        venv.install(options.candidates)
+        titles = venv.install(options.candidates)
         touched = venv.touched(Path(scratch, "touched.json"))
-        text = "\n".join(named(options.candidates or ["the installed versions"], touched))
+        text = "\n".join(named(titles or ["the installed versions"], touched))
         print(text, flush=True)
         failed = any(finding["problem"] for finding in touched["findings"])
         if not options.names_only:
@@ -114,6 +115,20 @@ def run(options: argparse.Namespace) -> int:
         options.output.write_text(text + "\n")
     print(f"\n{'some checks failed' if failed else 'all checks passed'}")
     return int(failed)
+
+
+def _require_usable(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for options that could only fail after the checks, or that name nothing to install."""
+    if options.output and not options.output.parent.is_dir():
+        raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder")
+    if options.only and options.names_only:
+        raise ConfigError("--only selects rows of tests, but --names-only runs none; drop one of them")
+    folder = options.venv
+    if folder and folder.exists() and not (folder / "pyvenv.cfg").is_file() and any(folder.iterdir()):
+        raise ConfigError(f"--venv {folder} is not a virtual environment and not empty; choose another folder")
+    for candidate in options.candidates:
+        if "==" not in candidate and not Path(candidate).is_file():
+            raise ConfigError(f"{candidate} is neither PACKAGE==VERSION nor a wheel file")
 
 
 def _chosen(only: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
@@ -129,18 +144,24 @@ class Venv:
         self.folder, self.python = folder, folder / "bin" / "python"
         self._site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
 
-    def install(self, candidates: Sequence[str]) -> None:
-        """Installs the candidates without dependencies, then the versions that they pin for installed packages."""
+    def install(self, candidates: Sequence[str]) -> list[str]:
+        """Installs the candidates without dependencies, then the versions that they pin for installed packages.
+
+        Returns a title for each candidate: its name, its version and, for a wheel, the file.
+        """
         if not self.python.is_file():
             self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
             self._site.joinpath("installed.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
         if not candidates:
-            return
+            return []
         print(f"installing {', '.join(candidates)} into {self.folder}", flush=True)
         self._pip(candidates)
+        files = [f" ({one})" for one in candidates if Path(one).is_file()]
+        titles = sorted(f"{d.name} {d.version}" for d in metadata.distributions(path=[str(self._site)]))
         if pins := list(self.pins()):
             print(f"with pinned dependencies: {', '.join(pins)}", flush=True)
             self._pip(pins)
+        return [*titles, *files]
 
     def pins(self) -> Iterator[str]:
         """Yields the requirement for each installed package whose version does not satisfy a candidate."""
@@ -190,7 +211,9 @@ class Venv:
             return list(pool.map(check, range(len(rows)), rows))
 
     def _pip(self, what: Iterable[str]) -> None:
-        self._do(sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", "--no-deps", *what)
+        """Installs packages even if the same version is already there or among the installed packages."""
+        pip = (sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q", "--no-deps")
+        self._do(*pip, "--force-reinstall", *what)
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -218,7 +241,8 @@ def named(candidates: Sequence[str], touched: Mapping[str, Any]) -> Iterator[str
             yield f"- {BAD} {finding['kind']} `{finding['what']}`: {finding['problem']}"
     for what in ("hooks that can go", "patches that can go"):
         if touched[what]:
-            yield f"- {what}: {', '.join(touched[what])}"
+            yield f"- {what} ({len(touched[what])}):"
+            yield from (f"  - {one}" for one in touched[what])
     for owner, changed in touched["settings"].items():
         for verb in ("came", "went"):
             if changed[verb]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import inspect
 import json
@@ -193,7 +194,9 @@ OTHER_ROUTES = (
 
 
 def try_routes(version: str) -> Iterator[Finding]:
-    """Checks that SGLang's server has every route that slime calls and accepts every field that slime sends."""
+    """Checks that SGLang's server has every route that slime calls, accepts every field that slime sends, and requires
+    no other field.
+    """
     from sglang.srt.entrypoints import http_server
 
     routes = {(m, r.path): r for r in http_server.app.routes for m in getattr(r, "methods", None) or ()}
@@ -203,19 +206,35 @@ def try_routes(version: str) -> Iterator[Finding]:
             yield Finding("route", f"{method} {path}", "SGLang has no such route")
             continue
         known = _fields_of(route.endpoint)
-        missing = [] if known is None else sorted(set(fields) - known)
-        yield Finding(
-            "route", f"{method} {path} {'+'.join(fields)}", f"unknown fields: {', '.join(missing)}" * bool(missing)
-        )
+        missing = [] if known is None else sorted(set(fields) - known.keys())
+        unsent = [name for name, required in (known or {}).items() if required and name not in fields]
+        problems = [f"unknown fields: {', '.join(missing)}"] * bool(missing)
+        problems += [f"requires fields that slime does not send: {', '.join(unsent)}"] * bool(unsent)
+        yield Finding("route", f"{method} {path} {'+'.join(fields)}", "; ".join(problems))
 
 
-def _fields_of(endpoint: Callable[..., Any]) -> set[str] | None:
-    """Returns the body fields that a route accepts, or None if they cannot be determined."""
+def _fields_of(endpoint: Callable[..., Any]) -> dict[str, bool] | None:
+    """Returns the body fields that a route accepts -> whether it requires them; None if they cannot be determined."""
     for name, kind in typing.get_type_hints(endpoint).items():
         for candidate in typing.get_args(kind) or (kind,):
-            for attribute in ("__struct_fields__", "model_fields", "__dataclass_fields__"):
-                if name != "return" and hasattr(candidate, attribute):
-                    return set(getattr(candidate, attribute))
+            if name != "return" and (found := _fields(candidate)) is not None:
+                return found
+    return None
+
+
+def _fields(kind: Any) -> dict[str, bool] | None:
+    """Returns the fields of a dataclass, a pydantic model or a msgspec struct -> whether they are required."""
+    if hasattr(kind, "__struct_fields__"):
+        num_optional = len(kind.__struct_defaults__)
+        names = kind.__struct_fields__
+        return {name: i < len(names) - num_optional for i, name in enumerate(names)}
+    if hasattr(kind, "model_fields"):
+        return {name: field.is_required() for name, field in kind.model_fields.items()}
+    if dataclasses.is_dataclass(kind):
+        nothing = dataclasses.MISSING
+        return {
+            f.name: f.default is nothing and f.default_factory is nothing for f in dataclasses.fields(kind) if f.init
+        }
     return None
 
 

@@ -373,8 +373,8 @@ def _apart(messages: Sequence[dict[str, Any]], form: Calls) -> Iterator[tuple[di
             if len(own) < len(some) and not is_last:
                 raise DataError(
                     f"message {row} has {len(calls)} calls, but this chat template writes only {most} per turn. The "
-                    f"message can be split only if {len(some)} calls have a result before the next call, and "
-                    f"{len(own)} of them do; add a tool message for each call, or remove this row"
+                    f"message can be split only if {len(some)} of them have a result before the next call, but only "
+                    f"{len(own)} have; add a tool message for each call, or remove this row"
                 )
             for i in [*results] if is_last else own:
                 results.remove(i)

@@ -261,6 +261,8 @@ def become(role: str, scratch: Path, limits: Limits, *, alone: bool, report: int
     alone = alone and enter_view(scratch.parent / ROOT)
     own = SCRATCH if alone else str(scratch / "work")
     os.chdir(f"{SCRATCH}/work" if alone else own)
+    if alone:
+        os.environ["TMPDIR"] = f"{SCRATCH}/tmp"
     used = confine.readable_libraries(readable()) | dict.fromkeys(DEVICES, confine.ALL) | {own: confine.ALL}
     bounds, user = bounds_of(*limits), int(sys.argv[7]) if alone else None
     missing = confine.give_up(limits=bounds, calls=confine.Calls(), user=user, files=used)
@@ -524,7 +526,8 @@ def build_view(root: Path, shown: Mapping[str, int]) -> bool:
     """Builds the view, in which each program later mounts its own scratch disk. Returns False on failure."""
     try:
         view.build(str(root), readable=shown, places={SCRATCH.strip("/"): None})
-        os.symlink(f"{SCRATCH}/tmp", root / "tmp")
+        if not (root / "tmp").exists():  # Python's own folder can be in /tmp
+            os.symlink(f"{SCRATCH}/tmp", root / "tmp")
         os.symlink(f"{SCRATCH}/shm", root / "dev/shm")
     except OSError:
         return False

@@ -399,3 +399,21 @@ def test_the_number_of_tests_leaves_no_answer_unscored() -> None:
     tests = {"inputs": [f"{i} 1" for i in range(1000)], "outputs": [str(i + 1) for i in range(1000)]}
     assert through_the_pool(SUM, tests, timeout_s=2.0) == Scored(1.0)
     assert through_the_pool("print(0)", tests, timeout_s=2.0) == Scored(0.0)
+
+
+PROBE = """
+import sys
+from slime.rewards.program_sandbox import Sandbox
+with Sandbox("import tempfile; print(open(tempfile.mkstemp()[1], 'w').write('x'))", time_limit_s=20, memory_bytes=1 << 30) as one:
+    ended = one.run({})
+print(ended.missing, ended.code)
+"""
+
+
+def test_a_virtual_environment_in_the_temporary_folder_can_confine(tmp_path: Path) -> None:
+    """Law: programs have a temporary folder of their own even if Python's packages are in /tmp."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [tmp_path / "env" / "bin" / "python", "-c", PROBE]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[-2] == "() 0", ran.stdout + ran.stderr

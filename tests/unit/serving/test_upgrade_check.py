@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime.cli.main import main
-from slime.cli.upgrade_check import BAD, CHECKS, OK, Row, as_table, named, read_report
+from slime.cli.upgrade_check import BAD, CHECKS, OK, Row, Venv, as_table, named, read_report
 from slime.compat import Hook
 from slime.compat.touched import imported_names, sent_by_control, try_hook, try_name
 from tests.support.documents import ROOT
@@ -75,7 +77,7 @@ def test_routes_and_fields_are_those_that_the_control_sends(version: str) -> Non
 
 
 BROKEN = """
-import json, sys
+import dataclasses, json, sys
 from slime.compat.sglang_cpu import activate
 activate("cpu")
 from sglang.srt.entrypoints import http_server
@@ -86,15 +88,22 @@ routes = http_server.app.router.routes
 next(r for r in routes if getattr(r, "path", "") == "/pause_generation").path = "/pause"
 def abort(obj: io_struct.PauseGenerationReqInput): ...
 next(r for r in routes if getattr(r, "path", "") == "/abort_request").endpoint = abort
+@dataclasses.dataclass
+class Flush:
+    reason: str
+def flush(obj: Flush): ...
+next(r for r in routes if getattr(r, "path", "") == "/flush_cache").endpoint = flush
 print(json.dumps([[f.what, f.problem] for f in touched.try_routes(sglang.__version__) if f.problem]))
 """
 
 
 @pytest.mark.slow
-def test_a_renamed_route_and_a_dropped_field_are_named() -> None:
+def test_a_renamed_route_a_dropped_field_and_a_new_required_one_are_named() -> None:
     run = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, capture_output=True, text=True, check=True)
     found = dict(json.loads(run.stdout.strip().splitlines()[-1]))
     assert found.pop("POST /pause_generation") == "SGLang has no such route"
+    (flushed,) = [found.pop(what) for what in [*found] if "/flush_cache" in what]
+    assert flushed == "requires fields that slime does not send: reason"
     ((what, problem),) = found.items()
     assert what.startswith("POST /abort_request") and "abort_all" in problem
 
@@ -120,7 +129,9 @@ def test_the_table_says_what_passed_and_the_first_error(tmp_path: Path) -> None:
         "settings": {"sglang": {"came": ["x"], "went": []}},
     }
     text = "\n".join(named(["sglang==9"], touched))
-    assert "POST /a" in text and "hooks that can go: h" in text and "settings of sglang that came (1): x" in text
+    assert (
+        "POST /a" in text and "hooks that can go (1):\n  - h" in text and "settings of sglang that came (1): x" in text
+    )
 
 
 def test_the_tests_of_the_table_exist() -> None:
@@ -128,3 +139,45 @@ def test_the_tests_of_the_table_exist() -> None:
         for test in tests:
             file, _, name = test.partition("::")
             assert f"def {name}" in (ROOT / file).read_text(), test
+
+
+def test_a_wheel_of_the_installed_version_is_what_is_tried_and_nothing_installed_changes(tmp_path: Path) -> None:
+    """Also if another wheel of that version was tried in the same environment before."""
+    import packaging
+
+    installed = Path(packaging.__file__)
+    before = installed.read_bytes()
+    venv = Venv(tmp_path / "venv")
+    for text in ("first = 1", "second = 2"):
+        assert venv.install([str(wheel(tmp_path, "packaging", metadata.version("packaging"), text))])
+        found = subprocess.run([venv.python, "-c", "import packaging; print(packaging.__file__)"], capture_output=True)
+        file = Path(found.stdout.decode().strip())
+        assert file.is_relative_to(tmp_path) and file.read_text() == text
+    assert installed.read_bytes() == before
+
+
+def wheel(folder: Path, name: str, version: str, text: str) -> Path:
+    """Writes a wheel with one module that holds `text`."""
+    file, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", text)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "/proc/none/table.md"], "is not a folder"),
+        (["nowhere.whl"], "neither PACKAGE==VERSION nor a wheel"),
+        (["--names-only", "--only", "delta"], "drop one of them"),
+        (["--venv", "."], "not a virtual environment"),
+    ],
+)
+def test_what_could_only_fail_later_is_refused_at_once(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["upgrade-check", *words]) == 2
+    assert said in capsys.readouterr().err
