@@ -404,7 +404,8 @@ def test_the_number_of_tests_leaves_no_answer_unscored() -> None:
 PROBE = """
 import sys
 from slime.rewards.program_sandbox import Sandbox
-with Sandbox("import tempfile; print(open(tempfile.mkstemp()[1], 'w').write('x'))", time_limit_s=20, memory_bytes=1 << 30) as one:
+program = "import tempfile; open(tempfile.mkstemp()[1], 'w').write('x')"
+with Sandbox(program, time_limit_s=20, memory_bytes=1 << 30) as one:
     ended = one.run({})
 print(ended.missing, ended.code)
 """
