@@ -26,16 +26,21 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment variables with which glibc keeps freed memory in a new process."""
+"""Environment variables with which glibc keeps freed memory in a new process. If the user sets one, slime sets none."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
     """Does in this process what `KEPT_MEMORY` does in a new one. Does nothing if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if mallopt is not None and memory_variables(os.environ):
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
+
+
+def memory_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns `KEPT_MEMORY`, or nothing if the user has set one of its variables."""
+    return {} if KEPT_MEMORY.keys() & environment.keys() else KEPT_MEMORY
 
 
 def usable_cores() -> int:

@@ -34,7 +34,7 @@ from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV, WAITING
-from slime.core.cores import KEPT_MEMORY, thread_variables
+from slime.core.cores import memory_variables, thread_variables
 from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from slime.core.errors import START_FLAG, ConfigError, EngineError
 from slime.core.processes import interface_variables, is_loopback
@@ -353,7 +353,7 @@ class ServerSpec:
         env |= {LEAVE_OUT_ENV: ",".join(files)} if files else {}
         if self.device == "cuda":
             return env if self.gpu_ids is None else env | {"CUDA_VISIBLE_DEVICES": ",".join(self.gpu_ids)}
-        env |= {**thread_variables(self.num_threads, os.environ), **KEPT_MEMORY, **ONE_THREAD}
+        env |= {**thread_variables(self.num_threads, os.environ), **memory_variables(os.environ), **ONE_THREAD}
         # SGLang compiles expert selection with a C++ compiler, which takes half a minute without any benefit on a CPU.
         # A server that dies in the meantime can leave an empty library in the user's cache, which breaks later servers.
         env["TORCHDYNAMO_DISABLE"] = "1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.core import cores
-from slime.core.cores import KEPT_MEMORY, stalled_share, usable_cores
+from slime.core.cores import KEPT_MEMORY, memory_variables, stalled_share, usable_cores
 from slime.core.liveness import MOST_LOAD, load
 
 OWN = "0::/pod/worker\n"
@@ -93,3 +93,7 @@ def test_freed_memory_is_kept_here_or_in_a_new_process(words: list[str], variabl
     command = [sys.executable, "-c", TOUCHES, *words]
     ran = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["True", str(kept)]
+
+
+def test_the_users_word_on_memory_stands() -> None:
+    assert memory_variables({}) == KEPT_MEMORY and not memory_variables({"MALLOC_MMAP_MAX_": "9"})
