@@ -20,7 +20,7 @@ from pathlib import Path
 from slime.core.cores import usable_cores
 from slime.core.engine_versions import WINDOW
 from slime.core.errors import ConfigError, DataError
-from slime.core.processes import OF_LIBRARIES, longest_room, new_run_id, ray_folder, too_long
+from slime.core.processes import OF_LIBRARIES, SHORTER, longest_room, new_run_id, ray_folder, too_long
 from slime.observability.run_folder import host_facts, versions
 
 TESTED = {
@@ -126,7 +126,7 @@ def check_temporary_folder() -> Finding:
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
         problem = too_long("TMPDIR", folder, OF_LIBRARIES)
-        return Finding("temporary folder", FAIL, f"{problem}; use a folder of at most {most} characters")
+        return Finding("temporary folder", FAIL, f"{problem}; {SHORTER.format(most)}")
     try:
         of_ray = ray_folder(new_run_id())
     except ConfigError as error:

@@ -34,7 +34,9 @@ from slime.settings.schema import PACKAGES, SCHEMA_DIR, file_name, made_here
 
 def build_all() -> dict[str, dict[str, Any]]:
     """Returns owner -> schema of the installed package. Slow, because it imports all packages."""
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
+    import torch
+
+    if not torch.cuda.is_available():  # a host with GPUs may have the CPU build of torch
         from slime.compat.sglang_cpu import activate
 
         activate("cpu")

@@ -8,7 +8,7 @@
 It creates a virtual environment in which the candidates shadow the installed packages, so nothing installed changes.
 Without candidates, it checks the installed versions. First it checks every name, hook, route and field that slime
 touches (`slime.compat.touched`, a minute). Then, in a checkout of the repository, it runs the contract tests of
-`CHECKS` with the candidates: every family and every weight transport. The exit code is 0 if all pass, else 1.
+`CHECKS` with the candidates: every family and every weight transport. The exit code is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
     with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch:
         venv = Venv(options.venv or Path(scratch, "venv"))
-        titles = venv.install(options.candidates)
+        tried = venv.install(options.candidates)
         touched = venv.touched(Path(scratch, "touched.json"))
-        text = "\n".join(named(titles or ["the installed versions"], touched))
+        text = "\n".join(named(tried or ["the installed versions"], touched))
         print(text, flush=True)
         failed = any(finding["problem"] for finding in touched["findings"])
         if not options.names_only:
@@ -147,7 +147,7 @@ class Venv:
     def install(self, candidates: Sequence[str]) -> list[str]:
         """Installs the candidates without dependencies, then the versions that they pin for installed packages.
 
-        Returns a title for each candidate: its name, its version and, for a wheel, the file.
+        Returns what is tried instead of the installed packages: the name and version of each package.
         """
         if not self.python.is_file():
             self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
@@ -156,12 +156,10 @@ class Venv:
             return []
         print(f"installing {', '.join(candidates)} into {self.folder}", flush=True)
         self._pip(candidates)
-        files = [f" ({one})" for one in candidates if Path(one).is_file()]
-        titles = sorted(f"{d.name} {d.version}" for d in metadata.distributions(path=[str(self._site)]))
         if pins := list(self.pins()):
             print(f"with pinned dependencies: {', '.join(pins)}", flush=True)
             self._pip(pins)
-        return [*titles, *files]
+        return sorted(f"{found.name} {found.version}" for found in metadata.distributions(path=[str(self._site)]))
 
     def pins(self) -> Iterator[str]:
         """Yields the requirement for each installed package whose version does not satisfy a candidate."""
@@ -229,7 +227,7 @@ class Venv:
 def named(candidates: Sequence[str], touched: Mapping[str, Any]) -> Iterator[str]:
     """Yields the lines about names, hooks, routes and settings."""
     findings = touched["findings"]
-    yield f"# {' '.join(candidates)}\n"
+    yield f"# {', '.join(candidates)}\n"
     yield "| touched | tried | broken | first problem |\n|---|---|---|---|"
     for kind in dict.fromkeys(finding["kind"] for finding in findings):
         own = [finding for finding in findings if finding["kind"] == kind]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError
-from slime.core.processes import OF_LIBRARIES, longest_room, ray_folder, too_long
+from slime.core.processes import OF_LIBRARIES, SHORTER, longest_room, ray_folder, too_long
 from slime.core.text import shorten
 from slime.core.topology import PAIRED
 from slime.core.user_files import paths_in_words
@@ -157,8 +157,7 @@ def _of_temporary_folder(args: Args) -> Iterator[str]:
     """Reports temporary folders that cannot be created or have paths too long for Ray's or torch's sockets."""
     folder, most = tempfile.gettempdir(), longest_room(OF_LIBRARIES)
     if len(os.fsencode(folder)) > most:
-        limit = f"choose a folder whose path is at most {most} characters long"
-        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; {limit}"
+        yield f"{too_long('TMPDIR', folder, OF_LIBRARIES)}; {SHORTER.format(most)}"
     if args.ray_address is None:
         try:
             of_ray = ray_folder(args.run_id)

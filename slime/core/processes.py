@@ -41,6 +41,8 @@ def scratch_prefix(kind: str = "") -> str:
 
 SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket path: Linux's `sun_path` without the terminating null byte."""
+SHORTER = "choose a folder whose path is at most {} characters long"
+"""What to do if the path of a folder is too long for sockets. Takes `longest_room`."""
 SHORT_ROOM = "/tmp"
 """Fallback folder for sockets if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"
@@ -66,8 +68,7 @@ def socket_room(below: str, *, given: str | None = None) -> str:
     if not given and os.access(SHORT_ROOM, os.W_OK | os.X_OK) and len(SHORT_ROOM) <= most:
         return SHORT_ROOM
     name, elsewhere = ("RAY_TMPDIR", "") if given else ("TMPDIR", f", and {SHORT_ROOM} is not writable")
-    problem = f"{too_long(name, room, below)}{elsewhere}"
-    raise ConfigError(f"{problem}; choose a folder whose path is at most {most} characters long")
+    raise ConfigError(f"{too_long(name, room, below)}{elsewhere}; {SHORTER.format(most)}")
 
 
 def too_long(variable: str, room: str, below: str) -> str:

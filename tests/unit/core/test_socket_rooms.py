@@ -29,8 +29,9 @@ from slime.serving.child_process import ChildProcess
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder with as long a path as libraries allow. pytest's own may be longer."""
+    tmp_path_factory.getbasetemp()  # it stays where it is
     with tempfile.TemporaryDirectory(dir=SHORT_ROOM) as room:
         folder = Path(room, "t" * (longest_room(OF_LIBRARIES) - len(room) - 1))
         folder.mkdir()
