@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-recipes check format clean
+.PHONY: help venv demo test test-all test-recipes test-pages check format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ test-all: $(STAMP) ## all tests, and new examples for property tests
 
 test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine
 	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py
+
+test-pages: $(STAMP) ## the pages of docs/path, each as it stands, with what it shows compared to what it prints
+	$(PY) tests/pages/run_pages.py
 
 check: $(STAMP) ## lint, format, types, import contracts, house rules; how much code each room has
 	$(PY) -m ruff check .

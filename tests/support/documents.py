@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 TEXTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted(p for p in (ROOT / "recipes").rglob("*") if p.suffix in {".py", ".sh", ".yaml"}),
 ]
@@ -20,7 +20,7 @@ TEXTS = [
 
 
 SHELLS = ("", "bash", "sh")
-"""Languages of the blocks of a document that hold commands."""
+"""Languages of the blocks of a document that hold commands; a block with the title "fails" shows a mistake."""
 
 
 def text_of(path: Path) -> str:
@@ -37,8 +37,9 @@ def commands_of(path: Path) -> Iterator[list[str]]:
     """The words of each shell command in the document's blocks of code, comments and continuations resolved."""
     text = text_of(path)
     if path.suffix == ".md":
-        blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
-        lines = [line for language, block in blocks if language in SHELLS for line in block.split("\n")]
+        blocks = re.findall(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', text, re.M | re.S)
+        shown = [block for language, title, block in blocks if language in SHELLS and title != "fails"]
+        lines = [line for block in shown for line in block.split("\n")]
     elif path.suffix == ".py":
         lines = [line for line in text.split("\n") if re.match(r"\s*(python|slime|make) ", line)]
     else:

@@ -125,7 +125,7 @@ def prose() -> list[tuple[str, str]]:
 def documents() -> list[Path]:
     """What people read before and beside the code."""
     own = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    return own + sorted((ROOT / "docs").glob("*.md"))
+    return own + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def _spoken(path: Path) -> Iterator[tuple[int, str]]:
