@@ -98,7 +98,8 @@ def report(found: Mapping[str, Sequence[str]]) -> str:
     return (
         f"this run cannot use {len(found)} external engine{'s' * (len(found) > 1)}:\n"
         + "\n".join(lines)
-        + '\nStart them as described under "Engines that run already" in docs/topologies.md, or remove their addresses'
+        + '\nStart them as described under "Engines that run already" in docs/serving_topology.md, '
+        + "or remove their addresses"
     )
 
 

@@ -12,7 +12,7 @@ The engines of a prefill-decode pair transfer keys and values through one of SGL
 
 Invariants
 1. The server listens only on `host`, by default loopback. The exception is Mooncake, which listens on two ports on
-   every interface, with no setting to change that (docs/topologies.md).
+   every interface, with no setting to change that (docs/serving_topology.md).
 2. The server's ports stay leased until it is stopped.
 3. `dtype` is always passed, because SGLang's "auto" would serve a float32 checkpoint as float16.
 4. User settings (`--sglang-...`) override every default in this file.

@@ -41,7 +41,8 @@ DIFFERENT: Mapping[str, str] = {
         "the same path, but ending in `.jsonl.zst` (`.npz` for `--save-debug-train-data`), without pickles"
     ),
     "`--load-debug-rollout-data X.pt`": (
-        "convert each file first: `slime convert X.pt X.jsonl.zst --trust-pickle` ([workflows](workflows.md))"
+        "convert each file first: `slime convert X.pt X.jsonl.zst --trust-pickle` "
+        "([recorded data](fine_tuning.md#half-a-run))"
     ),
     "`--multimodal-keys`": (
         '`{"image": COLUMN}` with a dense Qwen3-VL; the tower is frozen, videos and audio are refused '
@@ -105,7 +106,7 @@ DIFFERENT: Mapping[str, str] = {
     "`--sglang-router-ip`, `--sglang-router-port`": "the router must require a key, `--router-api-key`",
     "`--rollout-external-engine-addrs`": (
         "the run contacts engines when it starts, not while it parses flags. Engines need a few flags "
-        "([topologies.md](topologies.md#engines-that-run-already)), and can join, leave, exit and come back"
+        "([serving_topology.md](serving_topology.md#engines-that-run-already)), and can join, leave, exit and come back"
     ),
 }
 """Flags as written in a script -> what they do here, and why. In the order of docs/migration.md."""

@@ -31,7 +31,7 @@ SERVER = (
     *("--max-total-tokens", "16384", "--max-running-requests", "64", "--sleep-on-idle", "--skip-server-warmup"),
     *("--incremental-streaming-output", "--host", "127.0.0.1"),
 )
-"""As docs/topologies.md starts one, with the limits of a CPU."""
+"""As docs/serving_topology.md starts one, with the limits of a CPU."""
 START_LIMIT_S = 600.0
 
 

@@ -3,8 +3,8 @@
 A look at the processes of a run notes what is open and should not be. Sockets are asked, once each, as somebody without
 a key would ask; files, Unix sockets and environments are tried by a child that is another user.
 
-`WITHOUT_KEY` and `KNOWS_NO_KEY` are the whole list of what answers without a key, with reasons; docs/hosts.md says the
-same. What neither they nor a key explain is a complaint.
+`WITHOUT_KEY` and `KNOWS_NO_KEY` are the whole list of what answers without a key, with reasons; docs/multi_node.md says
+the same. What neither they nor a key explain is a complaint.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class FleetSettings:
     """Seconds between health checks of an engine's scheduler. The engine's processes are checked every second."""
     rollout_health_check_timeout: float = opt(30.0, within=SECONDS)
     """Seconds without a sign of life, after one interval, before an engine counts as hung. A sign of life is a token
-    for any request or, on CPUs, any computation. On a busy machine the limit is longer (docs/fleet.md)."""
+    for any request or, on CPUs, any computation. On a busy machine the limit is longer (docs/fault_tolerance.md)."""
     rollout_health_check_first_wait: float = derived(
         lambda s: 180.0 if s.device == "cuda" else None,
         "on a GPU the scheduler does not respond while the first requests compile kernels",

@@ -49,8 +49,8 @@ class ServingSettings:
     """Maximum number of requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a starting engine may show no sign of life: no computation and no log output. Startup always fails
-    after five times as long. On a busy machine the limits are longer (docs/fleet.md). Also limits every other wait
-    during startup: for slots, hosts, rollout workers and training ranks."""
+    after five times as long. On a busy machine the limits are longer (docs/fault_tolerance.md). Also limits every other
+    wait during startup: for slots, hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a generate request may go without progress: no new token, and not queued in an engine that makes
     progress with other requests. The total time of a response is not limited."""
@@ -415,7 +415,7 @@ PREFIX_CACHE_RULES: tuple[Rule, ...] = (engines_forget_old_weights,)
 
 @dataclass(frozen=True, kw_only=True)
 class TopologySettings:
-    """Models and groups of engines (docs/topologies.md)."""
+    """Models and groups of engines (docs/serving_topology.md)."""
 
     sglang_config: str | None = opt(None, needs=_ENGINES)
     """YAML file of models (the policy and frozen models) and of the engine groups that serve each model. Hooks find a

@@ -141,7 +141,7 @@ _QUANTISED = Need(_is_quantised, "a quantised --hf-checkpoint (quantization_conf
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedSettings:
-    """Trainer settings for quantised engines. --hf-checkpoint defines the format; see docs/quantised.md."""
+    """Trainer settings for quantised engines. --hf-checkpoint defines the format; see docs/quantised_engines.md."""
 
     trainer_weights: Literal["plain", "fake-quantised"] = opt("plain", asks=lambda v: v != "plain", needs=_QUANTISED)
     """Weights of the trainer's linear layers in the forward pass. plain: in the training dtype. fake-quantised:

@@ -115,8 +115,8 @@ def test_the_router_of_a_run_has_the_key_of_its_engines_and_its_settings(
 
 
 def require_closed(url: str, model: str) -> None:
-    """Law: without a key a router answers what docs/hosts.md says, and no more; of the two routes that are no health
-    checks one says which model it is, the other one how many engines there are, and neither takes anything.
+    """Law: without a key a router answers what docs/multi_node.md says, and no more; of the two routes that are no
+    health checks one says which model it is, the other one how many engines there are, and neither takes anything.
     """
     told: dict[str, str] = {}
     for path in ROUTES_OF_ROUTERS:

@@ -137,8 +137,8 @@ def test_modes_and_keys_are_found(tmp_path: Path) -> None:
 
 
 def test_the_documents_say_what_answers_without_a_key() -> None:
-    """Law: docs/hosts.md and the list that runs are held against name the same routes."""
-    section = (DOCS / "hosts.md").read_text().partition("### Without a key")[2].partition("\n### ")[0]
+    """Law: docs/multi_node.md and the list that runs are held against name the same routes."""
+    section = (DOCS / "multi_node.md").read_text().partition("### Without a key")[2].partition("\n### ")[0]
     told = set(re.findall(r"`(/\w[\w/]*)`", section))
     listed = {route for routes in WITHOUT_KEY.values() if routes != ROUTES for route in routes}
     assert told - {"/metrics"} == listed, "an engine tells its metrics with a flag alone"

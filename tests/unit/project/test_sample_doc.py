@@ -1,4 +1,4 @@
-"""The tables of docs/sample.md are the records themselves: every field and status, in their own words."""
+"""The tables of docs/sample_record.md are the records themselves: every field and status, in their own words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.core.sample import Sample, Status
 from slime.rollout.client.call import FORWARDED_SAMPLING_PARAMS
 from tests.support.documents import ROOT
 
-DOCUMENT = (ROOT / "docs" / "sample.md").read_text()
+DOCUMENT = (ROOT / "docs" / "sample_record.md").read_text()
 
 
 def rows_of(kind: type[Any]) -> list[str]:
@@ -39,7 +39,7 @@ def rows_of(kind: type[Any]) -> list[str]:
 @pytest.mark.parametrize("kind", [Sample, Status])
 def test_every_field_is_there_in_its_own_words(kind: type[Any]) -> None:
     table = "\n".join(rows_of(kind))
-    assert table in DOCUMENT, f"docs/sample.md lacks\n{table}"
+    assert table in DOCUMENT, f"docs/sample_record.md lacks\n{table}"
 
 
 def test_every_sampling_parameter_is_there() -> None:
