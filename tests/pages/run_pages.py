@@ -17,9 +17,12 @@ Each shown line must occur in what was printed, in the order shown; the page may
 2. `…` in a shown line matches any text, for what differs from run to run, such as a model's words: `response: …`;
 3. a shown line of `...` or `…` alone only tells the reader that lines are left out.
 
-If a page mentions `../slime`, its folder has the checkout beside it under that name. All commands of a page share one
-time limit (`--timeout-s`). Processes that still run at the end of a page are ended. The files of a page that failed
-are kept.
+A reader comes from page 1, which unpacks the demo's model and data into `assets/`. So if a page mentions `assets/` and
+does not unpack them itself (`recipes.demo.prepare`), its folder has them from the start. If a page mentions `../slime`,
+its folder has the checkout beside it under that name.
+
+All commands of a page share one time limit (`--timeout-s`). Processes that still run at the end of a page are ended.
+The files of a page that failed are kept.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
+UNPACK = "recipes.demo.prepare"
 GRACE_S = 30.0
 """How long the processes of a page may take to end by themselves once they are asked to."""
 
@@ -114,8 +118,13 @@ def run_page(page: Path, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
     blocks = blocks_of(page)
     record = folder.with_name(f"{folder.name}-record")
     record.mkdir()
-    if "../slime" in page.read_text():
+    text = page.read_text()
+    if "../slime" in text:
         folder.with_name("slime").symlink_to(ROOT)
+    if "assets/" in text and UNPACK not in text:
+        # Does nothing if the checkout has them.
+        subprocess.run([sys.executable, "-m", f"slime.cli.{UNPACK}"], cwd=ROOT, check=True, capture_output=True)
+        (folder / "assets").symlink_to(ROOT / "assets")
     (record / "page.sh").write_text(_script(blocks, record))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     shell = subprocess.Popen(
@@ -258,7 +267,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"{page}: runs in {folder}", flush=True)
         try:
             run_page(page, folder, given.timeout_s)
-        except (PageError, OSError) as error:
+        except (PageError, OSError, subprocess.CalledProcessError) as error:
             failed.append(page)
             print(
                 f"{error}\n{page}: FAILED after {time.monotonic() - began:.0f} s; its files are in {above}", flush=True
