@@ -15,7 +15,9 @@ Invariants
    the machine, the installation or the row.
 4. A `held` process gives up access to everything but libraries (`grader_confinement`) before it sees an answer, and
    never runs an answer as a program.
-5. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each blocks in a thread (`to_thread`).
+5. What a user's function changes in the metadata of a sample goes back with the reply, whether the sample is scored or
+   not: it is where a judge's words are kept.
+6. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each blocks in a thread (`to_thread`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import copy
 import inspect
 import json
 import os
@@ -112,10 +115,27 @@ class Server:
         self.replies.flush()
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the requested grader. Reports any failure as a reason in the reply."""
+        """Runs the requested grader. Reports any failure as a reason in the reply, and the metadata that a user's
+        function changed."""
+        samples: list[Sample] = []
+        if not request["custom"]:
+            return await self._score(request, samples)
+        given = [copy.deepcopy(sample["metadata"]) for sample in request["samples"]]
+        answer = await self._score(request, samples)
+        try:
+            changed = [noted(*pair) for pair in zip((s.metadata for s in samples), given, strict=False)]
+        except (TypeError, ValueError, RecursionError) as problem:
+            reason = (
+                f"the reward function changed sample.metadata to something that cannot be kept: {str(problem)[:200]}"
+            )
+            return {**answer, "scores": [{"unscored": reason}] * len(given)}
+        return {**answer, "metadata": changed}
+
+    async def _score(self, request: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
+        """Runs the requested grader on the samples of the request, which it adds to `samples`."""
         limit_s, failure, memory = self.limit_s, "unscored", False
         try:
-            samples = [Sample.from_dict(s) for s in request["samples"]]
+            samples += [Sample.from_dict(s) for s in request["samples"]]
             grader = None if request["custom"] else self.grader(request["grader"], request["settings"])
             limit_s = self.limit_s if grader is None else grader.limit_of(samples[0], self.limit_s)
             self.reply(request["id"], {"limit_s": limit_s, "used_s": time.process_time()})
@@ -184,6 +204,22 @@ async def _contained(work: Awaitable[Any]) -> Any:
 def _is_ended() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def noted(metadata: dict[str, Any], given: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the metadata that a user's function left in a sample as plain JSON; None if it is as given.
+
+    Raises `TypeError` or `ValueError` if it is not JSON, or if it grew by more than `MAX_RESULT_BYTES`.
+    """
+    if metadata == given:
+        return None
+    if not isinstance(metadata, dict):
+        raise TypeError(f"it is now of type {type(metadata).__name__}, not dict")
+    text = json.dumps(metadata, allow_nan=False)
+    if (grown := len(text) - len(json.dumps(given))) > MAX_RESULT_BYTES:
+        raise ValueError(f"it grew by {grown} bytes, more than {MAX_RESULT_BYTES}")
+    kept: dict[str, Any] = json.loads(text)
+    return kept
 
 
 def encode(value: Any, failure: str) -> dict[str, Any]:

@@ -271,12 +271,14 @@ class GraderPool:
         entries = reply.get("scores")
         if not isinstance(entries, list) or len(entries) != num_samples:
             return [Unscored("the grader process sent a malformed reply")] * num_samples
-        return [
+        scores = [
             Scored(e["value"])
             if "value" in e
             else self._failed(choice, str(e.get("ungradable", e.get("unscored"))), by_answer="ungradable" in e)
             for e in entries
         ]
+        noted = reply.get("metadata") or [None] * num_samples
+        return [dataclasses.replace(score, metadata=one) for score, one in zip(scores, noted, strict=True)]
 
     async def _ask(self, lane: _Lane, message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any] | _Failed:
         """Tries the request once. Calls `begin` when a process is available. Returns the reply or the failure."""

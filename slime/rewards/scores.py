@@ -25,6 +25,8 @@ class Scored:
     """A finite number, or a dict of numbers from which `--reward-key` picks one."""
     ungradable: str = ""
     """Why the grader could not handle the answer, so that it was scored as wrong. Empty otherwise."""
+    metadata: dict[str, Any] | None = None
+    """The sample's metadata as a user's function left it. None: unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Unscored:
 
     reason: str
     """A single line for the sample's metadata, the log and the metrics."""
+    metadata: dict[str, Any] | None = None
+    """As in `Scored`."""
 
 
 Score = Scored | Unscored

@@ -118,7 +118,9 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 
 
 def _set_score(sample: Sample, score: Score) -> str:
-    """Stores a score in the sample. Returns why the sample is unscored, or ''."""
+    """Stores a score, and what a reward function noted, in the sample. Returns why the sample is unscored, or ''."""
+    if score.metadata is not None:
+        sample.metadata = score.metadata
     if isinstance(score, Unscored):
         sample.reward, sample.unscored, sample.ungradable = None, score.reason, ""
         return score.reason

@@ -99,6 +99,21 @@ def limits(args: Any, sample: Sample) -> dict[str, float]:
     return {name: float(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1]) for name in LIMITS}
 
 
+def judge(args: Any, sample: Sample) -> float:
+    """Notes what it was told, and scores only what is a number."""
+    sample.metadata["judge"] = sample.response
+    if sample.response == "unkeepable":
+        sample.metadata["judge"] = {1, 2}
+    if sample.response == "endless":
+        sample.metadata["judge"] = "a" * 100_000
+    return float(sample.response)
+
+
+def judge_all(args: Any, samples: list[Sample]) -> list[float]:
+    """The same for a group, but for its first sample."""
+    return [0.0, *(judge(args, sample) for sample in samples[1:])]
+
+
 async def act_async(args: Any, sample: Sample) -> Any:
     """The same, waiting on the event loop."""
     if sample.response == "hang":

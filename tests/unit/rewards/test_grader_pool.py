@@ -109,6 +109,27 @@ def test_hostile_graders_cost_their_sample_only() -> None:
     with_pool(work, custom_rm_path=f"{HOSTILE}:act", args={"seven": 7})
 
 
+def test_what_a_function_notes_in_the_metadata_comes_back_with_a_score_and_without() -> None:
+    """Law: a judge's words are kept, most of all when they were no score; what cannot be kept is said, not dropped."""
+
+    async def work(pool: GraderPool) -> None:
+        row = {"level": [1]}
+        assert await pool.score(Sample(response="7", metadata=row)) == Scored(7.0, metadata={**row, "judge": "7"})
+        nonsense = await pool.score(Sample(response="well", metadata=row))
+        assert isinstance(nonsense, Unscored) and nonsense.metadata == {**row, "judge": "well"}
+        for response, why in {"unkeepable": "set is not JSON serializable", "endless": "more than 65536"}.items():
+            lost = await pool.score(Sample(response=response))
+            assert isinstance(lost, Unscored) and why in lost.reason and lost.metadata is None, lost
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:judge", num_workers=1)
+
+    async def together(pool: GraderPool) -> None:
+        scores = await pool.score_group([Sample(response="1"), Sample(response="2")])
+        assert scores == [Scored(0.0), Scored(2.0, metadata={"judge": "2"})]
+
+    with_pool(together, custom_rm_path=f"{HOSTILE}:judge_all", num_workers=1)
+
+
 @pytest.mark.parametrize("function", quick(["act", "act_async"], "act"))
 def test_what_ends_processes_ends_one_grading(function: str) -> None:
     """Law: the reason says what was raised, and the process grades on, beside others if it grades several."""
