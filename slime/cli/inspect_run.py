@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime.core.errors import DataError
 from slime.core.text import visible
-from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, number, read_samples
+from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, number, read_samples, when, where
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,9 @@ DEFAULT_NUM = 6
 def add_samples_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument(
-        "--step", type=int, help="samples of this step, counted as in metrics.jsonl (default: the last)"
+        "--step",
+        type=int,
+        help="samples of this step, counted from 0; -1: the evaluation before step 0 (default: the last)",
     )
     parser.add_argument("--best", action="store_true", help="only the best of each step")
     parser.add_argument("--worst", action="store_true", help="only the worst of each step")
@@ -106,10 +108,15 @@ def choose(samples: Sequence[ShownSample], options: argparse.Namespace) -> list[
 
 
 def _what_there_is(samples: Sequence[ShownSample]) -> str:
-    steps: dict[str, list[int]] = {}
+    steps: dict[str, list[ShownSample]] = {}
     for sample in samples:
-        steps.setdefault(f"{sample.kind} {sample.dataset or ''}".rstrip(), []).append(sample.step)
-    return ", ".join(f"{name} of steps {min(seen)} to {max(seen)}" for name, seen in sorted(steps.items()))
+        steps.setdefault(where(sample), []).append(sample)
+    ends = {name: (min(seen, key=_step), max(seen, key=_step)) for name, seen in sorted(steps.items())}
+    return "; ".join(f"{name}, {when(first)} to {when(last)}" for name, (first, last) in ends.items())
+
+
+def _step(sample: ShownSample) -> int:
+    return sample.step
 
 
 def _show(samples: Sequence[ShownSample], console: Console) -> None:

@@ -28,6 +28,7 @@ from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import WeightSyncSequence
 from slime.core.errors import SAVE_FLAG, ActorDied
+from slime.core.text import evaluation_name, step_name
 from slime.observability.progress import StartUp
 from slime.observability.spans import collect, note_span, span
 from slime.observability.tracker import Tracker
@@ -152,7 +153,7 @@ class Run:
 
     def finish_generation(self, generation: Generation) -> Any:
         """Waits for a generation, logs its metrics, and returns the object ref of its `TrainBatch`."""
-        with span("rollout_wait"), self._watching(f"rollout {generation.rollout_id}") as on_poll:
+        with span("rollout_wait"), self._watching(f"rollout, {step_name(generation.rollout_id)}") as on_poll:
             news = wait_for(
                 [generation.news],
                 for_what=f"the rollout of step {generation.rollout_id}",
@@ -182,9 +183,9 @@ class Run:
         """Evaluates the synced weights on the held-out data: sampled responses and the loss of conversations."""
         news = StepNews({}, [])
         phase = self._startup.phase("eval", "the held-out data is evaluated")
-        with phase, span("eval"), self._watching("eval") as on_poll:
+        with phase, span("eval"), self._watching(f"eval, {evaluation_name(rollout_id)}") as on_poll:
             if samples_evaluations(self.args):
-                what = f"the evaluation at step {rollout_id}"
+                what = f"the evaluation {evaluation_name(rollout_id)}"
                 news = self._actors.on_rollout(
                     "evaluate", rollout_id, for_what=what, limit_s=self._rollout_limit_s, on_poll=on_poll
                 )
@@ -216,7 +217,7 @@ class Run:
     def train(self, rollout_id: int, batch: Any) -> None:
         """Trains one step on all ranks (none with --debug-rollout-only) and commits it to the Data Buffer."""
         self._trained_since_sync = True
-        with span("train"), self._tracker.progress(f"train {rollout_id}"):
+        with span("train"), self._tracker.progress(f"train, {step_name(rollout_id)}"):
             metrics = wait_for(
                 [trainer.train.remote(batch) for trainer in self._actors.trainers],
                 for_what=f"training step {rollout_id}",

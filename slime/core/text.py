@@ -1,4 +1,4 @@
-"""Formatting of text for display: escapes control characters, shortens text, lists names. Also defines `EngineKeys`.
+"""Formatting of text for display: escapes control characters, shortens text, lists and names things, `EngineKeys`.
 
 Text from models, tools and datasets can also end up in exceptions. All such text must pass through `visible` before it
 is printed to a terminal.
@@ -48,6 +48,16 @@ def listed(names: Sequence[str], limit: int = 8) -> str:
     """Formats names as `a, b and 3 more`, showing at most `limit` names. Returns `none` for an empty list."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more or "none"
+
+
+def step_name(step: int, num_steps: int | None = None) -> str:
+    """Names a step as all messages do: `step 3`, or `step 3 of 0..5` if the number of steps is known."""
+    return f"step {step}" if not num_steps else f"step {step} of 0..{num_steps - 1}"
+
+
+def evaluation_name(step: int, num_steps: int | None = None) -> str:
+    """Names the time of an evaluation: `after step 3`, or `before step 0` if `step` is -1."""
+    return "before step 0" if step < 0 else f"after {step_name(step, num_steps)}"
 
 
 def ends_whole(path: Path) -> bool:

@@ -30,7 +30,7 @@ NOTE_CHARS = 300
 
 
 class Progress:
-    """`with Progress("rollout 3", total=96, unit="samples") as p: ... p.advance()`.
+    """`with Progress("rollout, step 3", total=96, unit="samples") as p: ... p.advance()`.
 
     `total`: None if unknown (startup, a wait), then there is no ETA. `limit_s`: timeout, only displayed. `tty`: draw a
     bar (None: if stderr is a terminal). `console`: rich console for the bar (None: stderr).

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slime.core.files import full_disk_named
-from slime.core.text import ends_whole, one_line, visible
+from slime.core.text import ends_whole, evaluation_name, one_line, step_name, visible
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -41,7 +41,7 @@ class ShownSample:
 
     kind: Kind
     step: int
-    """Rollout number, from 0. For an evaluation, the number of the preceding rollout (-1: none)."""
+    """From 0. For an evaluation, the step before it (-1: none)."""
     dataset: str | None = None
     """Name of the evaluation dataset."""
     prompt: str
@@ -131,7 +131,7 @@ def read_samples(path: Path) -> list[ShownSample]:
 def heading(sample: ShownSample) -> str:
     """Describes a sample's origin and outcome in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
-    parts = [f"{where(sample)}, step {sample.step}, {sample.picked}", f"reward {number(sample.reward)}", ended]
+    parts = [f"{where(sample)}, {when(sample)}, {sample.picked}", f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
         parts.append(f"weights {sample.weight_version}")
     return " | ".join(parts)
@@ -140,6 +140,11 @@ def heading(sample: ShownSample) -> str:
 def where(sample: ShownSample) -> str:
     """Returns `rollout`, `eval`, or `eval DATASET`."""
     return f"{sample.kind} {one_line(sample.dataset or '', 80)}".rstrip()
+
+
+def when(sample: ShownSample) -> str:
+    """Returns `step 3`, `after step 3` for an evaluation, or `before step 0`."""
+    return (evaluation_name if sample.kind == "eval" else step_name)(sample.step)
 
 
 def number(value: float | None) -> str:
@@ -156,9 +161,9 @@ def samples_markdown(path: Path, limit: int = 8, *, fine_tuning: bool = False) -
     if not samples:
         return ""
     names = (
-        ("step", "prompt", "target")
+        ("when", "prompt", "target")
         if fine_tuning
-        else ("of", "step", "picked", "reward", "label", "prompt", "response")
+        else ("of", "when", "picked", "reward", "label", "prompt", "response")
     )
     head = f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
     rows = [head, *(_markdown_row(sample, names) for sample in first_and_last(samples, limit))]
@@ -184,7 +189,7 @@ def _of(samples: Sequence[ShownSample], key: tuple[str, str | None, int]) -> lis
 def _markdown_row(sample: ShownSample, names: Sequence[str]) -> str:
     cells = {
         "of": _code(where(sample)),
-        "step": str(sample.step),
+        "when": when(sample),
         "picked": sample.picked,
         "reward": number(sample.reward),
         "label": _code(sample.label or ""),

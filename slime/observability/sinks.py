@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from slime.core.errors import ConfigError, DataError, DeadlineExceeded
 from slime.core.files import full_disk_named
-from slime.core.text import ends_whole
+from slime.core.text import ends_whole, evaluation_name, step_name
 from slime.observability.logs import FILE_ONLY
 from slime.observability.progress import duration
 from slime.observability.samples import (
@@ -37,7 +37,7 @@ from slime.observability.samples import (
 logger = logging.getLogger("slime.steps")
 
 AXES = {"rollout": "rollout/step", "train": "train/step", "eval": "eval/step", "perf": "rollout/step"}
-"""Kind of step -> its axis. An evaluation has the number of the preceding rollout (-1: none)."""
+"""Kind of step -> its axis. An evaluation has the number of the step before it (-1: none)."""
 KINDS = tuple(AXES)
 OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout/step"}
 """Axes of other metric prefixes that are logged with these kinds."""
@@ -284,11 +284,10 @@ class ConsoleSink:
 
     def line(self, record: StepRecord) -> str:
         """Returns the console line for a record. Must be called once per record, because it counts steps."""
-        head = f"{record.kind:>7} {record.step}"
-        if record.kind in ("rollout", "train") and self._num_rollout is not None:
-            head += f" ({record.step + 1}/{self._num_rollout})"
+        step, end = record.step, self._num_rollout
+        head = f"{record.kind:>7}  {evaluation_name(step, end) if record.kind == 'eval' else step_name(step, end)}"
         shown = [f"{label} {_number(record.metrics[key], spec)}" for key, label, spec in self._headlines(record)]
-        line = "  ".join([f"{head:<18}", *shown])
+        line = "  ".join([f"{head:<24}", *shown])
         return line + self._eta(record) if record.kind == "perf" else line
 
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:

@@ -173,7 +173,7 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
     if not datasets:
         raise DataError("the evaluation has no data; set --eval-prompt-data NAME FILE or --eval-config")
     num_executions = sum(len(d.rows) * d.config.n_samples_per_eval_prompt for d in datasets)
-    context.progress.begin(f"eval at step {rollout_id}", num_executions)
+    context.progress.begin("executions", num_executions)
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     first_index = 0

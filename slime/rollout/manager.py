@@ -23,7 +23,7 @@ from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import HookError
 from slime.core.sample import Sample
-from slime.core.text import NO_KEYS, EngineKeys
+from slime.core.text import NO_KEYS, EngineKeys, evaluation_name, step_name
 from slime.core.topology import Worker
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import Models, RolloutContext, use
@@ -154,7 +154,7 @@ class RolloutManager:
 
     def progress(self) -> str:
         """Describes the running work in one line; empty when idle."""
-        return "; ".join(str(p) for p in self._progress)
+        return "; ".join(filter(None, map(str, self._progress)))
 
     async def generate(self, rollout_id: int) -> tuple[TrainBatch, dict[str, float]]:
         """Generates or replays the batch of one step. Its groups stay in flight until `commit`."""
@@ -183,7 +183,7 @@ class RolloutManager:
                 work = evaluate(context, rollout_id)
             else:
                 work = evaluate_by_function(context, rollout_id, self._source)
-            output = await supervised(work, what=f"evaluation at step {rollout_id}", limit_s=None)
+            output = await supervised(work, what=f"the evaluation {evaluation_name(rollout_id)}", limit_s=None)
         metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
         await self._recorder.save_evaluation(rollout_id, output)
         self.showcase.add_evaluation(rollout_id, output.data)
@@ -277,7 +277,7 @@ class RolloutManager:
         with self._context(rollout_id) as context:
             step = self._schedule.step(context, rollout_id, self._source)
             output = await supervised(
-                step, what=f"rollout {rollout_id}", limit_s=None
+                step, what=f"the rollout of {step_name(rollout_id)}", limit_s=None
             )  # its components have their own limits
         self._account.hand_out(rollout_id, output.samples, before=before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness

@@ -27,7 +27,7 @@ from typing import Any
 from slime.core.engine_interface import WeightVersion
 from slime.core.errors import DataError, LedgerError
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED, TURN_COUNTS, Sample, Status
-from slime.core.text import shorten, visible
+from slime.core.text import evaluation_name, shorten, step_name, visible
 from slime.observability.samples import Kind, Picked, ShownSample
 from slime.rollout.filters import rewards_by_execution
 from slime.settings import Args
@@ -245,7 +245,7 @@ class Showcase:
     ) -> None:
         if not self._args.log_samples:
             return
-        chance = random.Random(f"{self._args.rollout_seed} {kind} {step} {dataset}")
+        chance = random.Random(" ".join(map(str, (self._args.rollout_seed, kind, step, dataset))))
         try:
             rewards = [self._reward(sample, reward_key) for sample in samples]
             shown = [
@@ -253,7 +253,8 @@ class Showcase:
                 for i, why in pick(rewards, self._args.log_samples, chance)
             ]
         except Exception:  # user samples may contain anything
-            logger.exception("samples of %s %d cannot be displayed", kind, step)
+            name = evaluation_name(step) if kind == "eval" else step_name(step)
+            logger.exception("the samples (%s, %s) cannot be displayed", kind, name)
             return
         self._picked.setdefault((kind, step), []).extend(shown)
 

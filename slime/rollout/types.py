@@ -56,9 +56,9 @@ class DynamicFilterOutput:
 class Progress:
     """The current state of a rollout, written by the rollout task and polled by the driver."""
 
-    what: str = "idle"
+    unit: str = ""
+    """What `done` and `total` count: groups (rollout) or executions (evaluation)."""
     done: int = 0
-    """Finished groups (rollout) or samples (evaluation)."""
     total: int = 0
     tokens: int = 0
     """Sampled response tokens."""
@@ -67,9 +67,9 @@ class Progress:
     last_failure: str = ""
     started: float = field(default_factory=time.monotonic)
 
-    def begin(self, what: str, total: int) -> None:
+    def begin(self, unit: str, total: int) -> None:
         """Starts a new phase with all counts at zero."""
-        self.what, self.total, self.done, self.tokens, self.started = what, total, 0, 0, time.monotonic()
+        self.unit, self.total, self.done, self.tokens, self.started = unit, total, 0, 0, time.monotonic()
         self.num_failures, self.last_failure = 0, ""
 
     def failed(self, reason: str) -> str:
@@ -89,6 +89,8 @@ class Progress:
 
     def __str__(self) -> str:
         if not self.total:
-            return self.what
-        line = f"{self.what} {self.done}/{self.total}, {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
+            return ""
+        line = f"{self.done}/{self.total} {self.unit}"
+        if self.tokens:  # nothing is known before the first response is complete
+            line += f", {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
         return f"{line}; {self.num_failures} failures, last: {self.last_failure}" if self.num_failures else line

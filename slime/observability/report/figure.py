@@ -375,7 +375,9 @@ def _header(figure: Any, record: RunRecord, summary: RunSummary, title: str) -> 
 
 def _footer(figure: Any, frame: Frame, constant: str) -> None:
     width, height = figure.get_size_inches()
-    notes = ["x: steps as in metrics.jsonl, from 0" + (" (-1: before the first)" if frame.limits[0] < 0 else "")]
+    notes = [
+        "x: steps as in metrics.jsonl, from 0" + (" (-1: the evaluation before step 0)" if frame.limits[0] < 0 else "")
+    ]
     if frame.marks:
         notes.append("dotted line: the run was resumed")
     if frame.limits[1] >= 100:

@@ -46,7 +46,7 @@
       const reach = (high - low) / 100;
       const lines = series.flatMap((one, i) => Math.abs(one.steps[found[i]] - step) <= reach ? [row(one, one.values[found[i]])] : []);
       const title = document.createElement("strong");
-      title.textContent = `step ${step}`;
+      title.textContent = step < 0 ? "before step 0" : `step ${step}`;
       tip.replaceChildren(title, ...lines);
       tip.hidden = false;
       const x = left + (step - low) / (high - low) * (right - left);

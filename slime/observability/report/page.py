@@ -25,6 +25,7 @@ from slime.observability.report.record import RunKind, RunRecord, given_settings
 from slime.observability.report.summary import RunSummary, before_and_after, finding_text, report_markdown, summary_of
 from slime.observability.report.timeline import GENERATION, timeline_figure, timelines
 from slime.observability.samples import PICKS, ShownSample, number, where
+from slime.observability.samples import when as time_of
 
 MAX_SAMPLES, TEXT_CHARS = 48, 1500
 SHOWN_SAMPLES = 12
@@ -103,7 +104,7 @@ def _sample_row(one: ShownSample, names: Sequence[str]) -> Markup:
     of = "trained" if TARGET in names else where(one)
     detail = shorten(" · ".join(facts), 300)
     cells = {
-        "of": element("td", f"{of}, step {one.step}", element("br"), element("span", detail, class_="muted")),
+        "of": element("td", f"{of}, {time_of(one)}", element("br"), element("span", detail, class_="muted")),
         "reward": element("td", number(one.reward), class_="number"),
         "label": element("td", element("code", shorten(one.label or "", 200))),
         "prompt": element("td", _text(one.prompt)),
@@ -282,7 +283,7 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
         return None
     notes = ["Steps are counted from 0, as in metrics.jsonl."]
     if frame.limits[0] < 0:
-        notes.append("An evaluation has the number of the preceding step; -1 is before the first step.")
+        notes.append("An evaluation is at the step that it follows; the one before step 0 is at -1.")
     if frame.marks:
         notes.append("Dotted lines mark where the run was resumed. Of repeated steps, only the last one is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:

@@ -3,8 +3,8 @@
 Invariants
 1. If a resumed run repeated a step, only the last repetition counts. Steps discarded by the resume do not count
    (`standing_rows`).
-2. Steps are numbered from 0, as in `metrics.jsonl`. An evaluation has the number of the preceding rollout, or -1 before
-   the first rollout.
+2. Steps are numbered from 0, as in `metrics.jsonl`. An evaluation has the number of the step before it, or -1 before
+   step 0.
 """
 
 from __future__ import annotations

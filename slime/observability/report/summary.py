@@ -26,7 +26,7 @@ class RunSummary:
     num_rollouts: int
     """Number of steps that generated samples or, for SFT, fetched conversations."""
     reward: tuple[float, float] | None
-    """Mean reward of the first and last rollout."""
+    """Mean reward of the first and last step."""
     evals: Mapping[str, tuple[float, float]]
     """Dataset -> score of the first and last evaluation."""
     loss: tuple[float, float] | None
@@ -118,7 +118,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
-        pairs["reward of a rollout"] = summary.reward
+        pairs["mean reward of a step"] = summary.reward
     if summary.loss is not None:
         pairs["loss"] = summary.loss
     return pairs
@@ -127,7 +127,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
 def facts(summary: RunSummary) -> dict[str, str]:
     out = {"kind": summary.kind.value}
     if summary.kind is not RunKind.EVALUATION:
-        out["steps" if summary.kind is RunKind.SFT else "rollouts"] = f"{summary.num_rollouts:,}"
+        out["steps"] = f"{summary.num_rollouts:,}"
     if summary.step_s is not None:
         out["time per step, without evaluation"] = f"{short(summary.step_s)} s"
     for key, value in summary.mismatches.items():

@@ -142,7 +142,7 @@ class GroupLoop:
     def begin_step(self, context: RolloutContext, rollout_id: int) -> None:
         """Attributes subsequent progress and messages to this step."""
         self.context, self.rollout_id = context, rollout_id
-        context.progress.begin(f"rollout {rollout_id}", self.target)
+        context.progress.begin("groups", self.target)
 
     async def turn(self, timeout_s: float | None = None) -> None:
         """Starts groups, sleeps until a group ends, `wake` is called or the timeout expires, then settles ended groups.
@@ -208,7 +208,7 @@ class GroupLoop:
         left = limit_s - (time.monotonic() - start_s)
         if left <= 0:
             raise DeadlineExceeded.waiting(
-                owner=f"rollout of step {self.rollout_id}",
+                owner=f"the rollout of step {self.rollout_id}",
                 for_what=f"{self.target} groups",
                 limit_s=limit_s,
                 last_progress=str(self.context.progress),

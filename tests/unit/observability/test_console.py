@@ -16,6 +16,21 @@ def line(kind: str, **metrics: float) -> str:
     return ConsoleSink(num_rollout=4).line(StepRecord(kind, 1, {n.replace("__", "/"): v for n, v in metrics.items()}))
 
 
+@pytest.mark.parametrize("kind", ["rollout", "train", "eval", "perf"])
+def test_every_line_names_its_step_in_the_same_form(kind: str) -> None:
+    """Law: a step has one number, its `rollout_id`, whatever the line is about."""
+    after = "after " if kind == "eval" else ""
+    assert ConsoleSink(num_rollout=6).line(StepRecord(kind, 2, {})).split() == f"{kind} {after}step 2 of 0..5".split()
+    assert ConsoleSink().line(StepRecord(kind, 2, {})).split() == f"{kind} {after}step 2".split()
+
+
+def test_the_evaluation_before_the_first_step_has_no_number() -> None:
+    assert ConsoleSink(num_rollout=6).line(StepRecord("eval", -1, {"eval/sums": 0.25})).split() == [
+        *("eval", "before", "step", "0"),
+        *("sums", "0.250"),
+    ]
+
+
 def test_the_parts_of_a_step_are_those_that_the_driver_logs() -> None:
     shown = line("perf", perf__step_time=9.0, perf__rollout_wait_time=6.0, perf__train_time=2.5, perf__eval_time=0.25)
     assert "step 9.0 s  rollout 6.0 s  train 2.5 s  eval 0.2 s" in shown

@@ -161,7 +161,7 @@ def test_what_was_added_goes_into_the_next_perf_record(tmp_path: Path) -> None:
 def test_console_shows_the_headlines_and_the_time_left() -> None:
     sink = ConsoleSink(num_rollout=4)
     line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}))
-    assert "rollout 1 (2/4)" in line and "reward 0.500" in line and "other" not in line
+    assert "rollout  step 1 of 0..3 " in line and "reward 0.500" in line and "other" not in line
     assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0})).endswith("left 40 s")
 
 

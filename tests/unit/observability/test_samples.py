@@ -190,7 +190,9 @@ def test_the_command_prints_what_is_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert printed(capsys, run, "--step", "1").count("step 1") == 2
     only = printed(capsys, run, "--worst", "-n", "9")
     assert only.count("worst") == 4 and "best" not in only
-    assert "eval sums, step -1, best" in printed(capsys, run, "--eval") == printed(capsys, run, "--dataset", "sums")
+    assert (
+        "eval sums, before step 0, best" in printed(capsys, run, "--eval") == printed(capsys, run, "--dataset", "sums")
+    )
     rows = [json.loads(line) for line in printed(capsys, run, "--json", "--step", "2").splitlines()]
     assert [ShownSample.from_dict(row) for row in rows] == of_step(2)
 
@@ -198,7 +200,7 @@ def test_the_command_prints_what_is_asked_for(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_says_what_there_is_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", of_step(0), of_step(4))
     assert main(["samples", str(run), "--step", "2"]) == 2
-    assert "rollout of steps 0 to 4" in capsys.readouterr().err
+    assert "rollout, step 0 to step 4" in capsys.readouterr().err
     (tmp_path / "run.json").touch()
     assert main(["samples", str(tmp_path)]) == 2
     assert "has no samples" in capsys.readouterr().err

@@ -61,11 +61,11 @@ async def test_concurrent_tasks_get_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_line_says_how_far_how_long_and_how_silent() -> None:
-    progress = Progress("rollout 3", total=8, unit="samples", every_s=10, tty=False)
+    progress = Progress("rollout, step 3", total=8, unit="samples", every_s=10, tty=False)
     progress._start_s = 0.0
     progress.advance(2)
     progress._moved_s = 20.0
-    assert progress.line(20.0) == "rollout 3: 2/8 samples, 20 s (about 1 min 00 s left)"
+    assert progress.line(20.0) == "rollout, step 3: 2/8 samples, 20 s (about 1 min 00 s left)"
     assert progress.line(60.0).endswith("no progress for 40 s")
     assert Progress("engines", limit_s=600, tty=False).line().endswith("of at most 10 min 00 s")
 
@@ -86,7 +86,7 @@ HOSTILE = "ValueError: no answer in 'hello [/INST] :smile:\x1b]0;title\x07\nmore
 def test_a_bar_shows_what_a_model_said_and_obeys_none_of_it() -> None:
     """Law: neither rich's markup nor an escape of the terminal works in the news, and the block ends well."""
     console = Console(force_terminal=True, file=(shown := StringIO()), width=400)
-    with Progress("rollout 3", tty=True, console=console) as progress:
+    with Progress("rollout, step 3", tty=True, console=console) as progress:
         progress.note(HOSTILE)
     said = shown.getvalue()
     assert "hello [/INST] :smile:\\x1b]0;title\\x07⏎more'" in said
@@ -94,7 +94,7 @@ def test_a_bar_shows_what_a_model_said_and_obeys_none_of_it() -> None:
 
 
 def test_a_line_shows_what_a_model_said_as_one_visible_line() -> None:
-    progress = Progress("rollout 3", tty=False)
+    progress = Progress("rollout, step 3", tty=False)
     progress.note(HOSTILE + "x" * 10_000)
     line = progress.line()
     assert "hello [/INST] :smile:\\x1b]0;title\\x07⏎more'" in line

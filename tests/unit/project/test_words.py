@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import tokenize
 from collections.abc import Iterator
@@ -41,6 +42,13 @@ REPLACED = {
 """A part of a name -> what to call it."""
 REPLACED_NAMES = {"model_shape": "architecture", "megatron_shape": "architecture"}
 """A run of parts -> what to call it: tensors have shapes, models architectures."""
+STEP_FORM = re.compile(r"(?:\bsteps?[ _]|ckpt[-_]step |steps: )$", re.IGNORECASE)
+OTHER_STEP_TEXT = {
+    "data_source_": "the public slime's file name",
+    "eval_": "the file name of a recorded evaluation",
+    "": "only the number: a cell of a table, an axis",
+}
+"""Text before a step's number that is not `step `, each with the reason."""
 ALLOWED = {
     "PR_SET_CHILD_SUBREAPER": "the name that Linux gives it",
     "lora_target_modules": "the name that PEFT gives it",
@@ -221,3 +229,47 @@ def test_the_glossary_names_what_is_there() -> None:
             if f"`{name}`" not in metrics and not (prefix and f"`{prefix}/" in metrics):
                 missing.append(f"{row[0]}: no metric {name} in docs/metrics.md")
     assert not missing, "\n".join(missing)
+
+
+def _steps_in_texts(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (text before, expression) for each step's number in an f-string, and (text, "%") for logging formats."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = node.values if isinstance(node, ast.JoinedStr) else ()
+        for before, part in itertools.pairwise([ast.Constant(""), *parts]):
+            text = str(before.value) if isinstance(before, ast.Constant) else "{}"
+            found = ast.unparse(part.value) if isinstance(part, ast.FormattedValue) else ""
+            if re.search(r"rollout_id\b|(^|[._])step\b", found) and "_name(" not in found:
+                yield text, found
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (
+                (match[0], "%") for match in re.finditer(r"\b(rollout|train|eval|perf|iter\w*) %[ds]", node.value)
+            )
+
+
+def test_a_step_is_named_in_one_form() -> None:
+    """Law: messages say `step N` with N = `rollout_id`, and never "rollout N" or "N + 1 of ..."."""
+    wrong = []
+    for path in [*sorted((ROOT / "slime").rglob("*.py")), ROOT / "train.py", ROOT / "train_async.py"]:
+        for text, expression in _steps_in_texts(path):
+            named = STEP_FORM.search(text) or text in OTHER_STEP_TEXT
+            next_one = "+ 1" not in expression or text.endswith("continue with step ")
+            evaluation = re.search(r"\beval(uation)?\b[^.;]*\bstep $", text)
+            if not named or not next_one or evaluation:
+                wrong.append(f"{path.relative_to(ROOT)}: {text[-40:]!r} {expression}")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'f"rollout {rollout_id}"',
+        'f"eval at step {rollout_id}"',
+        'f"step {step + 1} of 6"',
+        'log.info("train %d", step)',
+    ],
+)
+def test_another_form_of_a_step_is_found(line: str, tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text(line)
+    ((text, expression),) = _steps_in_texts(path)
+    fits = STEP_FORM.search(text) and "+ 1" not in expression and not text.startswith("eval ")
+    assert not fits

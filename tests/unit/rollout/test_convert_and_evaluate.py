@@ -271,9 +271,12 @@ def test_no_grader_is_a_configuration_mistake(tmp_path: Path) -> None:
 
 def test_progress_says_what_runs() -> None:
     progress = Progress()
-    progress.begin("rollout 3", 8)
+    assert str(progress) == ""
+    progress.begin("groups", 8)
     progress.done = 2
-    assert str(progress).startswith("rollout 3 2/8, ")
+    assert str(progress) == "2/8 groups", "no rate before the first token"
+    progress.tokens, progress.started = 300, progress.started - 10
+    assert str(progress) == "2/8 groups, 30 tokens/s"
 
 
 def test_lengths_of_right_answers_are_logged_where_they_are_asked_for(tmp_path: Path) -> None:
