@@ -25,7 +25,7 @@ from slime.cli import (
     upgrade_check,
 )
 from slime.core.errors import SlimeError
-from slime.core.text import visible
+from slime.core.text import program, visible
 from slime.core.user_files import path_in_words
 
 
@@ -115,7 +115,7 @@ class _Once(argparse._StoreAction):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling.")
+    parser = argparse.ArgumentParser(prog=program(), description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.run(_options(command, words))
     except SlimeError as error:
-        print(f"slime {command.name}: {visible(str(error))}", file=sys.stderr)
+        print(f"{program(command.name)}: {visible(str(error))}", file=sys.stderr)
         return 2
     except OSError as error:
         if command.words != "own":  # a loop's error may concern a file that the user did not name
             raise
         told = path_in_words(error) if error.filename else error.strerror or str(error)
-        print(f"slime {command.name}: {visible(told)}", file=sys.stderr)
+        print(f"{program(command.name)}: {visible(told)}", file=sys.stderr)
         return 1
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import ConfigError, DataError
-from slime.core.text import HIDDEN
+from slime.core.text import HIDDEN, slime_command
 from slime.core.user_files import paths_in_words
 from slime.observability.run_folder import host_facts, plain, versions
 from slime.observability.start_record import (
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     again = prepare(options.run.resolve(), options.start, list(options.words))
     print(again.heading)
     print("\n".join(f"  {line}" for line in again.told or ("nothing recorded has changed",)))
-    print(f"in {Path.cwd()}: slime {again.loop} {shlex.join(again.words)}", flush=True)
+    print(f"in {Path.cwd()}: {slime_command(again.loop)} {shlex.join(again.words)}", flush=True)
     _become(again)
     return 0
 

@@ -24,7 +24,7 @@ ONLY_SERVES = ("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-si
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "slime serve [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
+    parser.usage = "%(prog)s [TOPOLOGY.yaml] [--port N] [--host ADDRESS] [flags of the loop]"
     parser.add_argument("--port", type=_port, help=f"port of the router (default {DEFAULT_PORT})")
     parser.add_argument(
         "--host", help="address to listen on (default: loopback); a different address needs --router-api-key"

@@ -38,6 +38,7 @@ from slime.core.blame import error_line
 from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
 from slime.core.processes import RUN_ID_ENV
+from slime.core.text import program
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
@@ -149,9 +150,10 @@ LEFT_OUT = ("load", "run_dir", "ckpt_step", "finetune")
 
 def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
     """Returns the command that resumes the run started with `command` (`slime train ...`), without secrets."""
-    program, loop, *flags = command
+    _, loop, *flags = command
     kept = without(flags, *LEFT_OUT)
-    return shlex.join(hide_secrets([program, loop, *kept, "--load", load, "--run-dir", run_dir]))
+    words = shlex.join(hide_secrets([*kept, "--load", load, "--run-dir", run_dir]))
+    return f"{program(loop)} {words}"
 
 
 def how_to_resume(args: Args, *, stopped: bool) -> str:

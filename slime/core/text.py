@@ -7,6 +7,7 @@ is printed to a terminal.
 from __future__ import annotations
 
 import difflib
+import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,33 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that `name` probably misspells, or None (`mamba` does not count as close to `llama`)."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.7)
     return near[0] if near else None
+
+
+# --- Names of programs
+
+
+def program(command: str = "") -> str:
+    """Returns how the user started this program, with `command`: `slime train`, or `python train.py` for a loop."""
+    return f"python {sys.argv[0]}" if _is_script() and not _is_slime() else slime_command(command)
+
+
+def slime_command(words: str) -> str:
+    """Returns a command line of slime. It starts with `python -m slime` if the user started Python."""
+    return f"{'python -m slime' if _is_script() else 'slime'} {words}".strip()
+
+
+def _started() -> Path:
+    return Path(sys.argv[0] if sys.argv else "")
+
+
+def _is_script() -> bool:
+    """Returns whether Python runs a file; the console script `slime` has no suffix. Tests count as `slime`."""
+    return _started().suffix == ".py" and "pytest" not in _started().parts
+
+
+def _is_slime() -> bool:
+    parts = _started().parts
+    return parts[-2:] == ("slime", "__main__.py") or parts[-3:] == ("slime", "cli", "main.py")
 
 
 HIDDEN = "<hidden>"

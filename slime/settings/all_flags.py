@@ -246,8 +246,11 @@ def own_flags(known: Components | None = None, *, with_docs: bool = False) -> tu
     out: list[Flag] = []
     for group in GROUPS:
         docs = field_docs(group.settings) if with_docs else None
-        out += flags_of(group.settings, heading=group.heading, docs=docs)
-    return (*out, *known.flags(with_docs=with_docs))
+        flags = flags_of(group.settings, heading=group.heading, docs=docs)
+        out += [dataclasses.replace(flag, topic=group.topic) for flag in flags]
+    topics = {flag.dest: flag.topic for flag in out}
+    of_entries = known.flags(with_docs=with_docs)
+    return (*out, *(dataclasses.replace(f, topic=topics[known.readers(f.dest)[0].chooser.setting]) for f in of_entries))
 
 
 @cache

@@ -32,7 +32,7 @@ from slime.settings.groups.hooks import HookSettings
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.groups.logging import ConfigurationSettings, DebugSettings, LoggingSettings, ProfilingSettings
 from slime.settings.groups.reward import AgentSettings, RewardSettings
-from slime.settings.groups.rollout import RolloutSettings
+from slime.settings.groups.rollout import RolloutSettings, ScheduleSettings
 from slime.settings.groups.training import CheckpointSettings, ParameterSettings, TrainingSettings
 from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
 
@@ -89,6 +89,7 @@ _BEHIND = ("components", "megatron", "custom")
 class Args(
     ClusterSettings,
     RolloutSettings,
+    ScheduleSettings,
     DataSettings,
     ImageSettings,
     EvalSettings,

@@ -6,9 +6,11 @@ Does not import torch, transformers, Ray or an engine, so a wrong flag is report
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
-from slime.core.text import HIDDEN, visible
+from slime.core.text import HIDDEN, program, visible
 from slime.core.user_files import paths_in_words
 from slime.settings.all_flags import (
     Components,
@@ -35,10 +37,14 @@ from slime.settings.all_flags import (
 )
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
 from slime.settings.custom_yaml import Given, config_on, merge_config
-from slime.settings.flags import Flag
+from slime.settings.flag_parser import OVERRIDE
+from slime.settings.flags import FIRST_PAGE, Flag
+from slime.settings.groups import GROUPS
+from slime.settings.groups.training import OPTIMIZER_VALUES
 from slime.settings.hook_contracts import CONTRACTS
+from slime.settings.megatron import DOCS, FIXED, OF_CHECKPOINT, SLIME_DEFAULTS, UNSUPPORTED
 from slime.settings.public_flags import FOREIGN_NAMES, tables
-from slime.settings.resolve import resolve
+from slime.settings.resolve import passed_settings, resolve
 from slime.settings.roles import resolve_roles
 from slime.settings.schema import load, owned_spellings
 
@@ -52,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     all problems.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    text = help_or_version(words)
+    text = help_or_version(words, program("train" if synchronous else "train-async"))
     if text is not None:
         _answer(text)
     explain = EXPLAIN in words
@@ -157,23 +163,41 @@ def _answer(text: str) -> NoReturn:
 
 # --- The output of --help, --version and --explain
 
-TOPICS = ("slime", "megatron", "sglang", "router", "hooks", "public", "all")
+_TOPICS: Mapping[str, str] = {
+    "optimizer": "Optimizer and learning rate (Megatron)",
+    "slime": "all flags of slime",
+    "megatron": "all flags of Megatron",
+    "sglang": "all flags of SGLang (--sglang-...)",
+    "router": "all flags of the router (--router-...)",
+    "public": "what differs from the public slime, flag by flag",
+    "all": "everything",
+}
+"""The topics besides the groups of settings -> what they show."""
 
-_INTRO = """usage: python train.py --hf-checkpoint DIR --prompt-data FILE \\
+_INTRO = """usage: {usage} --hf-checkpoint DIR --prompt-data FILE \\
            --rollout-batch-size N --num-rollout N [--flag value ...]
 
-  --help [slime|megatron|sglang|router|hooks|all]   flags of slime (default) or an engine, the hooks, or all
-  --help public                                     what differs from the public slime, flag by flag
-  --explain                                         print every resolved value and where it came from, then exit
-  --version                                         print versions, then exit
-  --override                                        later flags override earlier ones; without it, two different
-                                                    values for one flag are an error
+  --help                the flags that a first run needs, and the topics
+  --help TOPIC          all flags of a topic
+  --help WORD           the flags with this word in their name or text, such as --help clip
+  --explain             print every resolved value and where it came from, then exit
+  --version             print versions, then exit
+  --override            later flags override earlier ones; without it, two different values for one flag are an
+                        error
 """
 _AT_FILE = "Use @FILE to read the value from a file, because every user of the host can see command lines (ps)."
 
 
-def help_or_version(words: Sequence[str]) -> str | None:
-    """Returns the text for --help [topic] or --version; None if neither was given."""
+def topics() -> dict[str, str]:
+    """Returns topic -> what --help shows for it."""
+    out: dict[str, str] = {}
+    for group in GROUPS:
+        out[group.topic] = f"{out[group.topic]}; {group.heading}" if group.topic in out else group.heading
+    return {**out, **_TOPICS}
+
+
+def help_or_version(words: Sequence[str], usage: str = "slime train") -> str | None:
+    """Returns the text for --help [topic] or --version; None if neither was given. `usage` is the command typed."""
     if "--version" in words:
         import slime
 
@@ -182,27 +206,90 @@ def help_or_version(words: Sequence[str]) -> str | None:
     for word in ("--help", "-h"):
         if word in words:
             following = words[words.index(word) + 1 :]
-            topic = following[0] if following and not following[0].startswith("-") else "slime"
-            return help_text(topic)
+            asked = bool(following) and (not following[0].startswith("-") or len(following) == 1)
+            return help_text(following[0] if asked else "", usage)
     return None
 
 
-def help_text(topic: str) -> str:
-    """Returns the text of one help topic. Raises `ConfigError` for an unknown topic."""
-    if topic not in TOPICS:
-        raise ConfigError(f"--help has no topic {topic}; choose from {', '.join(TOPICS)}")
+def help_text(topic: str, usage: str = "slime train") -> str:
+    """Returns the text of a topic, or of the flags with this word; "" is the first page.
+
+    Raises `ConfigError` if there is neither.
+    """
     if topic == "public":
         return tables()
-    parts = [_INTRO]
-    if topic in ("slime", "all"):
-        headings = dict.fromkeys(f.group for f in own_flags(with_docs=True))
-        parts += [_section(h, (f for f in own_flags(with_docs=True) if f.group == h)) for h in headings]
+    if topic in ("", EXPLAIN, OVERRIDE, "--version", "--help", "-h"):
+        return _first_page(usage)
+    if topic not in topics():
+        return _search(topic, usage)
+    own = own_flags(with_docs=True)
+    shown = own if topic in ("slime", "all") else [flag for flag in own if flag.topic == topic]
+    parts = [_INTRO.format(usage=usage), *_sections(shown)]
+    if topic == "optimizer":
+        parts.append(_section(_TOPICS[topic], filter(_of_optimizer, engine_flags("megatron"))))
     for owner in ("megatron", "sglang", "router"):
         if topic in (owner, "all"):
             parts.append(_section(load(owner)["package"], engine_flags(owner)))
     if topic in ("hooks", "all"):
         parts.append(_hooks())
     return "\n".join(parts)
+
+
+def _first_page(usage: str) -> str:
+    shown = [flag for flag in (*own_flags(with_docs=True), *engine_flags("megatron")) if flag.first]
+    parts = [_INTRO.format(usage=usage)]
+    parts += [_section(heading, (flag for flag in shown if flag.first == heading)) for heading in FIRST_PAGE]
+    known = topics()
+    width = max(map(len, known)) + 2
+    parts.append(f"Topics: {usage} --help TOPIC\n" + "\n".join(f"  {t:<{width}}{text}" for t, text in known.items()))
+    return "\n".join(parts)
+
+
+def _sections(flags: Sequence[Flag]) -> list[str]:
+    """Returns the flags under the headings of their groups; those of an engine under its package."""
+    of: dict[str, list[Flag]] = {}
+    for flag in flags:
+        of.setdefault(flag.group if flag.owner == "slime" else load(flag.owner)["package"], []).append(flag)
+    return [_section(heading, those) for heading, those in of.items()]
+
+
+def _of_optimizer(flag: Flag) -> bool:
+    scheduled = flag.dest.startswith("lr_") or "weight_decay" in flag.dest
+    return "OptimizerConfig" in flag.configs or scheduled
+
+
+def _search(word: str, usage: str) -> str:
+    """Returns the flags with this word in their name, or in their text if no name has it; a flag itself alone."""
+    every = [
+        *own_flags(with_docs=True),
+        *(f for owner in ("megatron", "sglang", "router") for f in engine_flags(owner)),
+    ]
+    every = [flag for flag in every if not flag.internal]
+    plain = word.lower().replace("_", "-")
+    exact = [flag for flag in every if plain in (*flag.names, *flag.off_names)]
+    plain = plain.strip("-")
+    by_name = [flag for flag in every if any(plain in name for name in (*flag.names, *flag.off_names))] if plain else []
+    whole = re.compile(rf"\b{re.escape(plain)}\b", re.IGNORECASE)
+    by_text = [flag for flag in every if flag not in by_name and whole.search(flag.doc)] if plain else []
+    found = exact or by_name or by_text
+    near = _near_topics(plain)
+    if not found:
+        do = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(topics())}"
+        raise ConfigError(f"--help has no topic {word}, and no flag has this word in its name or text; {do}")
+    told = [] if exact else [f"{word} is not a topic; flags with this word in their {'name' if by_name else 'text'}:"]
+    told += ["Topics with similar names: " + ", ".join(f"{usage} --help {topic}" for topic in near)] if near else []
+    more = [flag.names[0] for flag in by_text] if by_name and not exact else []
+    end = [textwrap.fill(f"Also in the text of: {' '.join(more)}", 110, break_on_hyphens=False)] if more else []
+    return "\n".join([*told, *([""] if told else []), *_sections(found), *end])
+
+
+def _near_topics(word: str) -> list[str]:
+    """Returns topics that the user may have meant, best first, at most three."""
+    known = topics()
+    spelled = [t for t in known if len(word) > 2 and (t.startswith(word) or word.startswith(t))]
+    described = [t for t, text in known.items() if len(word) > 3 and word in text.lower().replace(" ", "-")]
+    close = difflib.get_close_matches(word, known, 2, cutoff=0.7)
+    return list(dict.fromkeys([*close, *spelled, *described]))[:3]
 
 
 def _section(heading: str, flags: Iterable[Flag]) -> str:
@@ -212,9 +299,17 @@ def _section(heading: str, flags: Iterable[Flag]) -> str:
             continue
         lines.append(f"  {', '.join(flag.names)}{_value(flag)}{_off(flag)}")
         text = f"{flag.doc} {_AT_FILE}" if flag.secret else flag.doc
-        text = text if flag.derived or flag.required else f"{text} [{_default(flag)}]"
+        default = default_shown(flag)
+        if flag.owner == "megatron":
+            text = DOCS.get(flag.dest, text)
+            text = text if default == _default(flag.default, flag) else _THEIR_DEFAULT.sub("", text)
+        text = f"{text} [{default}]" if default else text
         lines.append(textwrap.indent(textwrap.fill(text, 110, break_on_hyphens=False), "      "))
     return "\n".join(lines) + "\n"
+
+
+_THEIR_DEFAULT = re.compile(r"\s*Defaults? to \S*?\.(?=\s|$)")
+"""Megatron's sentence about its own default, which would contradict slime's."""
 
 
 def _hooks() -> str:
@@ -230,8 +325,10 @@ def _value(flag: Flag) -> str:
     names = registered_names(flag)
     if names:
         return " {" + "|".join((*names, "import path")) + "}"
-    if flag.choices and len(flag.choices) <= 8:
-        return " {" + "|".join(map(str, flag.choices)) + "}"
+    choices = OPTIMIZER_VALUES.get(flag.dest) if flag.owner == "megatron" else None
+    choices = choices or flag.choices
+    if choices and len(choices) <= 8:
+        return " {" + "|".join(map(str, choices)) + "}"
     return f" {flag.kind.upper()}" + (" ..." if flag.is_list else "")
 
 
@@ -240,10 +337,34 @@ def _off(flag: Flag) -> str:
     return f" | {', '.join(shown)}" if shown else ""
 
 
-def _default(flag: Flag) -> str:
+def default_shown(flag: Flag) -> str:
+    """Returns what --help says about the value of a flag that is left out; "" if the flag's text says it."""
+    if flag.required or (flag.derived and flag.default is None):
+        return ""
+    if flag.derived:
+        return f"{_default(flag.default, flag)}, unless derived"
+    if flag.owner not in ("megatron", "sglang"):
+        return _default(flag.default, flag)
+    if flag.owner == "megatron" and flag.dest in FIXED | UNSUPPORTED:
+        value, why = (FIXED | UNSUPPORTED)[flag.dest]
+        return f"always {_default(value, flag).removeprefix('default ')}: {why}"
+    if flag.owner == "megatron" and flag.dest in OF_CHECKPOINT:
+        return "from the checkpoint's config.json"
+    value = SLIME_DEFAULTS[flag.dest][0] if flag.owner == "megatron" and flag.dest in SLIME_DEFAULTS else flag.default
+    told = _default(value, flag)
+    if value != flag.default:
+        told += f"; Megatron's is {_default(flag.default, flag).removeprefix('default ')}"
+    passed = passed_settings().get((flag.owner, flag.dest))
+    if passed is None:
+        return told
+    why = passed.why if isinstance(passed.why, str) else "see --explain"
+    return f"derived: {why}" if value is None else f"{told}, unless derived: {why}"
+
+
+def _default(value: Any, flag: Flag) -> str:
     if flag.kind == "bool":
-        return "on" if flag.default else "off"
-    return "none" if flag.default is None else f"default {json_line(flag.default)}"
+        return "on" if value else "off"
+    return "none" if value is None else f"default {json_line(value)}"
 
 
 def explain_args(args: Args) -> str:

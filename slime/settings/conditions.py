@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.files import download_hint
 from slime.core.registry import load_object
+from slime.core.text import slime_command
 from slime.core.topology import ServedModel
 from slime.settings.fields import Need, Rule
 from slime.settings.schema import architecture_of
@@ -147,7 +148,9 @@ def what_to_give(folder: str) -> str:
     """Returns advice about a folder that is missing or not in Hugging Face format."""
     path = Path(folder)
     convert = (
-        f"slime convert {folder} OUT --hf-checkpoint MODEL --trust-pickle" if has_megatron_checkpoint(folder) else ""
+        slime_command(f"convert {folder} OUT --hf-checkpoint MODEL --trust-pickle")
+        if has_megatron_checkpoint(folder)
+        else ""
     )
     if path.name.endswith(_MEGATRON_SUFFIX):
         origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))

@@ -130,6 +130,8 @@ class Declared:
     """If not empty, the setting must be set or derived. The text is the error message for a missing value."""
     internal: bool = False
     """The run fills in the value; there is no flag."""
+    first: str = ""
+    """The heading of the flag on the first page of --help, one of `FIRST_PAGE`; empty: not on that page."""
 
     @property
     def range(self) -> Range:
@@ -260,9 +262,10 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
         of_strings=kind == "json" and _holds_strings(hint),
         optional=optional,
         required=bool(says.required),
-        derived=says.compute is not None and default is None,
+        derived=says.compute is not None,
         secret=says.secret,
         internal=says.internal,
+        first=says.first,
     )
 
 
@@ -312,6 +315,9 @@ class Passed:
 class Group:
     settings: type
     """A frozen dataclass that is a base of `Args`."""
+    topic: str
+    """`--help TOPIC` shows the group. Groups can share a topic. Settings of registry entries have the topic of the
+    setting that selects the entry."""
     heading: str
     """The title above the group's flags in --help."""
     rules: tuple[Rule, ...] = ()

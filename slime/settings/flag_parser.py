@@ -49,7 +49,7 @@ class FlagTable:
         elif longer:
             do = f"did you mean {' or '.join(longer)}?"
         else:
-            do = "see --help, --help megatron, --help sglang, --help router."
+            do = "see --help, or search with --help WORD"
         return f"unknown flag {name}; {do}"
 
     def parse(

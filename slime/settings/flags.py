@@ -184,6 +184,13 @@ DTYPES = {
 """Spelling -> name of a dtype. Megatron stores fp8 moments as uint8."""
 
 
+FIRST_PAGE = (
+    *("Model", "Data", "Reward", "Batch", "Length", "Algorithm", "Learning rate", "Save and resume", "Evaluation"),
+    *("Placement", "Run folder"),
+)
+"""The headings of the first page of --help, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One setting and its spellings."""
@@ -225,6 +232,10 @@ class Flag:
     """The run sets the value; there is no flag."""
     configs: tuple[str, ...] = ()
     """Megatron's config classes that have this field."""
+    topic: str = ""
+    """The word after --help that shows this flag with its group."""
+    first: str = ""
+    """The heading of the flag on the first page of --help, one of `FIRST_PAGE`; empty: not on that page."""
 
     @property
     def is_list(self) -> bool:

@@ -296,3 +296,32 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
     "gradient_accumulation_fusion": (True, "GPU kernels accumulate weight gradients in float32, without Apex"),
     **FIXED,
 }
+
+# What --help says about Megatron's flags: Megatron's schema declares them, so slime has no field for them.
+
+FIRST: Mapping[str, str] = {"lr": "Learning rate", "tensor_model_parallel_size": "Placement"}
+"""Flag on the first page of --help -> its heading there, as `first` of a field."""
+
+DOCS: Mapping[str, str] = {
+    "lr": "Learning rate, after the warm-up.",
+    "tensor_model_parallel_size": "Training GPUs that share the tensors of each layer (tensor parallelism).",
+    "optimizer": "adam: AdamW for all parameters. muon: Muon for the matrices of the layers, AdamW for the others.",
+}
+"""Flag -> help text that replaces Megatron's."""
+
+OF_CHECKPOINT = frozenset(
+    {
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        *("group_query_attention", "vocab_size", "max_position_embeddings", "position_embedding_type", "rope_scaling"),
+        *("rotary_base", "rotary_interleaved", "rotary_percent", "layernorm_epsilon", "layernorm_zero_centered_gamma"),
+        *("add_bias_linear", "add_qkv_bias", "attention_output_gate", "gated_linear_unit", "qk_layernorm"),
+        *("untie_embeddings_and_output_weights", "experimental_attention_variant", "multi_latent_attention"),
+        *("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "linear_attention_freq"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_value_head_dim", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_dtype"),
+        *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax"),
+        *("moe_router_score_function", "moe_router_topk", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
+        *("moe_shared_expert_intermediate_size",),
+    }
+)
+"""Flags whose value a model family reads from the checkpoint's config.json."""

@@ -443,7 +443,7 @@ def _without_idle(
 
 def resolver_of(components: Components, given: Mapping[str, Any], where: Mapping[str, str]) -> Resolver:
     """Returns a resolver for the user's values, before the checkpoint's architecture is added."""
-    return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=_passed())
+    return Resolver(components, given, origins=where, megatron=megatron_defaults(components), passed=passed_settings())
 
 
 def megatron_defaults(components: Components) -> dict[str, tuple[Any, str]]:
@@ -460,7 +460,8 @@ def _spelled(owner: str, dest: str) -> str:
     return dest if owner == "slime" else f"{owner}.{dest}"
 
 
-def _passed() -> dict[tuple[str, str], Passed]:
+def passed_settings() -> dict[tuple[str, str], Passed]:
+    """Returns (owner, name) -> the rule that computes an engine's setting."""
     rules = [rule for group in GROUPS for rule in group.passed]
     out: dict[tuple[str, str], Passed] = {(rule.owner, rule.name): rule for rule in rules}
     assert len(out) == len(rules), "two groups derive the same engine setting"

@@ -21,6 +21,7 @@ from slime.core.engine_versions import WINDOW, installed
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import EngineLayout
 from slime.settings.flags import Flag, range_of
+from slime.settings.megatron import FIRST
 
 SCHEMA_DIR = Path(__file__).parent / "schemas"
 
@@ -147,6 +148,8 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
             optional=more.pop("optional", default is None),
             secret=dest in SECRETS,
             configs=tuple(more.pop("configs", [])),
+            topic=owner,
+            first=FIRST.get(dest, "") if owner == "megatron" else "",
             **more,
         )
 

@@ -64,7 +64,7 @@ _READS_IT = Need(
 class AlgorithmSettings:
     """Advantages, loss and KL; docs/algorithms.md has the formulas."""
 
-    advantage_estimator: str = opt("grpo", chosen_from=ESTIMATORS, needs=ADVANTAGES)
+    advantage_estimator: str = opt("grpo", chosen_from=ESTIMATORS, needs=ADVANTAGES, first="Algorithm")
     """Advantage estimator, or the import path of your own. gspo, cispo and sapo are grpo with the policy loss of that
     name; ppo trains a critic. A group consists of the samples with the same prompt id."""
     policy_loss: str = derived(
@@ -90,7 +90,7 @@ class AlgorithmSettings:
     """Leave executions without a trained token out of the denominator. Default: they count, with a loss of zero."""
     log_ratio_limit: float = opt(20.0, needs=_RATIOS, ge=0, le=88)
     """Clamp log-ratios to +/- this value, and count how many are clamped. 0: off."""
-    use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS)
+    use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS, first="Algorithm")
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL loss."""

@@ -90,11 +90,12 @@ class ClusterSettings:
         lambda s: "/dev/nvidia* exists" if s.device == "cuda" else "no /dev/nvidia* on this machine",
         choices=("auto", "cpu", "cuda"),
         canonical=lambda value: UNSET if value == "auto" else value,
+        first="Placement",
     )
     """Device for training and inference. auto: cuda if this machine has an NVIDIA device, else cpu."""
     run_id: str = internal(lambda s: new_run_id(), "time and a random number")
     """Id of this launch; part of the names of its processes, temporary files and, without --run-dir, its folder."""
-    run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id")
+    run_dir: str = derived(lambda s: f"runs/{s.run_id}", "the run id", first="Run folder")
     """Folder of this run: resolved settings, metrics, logs, report. Default: runs/<run id>."""
     ray_address: str | None = derived(
         lambda s: _address(os.environ.get("RAY_ADDRESS")),
@@ -106,18 +107,20 @@ class ClusterSettings:
     forward_env_vars: tuple[str, ...] = opt((), needs=_JOINED)
     """Environment variables to pass from the driver to all processes of the run, in addition to those of NCCL, gloo,
     SGLang, torch, Hugging Face and OpenMP. Ray shows their values to everyone with access to the cluster."""
-    actor_num_nodes: int = opt(1, within=COUNT)
+    actor_num_nodes: int = opt(1, within=COUNT, first="Placement")
     """Number of training hosts; more than one needs a Ray cluster with several hosts."""
-    actor_num_gpus_per_node: int = opt(1, within=COUNT)
+    actor_num_gpus_per_node: int = opt(1, within=COUNT, first="Placement")
     """Training GPUs (on a CPU: ranks) per host."""
     num_gpus_per_node: int | None = opt(None, needs=_JOINED, within=COUNT)
     """Maximum number of GPUs (on a CPU: slots) that the run uses per host. Default: all free GPUs."""
-    rollout_num_gpus: int = derived(_num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE)
+    rollout_num_gpus: int = derived(
+        _num_rollout_gpus, _why_so_many, needs=_OWN_ENGINES, within=COUNT_OR_NONE, first="Placement"
+    )
     """Total number of inference GPUs. Default: those in --sglang-config; else the training GPUs with --colocate; else
     those of one engine. With --colocate, GPUs beyond the training GPUs are used only by engines."""
-    rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT)
+    rollout_num_gpus_per_engine: int = opt(1, needs=_OWN_ENGINES, within=COUNT, first="Placement")
     """GPUs per SGLang engine: tensor-parallel ranks times --sglang-pp-size pipeline stages."""
-    colocate: bool = opt(False, adjust=_without_trainer)
+    colocate: bool = opt(False, adjust=_without_trainer, first="Placement")
     """Training and inference share the same GPUs and take turns."""
     offload: bool = opt(False, needs=_SHARED)
     """Same as --offload-train --offload-rollout."""

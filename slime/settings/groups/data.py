@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slime.core.files import is_code
 from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.core.registry import load_object
+from slime.core.text import slime_command
 from slime.settings.conditions import estimator_of, fine_tunes
 from slime.settings.fields import UNSET, Need, Passed, Rule, derived, opt
 from slime.settings.groups.hooks import SFT_ROLLOUT
@@ -39,18 +40,18 @@ def reads_prompt_data(s: Any) -> bool:
 class DataSettings:
     """The prompt data, and how a row becomes a prompt."""
 
-    prompt_data: str | None = None
+    prompt_data: str | None = opt(None, first="Data")
     """A .jsonl or .parquet file, or a folder or quoted glob of such files, which are read in path order. Or a
     reasoning-gym task, rg:NAME?size=500&seed=1 (docs/data.md). The suffix @[a:b] selects a slice of all rows."""
-    input_key: str = "input"
+    input_key: str = opt("input", first="Data")
     """Column of the prompt: text or a list of messages."""
-    label_key: str | None = None
+    label_key: str | None = opt(None, first="Data")
     """Column of the reference answer."""
     metadata_key: str = "metadata"
     """Column with an arbitrary object, which graders and hooks read as sample.metadata."""
     tool_key: str = "tools"
     """Column of tool descriptions for the chat template."""
-    apply_chat_template: bool = False
+    apply_chat_template: bool = opt(False, first="Data")
     """Render the prompt with the tokenizer's chat template."""
     chat_template: str | None = opt(None, canonical=lambda file: file if file is None else os.path.abspath(file))
     """A .jinja file that replaces the tokenizer's chat template, for base models without one. Also used by engines and
@@ -87,8 +88,8 @@ def tokenizer_is_no_code(args: Args) -> str | None:
         return None
     return (
         f"the tokenizer of hf_checkpoint {args.hf_checkpoint} is code (auto_map in tokenizer_config.json), but slime "
-        "does not run code from checkpoints; add a tokenizer.json to the folder, for Kimi-K2 with: slime tokenizer "
-        f"{args.hf_checkpoint}"
+        "does not run code from checkpoints; add a tokenizer.json to the folder, for Kimi-K2 with: "
+        f"{slime_command('tokenizer')} {args.hf_checkpoint}"
     )
 
 

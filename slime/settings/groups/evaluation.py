@@ -84,11 +84,11 @@ def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need
 class EvalSettings:
     """Evaluation. Most settings default to the rollout's values."""
 
-    eval_interval: int | None = opt(None, within=STEPS)
+    eval_interval: int | None = opt(None, within=STEPS, first="Evaluation")
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""
-    eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES)
+    eval_prompt_data: tuple[str, ...] | None = opt(None, canonical=_pairs, needs=_EVALUATES, first="Evaluation")
     """Datasets as pairs, NAME DATA [NAME DATA ...], where DATA is as in --prompt-data. A single DATA is called aime."""
     eval_config: str | None = opt(None, needs=_EVALUATES)
     """YAML file of datasets with individual settings. Replaces --eval-prompt-data."""
@@ -100,7 +100,7 @@ class EvalSettings:
     """Column of the tools. Default: tool_key."""
     eval_reward_key: str | None = _same_as("reward_key")
     """Key of a dict reward. Default: reward_key."""
-    n_samples_per_eval_prompt: int = opt(1, needs=_SAMPLES, within=COUNT)
+    n_samples_per_eval_prompt: int = opt(1, needs=_SAMPLES, within=COUNT, first="Evaluation")
     """Samples per evaluation prompt."""
     eval_temperature: float = _same_as("rollout_temperature", within=Range(ge=0, le=1_000))
     """Temperature; 0 is greedy. Default: rollout_temperature."""

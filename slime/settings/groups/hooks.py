@@ -90,7 +90,7 @@ class HookSettings:
     rollout_sample_hook_path: tuple[str, ...] = opt((), append=True, adjust=_with_teacher)
     """Called with each finished sample before grading, and can replace it: [async] fn(args, sample[, rollout_id,
     evaluation]) -> Sample, or None to keep it. Repeatable; called in the order of the flags."""
-    custom_rm_path: str | None = opt(None, adjust=_no_reward)
+    custom_rm_path: str | None = opt(None, adjust=_no_reward, first="Reward")
     """Grader: [async] fn(args, sample, **kw). With --group-rm, it receives and returns a list."""
     dynamic_sampling_filter_path: str | None = opt(None, needs=_SAMPLES)
     """Decides whether to keep a finished group: fn(args, samples, **kw) -> bool or DynamicFilterOutput."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.core.errors import ConfigError
+from slime.core.text import slime_command
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import Adjusted, Need, Rule, always, derived, opt, refuse_if
 from slime.settings.flags import COUNT, COUNT_OR_NONE, STEPS, STEPS_OR_NONE, url_form
@@ -52,7 +53,7 @@ class LoggingSettings:
     """Subfolder for the events in --tensorboard-dir, TENSORBOARD_DIR or the run folder."""
     tb_experiment_name: str | None = opt(None, needs=_TENSORBOARD)
     """Name of this run in TensorBoard."""
-    use_wandb: bool = False
+    use_wandb: bool = opt(False, first="Run folder")
     """Log to Weights & Biases."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = opt(None, needs=_WANDB)
     """wandb mode."""
@@ -173,7 +174,7 @@ def records_are_no_pickles(args: Args) -> str | None:
         return None
     return (
         f"load_debug_rollout_data {path} finds {found[0]}, a pickle, which could run code; pass a file written by "
-        f"this slime's --save-debug-rollout-data, or convert the pickle: slime convert {found[0]} "
+        f"this slime's --save-debug-rollout-data, or convert the pickle: {slime_command('convert')} {found[0]} "
         f"{found[0].removesuffix(_PICKLE)}{_RECORD} --trust-pickle"
     )
 

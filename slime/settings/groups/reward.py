@@ -74,7 +74,9 @@ _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name 
 class RewardSettings:
     """Grading of samples, in worker processes that can be killed."""
 
-    rm_type: str | None = derived(_grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS)
+    rm_type: str | None = derived(
+        _grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS, first="Reward"
+    )
     """Grader: a built-in one, or the import path of your own class. A row can override it with metadata["rm_type"].
     Default: the grader that comes with the data (rg:NAME), unless a function grades."""
     rm_url: str | None = opt(None, form=url_form, needs=_SERVICE)

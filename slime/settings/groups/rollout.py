@@ -132,13 +132,14 @@ _CONTINUES = Need(lambda s: s.partial_rollout, "--partial-rollout")
 class RolloutSettings:
     """Generation of one step's samples, and the number of steps."""
 
-    hf_checkpoint: str = opt("", required="--hf-checkpoint DIR (the model)")
+    hf_checkpoint: str = opt("", required="--hf-checkpoint DIR (the model)", first="Model")
     """Hugging Face model folder: architecture, initial weights, tokenizer. Required."""
     num_rollout: int = derived(
         _rows_of_epochs,
         _why_rows,
         required="--num-rollout N or --num-epoch N (the length of the run)",
         within=STEPS_OR_NONE,
+        first="Batch",
     )
     """Number of steps in the loop; 0 only evaluates. Required unless --num-epoch is set."""
     num_epoch: int | None = opt(None, within=COUNT)
@@ -150,16 +151,17 @@ class RolloutSettings:
         "--num-rollout 0 generates nothing",
         required="--rollout-batch-size N (prompts per step)",
         within=COUNT,
+        first="Batch",
     )
     """Prompts per step. Required."""
-    n_samples_per_prompt: int = opt(1, within=COUNT)
+    n_samples_per_prompt: int = opt(1, within=COUNT, first="Batch")
     """Executions (samples) per prompt."""
     over_sampling_batch_size: int = derived(
         lambda s: s.rollout_batch_size, "rollout_batch_size", needs=SAMPLED, within=COUNT
     )
     """Number of prompts that a step issues at first; a value above rollout_batch_size leaves room for filters. If too
     few groups for the batch are finished or in flight, the step issues more prompts in the same proportion."""
-    rollout_temperature: float = opt(1.0, ge=0, le=1_000, needs=SAMPLED)
+    rollout_temperature: float = opt(1.0, ge=0, le=1_000, needs=SAMPLED, first="Length")
     """Sampling temperature; the trainer divides the logits by the same number."""
     rollout_top_p: float = opt(1.0, within=FRACTION, needs=SAMPLED)
     """Top-p sampling. The trainer then computes log-probs over the tokens that remain after top-p; settings that would
@@ -167,7 +169,12 @@ class RolloutSettings:
     rollout_top_k: int = opt(-1, ge=-1, le=100_000_000, needs=SAMPLED)
     """Top-k sampling; -1: off. The trainer's log-probs follow it as they follow --rollout-top-p."""
     rollout_max_response_len: int = derived(
-        _half_of_context, "half of the model's context", default=RESPONSE_LEN, needs=_RESPONSES, within=TOKENS
+        _half_of_context,
+        "half of the model's context",
+        default=RESPONSE_LEN,
+        needs=_RESPONSES,
+        within=TOKENS,
+        first="Length",
     )
     """Maximum tokens per response; in a multi-turn execution, per turn. Default: 1024, or half the model's context if
     the context is at most 1024."""
@@ -196,6 +203,27 @@ class RolloutSettings:
     """Reshuffle the prompts in each epoch, with seed rollout_seed + epoch."""
     rollout_seed: int = opt(42, within=SEED)
     """Seed for shuffling and, where the engine supports it, for sampling."""
+    execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
+    """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The error
+    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call to alive() of
+    slime.rollout.guard. While an engine or sandbox works for the execution, its own limits apply instead. The total
+    time of an execution is not limited. The same limit applies to each call of a filter, converter or log function. If
+    no execution of a rollout function makes progress for this time, the run fails. A function that blocks the event
+    loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers), that is the
+    run's own process. 0: no limit."""
+    rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
+    """Number of additional processes that work on samples, on the driver's host. Each process sends requests to the
+    engines and has its own tokenizer, share of the graders, and module state of your generate function, filters and
+    sample hooks. 0: the rollout process does everything. Default: one per 1024 concurrent samples, at most a quarter of
+    the usable cores, and at most one with --agent-port."""
+    rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
+    """Time limit of each generation phase, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """When groups start, and how far the sampling weights can lag behind the trained ones."""
+
     partial_rollout: bool = derived(
         lambda s: True if s.fully_async else None,
         "--fully-async syncs weights while groups are unfinished",
@@ -235,21 +263,6 @@ class RolloutSettings:
     tokens. retract: requests continue with the new weights after a new prefill of all tokens. in_place: requests
     continue with the KV cache of the old weights. The weight sync before a checkpoint always aborts requests, so that
     the checkpoint contains their tokens."""
-    execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
-    """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The error
-    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call to alive() of
-    slime.rollout.guard. While an engine or sandbox works for the execution, its own limits apply instead. The total
-    time of an execution is not limited. The same limit applies to each call of a filter, converter or log function. If
-    no execution of a rollout function makes progress for this time, the run fails. A function that blocks the event
-    loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers), that is the
-    run's own process. 0: no limit."""
-    rollout_num_workers: int = derived(_num_workers, _why_num_workers, needs=_GROUPS, within=COUNT_OR_NONE)
-    """Number of additional processes that work on samples, on the driver's host. Each process sends requests to the
-    engines and has its own tokenizer, share of the graders, and module state of your generate function, filters and
-    sample hooks. 0: the rollout process does everything. Default: one per 1024 concurrent samples, at most a quarter of
-    the usable cores, and at most one with --agent-port."""
-    rollout_global_timeout_s: float | None = opt(None, within=SECONDS)
-    """Time limit of each generation phase, in seconds."""
 
 
 PASSED: tuple[Passed, ...] = (

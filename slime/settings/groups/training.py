@@ -95,7 +95,7 @@ class TrainingSettings:
     """Batching, seed and the trainer's self-checks. Model, optimizer and schedule are Megatron's own flags."""
 
     global_batch_size: int = derived(
-        lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, within=EXECUTIONS
+        lambda s: _executions(s) // (_num_given_steps(s) or 1), _why_batch, within=EXECUTIONS, first="Batch"
     )
     """Executions (prompts x samples) per optimizer step. Default: executions per rollout // num_steps_per_rollout."""
     num_steps_per_rollout: int = derived(
@@ -116,6 +116,7 @@ class TrainingSettings:
         lambda s: f"the longest sample that the limits allow, {longest_sample(s)} tokens, and at least {LEAST_ROOM}",
         needs=_DYNAMIC,
         within=TOKENS,
+        first="Length",
     )
     """Maximum tokens in a micro-batch that is filled by token count; a longer sample gets a separate micro-batch.
     Default: the longest sample (rollout_max_context_len, else prompt plus response limit) / context-parallel ranks, at
@@ -418,7 +419,7 @@ _RESUMES = Need(lambda s: s.load is not None, "--load with a checkpoint folder")
 class CheckpointSettings:
     """Checkpoints, which contain everything needed to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
-    load: str | None = opt(None, adjust=_fresh_start)
+    load: str | None = opt(None, adjust=_fresh_start, first="Save and resume")
     """Checkpoint folder to resume from. If it is also --save and still empty, the run starts without a checkpoint. Or a
     folder in Hugging Face format, whose weights the trainer starts from instead of those of --ref-load or
     --hf-checkpoint."""
@@ -426,9 +427,9 @@ class CheckpointSettings:
     """Folder of the policy's initial weights, if no checkpoint is resumed."""
     ckpt_step: int | None = opt(None, needs=_RESUMES, within=STEPS_OR_NONE)
     """Step of the checkpoint to load from --load. Default: the latest."""
-    save: str | None = None
+    save: str | None = opt(None, first="Save and resume")
     """Checkpoint folder."""
-    save_interval: int | None = opt(None, within=STEPS)
+    save_interval: int | None = opt(None, within=STEPS, first="Save and resume")
     """Steps between checkpoints; the last step is always saved when --save is given."""
     save_timeout_s: float = opt(3600.0, within=SECONDS)
     """Time limit for writing or reading a checkpoint, in seconds; raise it for terabytes on a slow disk."""
@@ -438,7 +439,7 @@ class CheckpointSettings:
     """Number of checkpoints to keep in --save; older ones are deleted after a new one is complete. Default: all."""
     save_retain_interval: int | None = opt(None, needs=(_SAVES, _REMOVES), within=STEPS)
     """Also keep the checkpoint of every N-th step, which --save-keep-last would delete."""
-    save_hf: str | None = None
+    save_hf: str | None = opt(None, first="Save and resume")
     """Also export in Hugging Face format to this folder. {rollout_id} in the path is replaced by the step."""
     no_save_optim: bool = opt(False, needs=_SAVES)
     """Omit optimizer, scheduler and RNG from checkpoints; resuming then needs --no-load-optim or --finetune."""

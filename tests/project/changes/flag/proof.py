@@ -30,7 +30,7 @@ assert args.requests_at_once == 4 and args.to_json_dict()["requests_at_once"] ==
 assert args.sglang["max_running_requests"] == 4, "it does not reach the engine"
 with pytest.raises(ConfigError, match="requests-at-once"):
     parse_args([*words, "--requests-at-once", "-1"])
-assert "requests that an engine works on at a time" in " ".join(said("--help").split())
+assert "requests that an engine works on at a time" in " ".join(said("--help", "requests-at-once").split())
 lines = said("--requests-at-once", "4", "--explain").splitlines()
 (line,) = (line for line in lines if line.split()[:1] == ["requests_at_once"])
 assert "4" in line and "command line" in line, line
