@@ -7,3 +7,17 @@ SEED=${SEED:-1234}
 if ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16
 elif grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then DTYPE=$("$PY" -c 'from slime.cli.recipes import dtype_flag; print(dtype_flag())')
 else DTYPE=--no-bf16; fi
+# Runs a command. SIGTERM and Ctrl-C end it as well: bash alone would exit and leave it running.
+run() {
+  local code=0 child
+  set -m  # without job control, bash would make the command ignore Ctrl-C
+  "$@" </dev/null &
+  child=$!
+  set +m
+  trap 'kill -TERM "$child" 2>/dev/null' TERM
+  trap 'kill -INT "$child" 2>/dev/null' INT
+  wait "$child" || code=$?
+  while kill -0 "$child" 2>/dev/null; do code=0; wait "$child" || code=$?; done  # a signal interrupts `wait`
+  trap - TERM INT
+  return "$code"
+}

@@ -7,9 +7,9 @@ here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../host.sh"
 RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)}
 
-"$PY" -m slime.cli.recipes.coding_agent.prepare --out assets/coding_agent --harness "${HARNESS:-small_agent}"
+run "$PY" -m slime.cli.recipes.coding_agent.prepare --out assets/coding_agent --harness "${HARNESS:-small_agent}"
 
-"$PY" -m slime train \
+run "$PY" -m slime train \
   --hf-checkpoint assets/smollm2-135m-instruct \
   --run-dir "$RUN_DIR" \
   --device auto --colocate \

@@ -6,9 +6,9 @@ set -euo pipefail
 . "$(dirname "$0")/../host.sh"
 RUN_DIR=${RUN_DIR:-runs/demo-$(date +%Y%m%d-%H%M%S)}
 
-"$PY" -m slime.cli.recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct
+run "$PY" -m slime.cli.recipes.demo.prepare --out assets/demo --model assets/smollm2-135m-instruct
 
-"$PY" -m slime train \
+run "$PY" -m slime train \
   --hf-checkpoint assets/smollm2-135m-instruct \
   --run-dir "$RUN_DIR" \
   --device auto --colocate \

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -90,10 +91,21 @@ def convert(
             return
         quantization = formats.config_entry(_kept(found.names)) if to == FP8 else None
         progress = stack.enter_context(Progress("convert", total=len(found.names), unit="tensors"))
-        partial = begin_export(target)
         tensors = _converted(found, to, progress)
-        write_hf(partial, tensors, assets_from=found.assets, quantization=quantization)
-        commit_export(partial, target)
+        with _complete(target) as partial:
+            write_hf(partial, tensors, assets_from=found.assets, quantization=quantization)
+
+
+@contextmanager
+def _complete(target: Path) -> Iterator[Path]:
+    """Yields the folder to write to. It becomes `target` at the end; after an error or a signal it is removed."""
+    partial = begin_export(target)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    commit_export(partial, target)
 
 
 def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
@@ -107,9 +119,8 @@ def _refuse_other_experts(table: FamilyTable, to: str | None) -> None:
 def _write_adapters(source: Path, target: Path, base: Path | None) -> None:
     with open_checkpoint(source) as opened:
         table, scale, tensors = opened.adapters()
-        partial = begin_export(target)
-        write_peft(partial, table, tensors, scale=scale, base=str(base.resolve()) if base is not None else None)
-        commit_export(partial, target)
+        with _complete(target) as partial:
+            write_peft(partial, table, tensors, scale=scale, base=str(base.resolve()) if base is not None else None)
 
 
 def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
@@ -117,11 +128,10 @@ def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
     from slime.training.foreign.write_torch_dist import write_torch_dist
 
     progress = stack.enter_context(Progress("convert", total=len(found.table.entries), unit="parameters"))
-    partial = begin_export(target)
     wanted = set(found.table.hf_names)
-    held = {name: tensor for name, tensor in found.tensors if name in wanted}
-    write_torch_dist(partial, found.table, held.__getitem__, progress.advance)
-    commit_export(partial, target)
+    with _complete(target) as partial:
+        held = {name: tensor for name, tensor in found.tensors if name in wanted}
+        write_torch_dist(partial, found.table, held.__getitem__, progress.advance)
 
 
 def described(folder: Path) -> str:

@@ -7,8 +7,11 @@ checks its arguments before heavy imports, so help and errors appear immediately
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +27,7 @@ from slime.cli import (
     tokenizer,
     upgrade_check,
 )
-from slime.core.errors import SlimeError
+from slime.core.errors import SlimeError, Terminated
 from slime.core.text import program, visible
 from slime.core.user_files import path_in_words
 
@@ -132,7 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser().parse_args(words)  # prints help, or an error with the known commands
         return 2
     try:
-        return command.run(_options(command, words))
+        with _terminated() if command.words == "own" else contextlib.nullcontext():  # the loops have their own handler
+            return command.run(_options(command, words))
+    except (KeyboardInterrupt, Terminated) as end:
+        said, code = ("terminated by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+        print(f"{program(command.name)}: {said}", file=sys.stderr)
+        return code
     except SlimeError as error:
         print(f"{program(command.name)}: {visible(str(error))}", file=sys.stderr)
         return 2
@@ -142,6 +150,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = path_in_words(error) if error.filename else error.strerror or str(error)
         print(f"{program(command.name)}: {visible(told)}", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """Raises `Terminated` on the first SIGTERM, so that a command removes its files and ends its processes."""
+
+    def stop(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def _options(command: Command, words: list[str]) -> argparse.Namespace:

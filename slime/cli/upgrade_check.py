@@ -8,18 +8,22 @@
 It creates a virtual environment in which the candidates shadow the installed packages, so nothing installed changes.
 Without candidates, it checks the installed versions. First it checks every name, hook, route and field that slime
 touches (`slime.compat.touched`, a minute). Then, in a checkout of the repository, it runs the contract tests of
-`CHECKS` with the candidates: every family and every weight transport. The exit code is 1 if one fails.
+`CHECKS` with the candidates: every family and every weight transport. The exit code is 1 if one fails. Ctrl-C and
+SIGTERM end all processes that it started, and remove its temporary folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +65,8 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
 }
 """Row of the table -> contract tests."""
 NAMES_LIMIT_S = 600.0
+GRACE_S = 10.0
+"""Time between interrupting a child process and killing it."""
 NOT_PINNED = ("torch", "torchvision", "torchaudio")
 """Packages that are never replaced, even if SGLang pins them, because their builds are specific to the machine."""
 OK, BAD, UNKNOWN = "✓", "✗", "?"
@@ -100,8 +106,8 @@ def run(options: argparse.Namespace) -> int:
     _require_usable(options)
     if options.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, not {options.jobs}")
-    with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch:
-        venv = Venv(options.venv or Path(scratch, "venv"))
+    with tempfile.TemporaryDirectory(prefix="slime-upgrade-") as scratch, Children() as children:
+        venv = Venv(options.venv or Path(scratch, "venv"), children)
         tried = venv.install(options.candidates)
         touched = venv.touched(Path(scratch, "touched.json"))
         text = "\n".join(named(tried or ["the installed versions"], touched))
@@ -137,11 +143,64 @@ def _chosen(only: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     return {name: tests for name, tests in CHECKS.items() if not only or name in only}
 
 
+class Children:
+    """Child processes, each in its own process group. Leaving the `with` block ends those that are still running."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._over = False
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def run(
+        self, command: Sequence[str], limit_s: float | None = None, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Waits for a command; ends it if this raises. `more` are arguments of `Popen`. Any thread can call it.
+
+        Raises `subprocess.TimeoutExpired`, and `ConfigError` after `end`.
+        """
+        with self._lock:
+            if self._over:
+                raise ConfigError(f"{command[0]} is not started any more; run the command again")
+            child = subprocess.Popen(command, start_new_session=True, text=True, **more)
+            self._running.add(child)
+        try:
+            output, errors = child.communicate(timeout=limit_s)
+        finally:
+            with self._lock:
+                self._running.discard(child)
+            _end(child)
+        return subprocess.CompletedProcess(command, child.returncode, output, errors)
+
+    def end(self) -> None:
+        """Ends all running processes, and lets no thread start another one."""
+        with self._lock:
+            self._over, running = True, list(self._running)
+        for child in running:
+            _end(child)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Interrupts a process group, so that pip and pytest clean up; kills what is left after `GRACE_S`."""
+    if child.poll() is not None:
+        return
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+
+
 class Venv:
     """A virtual environment in which candidates shadow the installed packages."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.python = folder, folder / "bin" / "python"
+    def __init__(self, folder: Path, children: Children) -> None:
+        self.folder, self.python, self._children = folder, folder / "bin" / "python", children
         self._site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
 
     def install(self, candidates: Sequence[str]) -> list[str]:
@@ -193,20 +252,19 @@ class Venv:
             report, log = scratch / f"{number}.xml", scratch / f"{number}.log"
             command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
             with log.open("w") as output:
-                subprocess.run(
-                    [*command, *rows[name]],
-                    cwd=ROOT,
-                    env=self._environment(),
-                    stdout=output,
-                    stderr=output,
-                    check=False,
+                self._children.run(
+                    [*command, *rows[name]], cwd=ROOT, env=self._environment(), stdout=output, stderr=output
                 )
             row = read_report(name, report, log)
             print(as_line(row), flush=True)
             return row
 
         with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(check, range(len(rows)), rows))
+            try:
+                return list(pool.map(check, range(len(rows)), rows))
+            except BaseException:
+                self._children.end()  # otherwise the pool would wait for its threads, which wait for their processes
+                raise
 
     def _pip(self, what: Iterable[str]) -> None:
         """Installs packages even if the same version is already there or among the installed packages."""
@@ -217,9 +275,14 @@ class Venv:
         return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
     def _do(self, *command: str, quiet: bool = False) -> None:
-        done = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, timeout=NAMES_LIMIT_S, check=False
-        )
+        try:
+            done = self._children.run(
+                command, NAMES_LIMIT_S, env=self._environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"{' '.join(command)} took more than {NAMES_LIMIT_S:.0f} s; check the network and the disk"
+            ) from error
         if done.returncode:
             raise ConfigError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout)[-2000:]}")
 

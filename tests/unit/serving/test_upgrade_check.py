@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slime.cli.main import main
-from slime.cli.upgrade_check import BAD, CHECKS, OK, Row, Venv, as_table, named, read_report
+from slime.cli.upgrade_check import BAD, CHECKS, OK, Children, Row, Venv, as_table, named, read_report
 from slime.compat import Hook
 from slime.compat.touched import imported_names, sent_by_control, try_hook, try_name
 from tests.support.documents import ROOT
@@ -147,7 +147,7 @@ def test_a_wheel_of_the_installed_version_is_what_is_tried_and_nothing_installed
 
     installed = Path(packaging.__file__)
     before = installed.read_bytes()
-    venv = Venv(tmp_path / "venv")
+    venv = Venv(tmp_path / "venv", Children())
     for text in ("first = 1", "second = 2"):
         assert venv.install([str(wheel(tmp_path, "packaging", metadata.version("packaging"), text))])
         found = subprocess.run([venv.python, "-c", "import packaging; print(packaging.__file__)"], capture_output=True)
