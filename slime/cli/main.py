@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import re
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from slime.cli import (
     convert,
@@ -27,9 +30,10 @@ from slime.cli import (
     tokenizer,
     upgrade_check,
 )
-from slime.core.errors import SlimeError, Terminated
-from slime.core.text import program, visible
+from slime.core.errors import ConfigError, SlimeError, Terminated
+from slime.core.text import nearest, program, slime_command, visible
 from slime.core.user_files import path_in_words
+from slime.settings.command_line import help_or_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,70 @@ class _Once(argparse._StoreAction):
         super().__call__(parser, namespace, values, option)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises one sentence about a mistake, instead of printing the usage and argparse's own words."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self._in_words(message)}; {self.prog} --help shows all arguments")
+
+    def _in_words(self, message: str) -> str:
+        required = "the following arguments are required: "
+        if message.startswith(required):
+            missing = message.removeprefix(required)
+            every = [a for a in self._actions if a.required]
+            given = " ".join(
+                str(a.metavar) if not a.option_strings else f"{a.option_strings[0]} {a.metavar}" for a in every
+            )
+            return f"{missing} {'are' if ',' in missing else 'is'} missing; write {self.prog} {given}"
+        name, _, problem = message.removeprefix("argument ").partition(": ")
+        if found := re.fullmatch(r"invalid (?:int|float|_port) value: (.*)", problem):
+            return f"{name} is {found[1]}, but must be a number"
+        if found := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", problem):
+            known = found[2].replace("'", "")
+            near = nearest(found[1], known.split(", "))
+            meant = f"; did you mean {near}? It" if near else ", but"
+            return f"{name} is {found[1]!r}{meant} must be one of {known}"
+        if problem == "expected one argument":
+            return f"{name} has no value; write {name} VALUE"
+        return f"{name}: {problem}" if problem else message
+
+    def unexpected(self, words: Sequence[str]) -> NoReturn:
+        """Raises `ConfigError` about the first argument that the command does not have."""
+        flag = next((word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1), None)
+        if flag is None:
+            raise ConfigError(f"{words[0]!r} is one argument too many; {self.prog} --help shows all arguments")
+        do = f"{self.prog} --help shows all arguments"
+        if near := nearest(flag, self._option_string_actions):
+            do = f"did you mean {near}?"
+        elif owner := command_with(flag):
+            do = f"it is a flag of {slime_command(owner)}; {do}"
+        raise ConfigError(f"unknown flag {flag}; {do}")
+
+
+def command_with(flag: str) -> str | None:
+    """Returns the name of the first command with a flag; the flags of a run belong to `train`."""
+    from slime.settings.all_flags import flag_table
+
+    return _with_own(flag) or ("train" if flag.replace("_", "-") in flag_table().by_name else None)
+
+
+def _with_own(flag: str) -> str | None:
+    return next((c.name for c in COMMANDS if flag in parser_of(c)._option_string_actions), None)
+
+
+@functools.cache
+def parser_of(command: Command) -> _Parser:
+    """Returns the parser of a command's own arguments."""
+    own = build_parser()._subparsers
+    assert own is not None, "the parser has commands"
+    (action,) = own._group_actions
+    assert isinstance(action, argparse._SubParsersAction), "the commands are the only group"
+    found: _Parser = action.choices[command.name]
+    return found
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program(), description="LLM post-training for RL scaling.")
+    parser = _Parser(prog=program(), description="LLM post-training for RL scaling.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
@@ -132,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((c for c in COMMANDS if words[:1] == [c.name]), None)
     if command is None:
-        build_parser().parse_args(words)  # prints help, or an error with the known commands
-        return 2
+        return _without_command(words)
     try:
         with _terminated() if command.words == "own" else contextlib.nullcontext():  # the loops have their own handler
             return command.run(_options(command, words))
@@ -150,6 +215,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = path_in_words(error) if error.filename else error.strerror or str(error)
         print(f"{program(command.name)}: {visible(told)}", file=sys.stderr)
         return 1
+
+
+def _without_command(words: Sequence[str]) -> int:
+    """Answers `slime --help`, `slime --version`, and words that do not start with a command."""
+    first = words[0] if words else ""
+    if first in ("-h", "--help", "help") and not (first == "help" and words[1:]):
+        build_parser().print_help()
+        return 0
+    if first == "--version":
+        print(help_or_version(words))
+        return 0
+    names = [command.name for command in COMMANDS]
+    do = f"{slime_command('--help')} lists the commands"
+    if first == "help":
+        said = f"there is no command help; write {slime_command(f'{words[1]} --help')}"
+    elif not first:
+        said = f"the command is missing; {do}, and {slime_command('train --help')} the flags of a run"
+    elif first.startswith("-"):
+        owner = command_with(first.partition("=")[0])
+        said = f"{first} comes before a command; write {slime_command(f'{owner} {shlex.join(words)}')}"
+        said = said if owner else f"unknown flag {first}; write the command first: {do}"
+    else:
+        near = nearest(first.removesuffix(".py").replace("_", "-"), names)
+        said = f"there is no command {first}; " + (f"did you mean {slime_command(near)}? " if near else "") + do
+    print(f"{slime_command('')}: {visible(said)}", file=sys.stderr)
+    return 2
 
 
 @contextlib.contextmanager
@@ -172,12 +263,40 @@ def _terminated() -> Iterator[None]:
 
 def _options(command: Command, words: list[str]) -> argparse.Namespace:
     if command.words == "all":
+        _require_known(command, words[1:])
         return argparse.Namespace(command=command.name, words=words[1:])
-    if command.words == "own":
-        return build_parser().parse_args(words)
-    options, more = build_parser().parse_known_args(words)
+    own = parser_of(command)
+    options, more = own.parse_known_args(words[1:])
+    options.command = command.name
+    if command.words == "own" and more:
+        own.unexpected(more)
     options.words = more
+    _require_known(command, more)
     return options
+
+
+def _require_known(command: Command, words: Sequence[str]) -> None:
+    """Raises `ConfigError` for a flag that belongs to a different command, or that misspells one of this command.
+
+    The loop knows neither. Flags of users' registry entries are known to it.
+    """
+    from slime.settings.all_flags import components, components_with, entries_named_on, flag_table
+    from slime.settings.public_flags import FOREIGN_NAMES
+    from slime.settings.schema import owned_spellings
+
+    own = [name for name in parser_of(command)._option_string_actions if name.startswith("--")]
+    names = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    suspects = {n: _with_own(n) for n in names if n not in own and (_with_own(n) or nearest(n, own))}
+    if not suspects or "--custom-config-path" in names:  # the file can name entries with more flags
+        return
+    table = flag_table(components_with(entries_named_on(words, components())))
+    for name, owner in suspects.items():
+        if name in table.by_name or name[2:] in FOREIGN_NAMES or name in owned_spellings():
+            continue
+        if owner is not None:
+            raise ConfigError(f"unknown flag {name}; it is a flag of {slime_command(owner)}; drop it")
+        if table.nearest(name) is None:
+            raise ConfigError(f"unknown flag {name}; did you mean {nearest(name, own)}?")
 
 
 if __name__ == "__main__":

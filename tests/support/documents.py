@@ -46,6 +46,7 @@ def commands_of(path: Path) -> Iterator[list[str]]:
         lines = text.split("\n")
     joined = "\n".join(lines).replace("\\\n", " ").split("\n")
     for line in joined:
+        line = line.removeprefix("run ")  # of a recipe's host.sh
         if re.match(r"\s*(\"?\$PY\"?|python|slime|make|bash) ", line):
             words = shlex.split(line.replace('"$@"', "").replace("[", "").replace("]", ""), comments=True)
             yield words[2:] if words[1:3] == ["-m", "slime"] else words

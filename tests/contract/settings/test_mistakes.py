@@ -144,7 +144,7 @@ def test_a_wrong_command_line_ends_with_one_message(
 )
 def test_wrong_arguments_of_a_command_are_answered_before_heavy_imports(words: str, tmp_path: Path) -> None:
     answer = ask("slime", words.split(), tmp_path)
-    assert answer.code == 2 and answer.said.startswith(f"slime {words.split()[0]}: "), answer.said
+    assert answer.code == 2 and answer.said.startswith(f"python -m slime {words.split()[0]}: "), answer.said
     assert not answer.imported.intersection(HEAVY) and answer.modules < MOST_MODULES, f"{answer.modules} modules"
 
 

@@ -229,11 +229,11 @@ COMMANDS = (
         "http://HOST:PORT",
     ),
     ("slime weights-agent --engine http://x --disk-dir d --local-dir l --limit-s nan", "--limit-s is nan", "finite"),
-    ("slime doctor --device tpu", "invalid choice: 'tpu'", "auto"),
+    ("slime doctor --device tpu", "--device is 'tpu', but must be one of auto, cpu, cuda"),
     ("slime doctor --template nowhere", "--template nowhere is not a folder"),
     ("slime doctor --template {folder}", "has no tokenizer", "pass the folder of a chat model"),
     ("slime samples nowhere --step 1 --step 2", "two values, 1 and 2", "keep one"),
-    ("slime trian", "invalid choice: 'trian'", "'train'"),
+    ("slime trian", "there is no command trian", "did you mean slime train?"),
     ("slime tokenizer nowhere", "nowhere is not a folder", "pass a Kimi-K2 folder"),
     ("slime train-async --colocate", "drop --colocate or use train.py"),
 )
