@@ -15,14 +15,14 @@ INSTALL      = $(UV) $(1) || $(PIP) $(1)
 SELDOM      := transformers/models|anthropic|Cryptodome|fontTools|modelscope|mypy|numba|pandas
 COMPILE     := $(PY) -W ignore -m compileall -qq -j 0 -x 'site-packages/(.*/(tests?|multimodal_gen)|$(SELDOM))/'
 STAMP       := $(VENV)/.complete
-PINS        := requirements/cpu-engines.txt requirements/cpu-engines-no-deps.txt requirements/constraints.txt
+PINS        := requirements/cpu-engines-no-deps.txt requirements/constraints.txt
 PYTEST      := $(PY) -m pytest
 # Two threads leave room for engine and trainer on a small machine.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-recipes test-pages check format clean
+.PHONY: help venv demo test test-all test-recipes test-pages test-wheel check format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml $(PINS)
 	@echo "setting up $(VENV) (some minutes, once)"
 	$(PIP) 'pip>=25' uv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(call INSTALL,-c requirements/constraints.txt -r requirements/cpu-engines.txt -e '.[dev]' '$(TORCH)')
+	$(call INSTALL,-c requirements/constraints.txt -e '.[cpu,dev]' '$(TORCH)')
 	$(call INSTALL,--no-deps -r requirements/cpu-engines-no-deps.txt)
 	@$(COMPILE) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true # some are templates
 	@touch $@
@@ -76,6 +76,9 @@ test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real
 
 test-pages: $(STAMP) ## the pages of docs/path, each as it stands, with what it shows compared to what it prints
 	$(PY) tests/pages/run_pages.py
+
+test-wheel: $(STAMP) ## the wheel and the source distribution, and the demo from the wheel in an empty folder
+	$(PYTEST) -p no:cacheprovider tests/unit/project/test_wheel.py
 
 check: $(STAMP) ## lint, format, types, import contracts, house rules; how much code each room has
 	$(PY) -m ruff check .

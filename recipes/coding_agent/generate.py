@@ -45,10 +45,16 @@ def places(args: Any) -> asyncio.Semaphore:
 
 
 def sandbox_of(args: Any, **more: Any) -> Sandbox:
-    """Returns a sandbox of the run's kind, not yet started. The run's settings take precedence over `more`."""
+    """Returns a sandbox of the run's kind, not yet started.
+
+    The run's settings take precedence over `more`; what is `readable` adds up.
+    """
     kind: Any = SANDBOXES.get(args.coding_sandbox)
+    own = dict(args.coding_sandbox_settings)
+    if readable := (*more.get("readable", ()), *map(Path, own.get("readable", ()))):
+        own["readable"] = readable
     try:
-        made: Sandbox = kind(**{**more, **args.coding_sandbox_settings})
+        made: Sandbox = kind(**{**more, **own})
     except TypeError as error:
         raise ConfigError(f"coding_sandbox_settings do not fit the sandbox {args.coding_sandbox}: {error}") from error
     return made
@@ -64,7 +70,7 @@ def program_folder(args: Any, name: str) -> Path:
 
 async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResult, dict[str, bytes]]:
     """Runs the agent; returns how the agent ended, and the resulting files."""
-    name, issue = str(sample.metadata["harness"]), _issue(sample)
+    name, issue = str(sample.metadata.get("harness", SMALL_AGENT)), _issue(sample)
     reach = urlsplit(agent.url)
     more: dict[str, Any] = {"reach": (reach.hostname, reach.port)}
     path = PATH
@@ -85,9 +91,10 @@ async def work(args: Any, sample: Sample, agent: Execution) -> tuple[HarnessResu
             folder=repository,
             home=home,
             path=path,
+            flags=[str(flag) for flag in getattr(args, "coding_program_flags", None) or ()],
             timeout_s=float(args.coding_time_limit_s),
         )
-        return ended, await grading.files_of(sandbox)
+        return ended, await grading.files_of(sandbox, sample.metadata["files"])
 
 
 def _issue(sample: Sample) -> str:

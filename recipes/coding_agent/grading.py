@@ -1,8 +1,12 @@
 """Grades a repository that an agent changed, with hidden tests in a sandbox that the agent never saw.
 
-A hidden test is a call and its expected value. The second sandbox gets the agent's files and the calls, but not the
-values, which are compared outside. So code cannot pass tests by searching for them, replacing them, printing values or
-ending its process.
+Hidden tests have one of two forms:
+
+- Calls and their expected values. The second sandbox gets the agent's files and the calls, but not the values, which
+  are compared outside. So code cannot pass tests by searching for them, replacing them, printing values or ending its
+  process.
+- Files and a command. The files replace the agent's files of the same path, and exit status 0 counts as passed. The
+  agent's code runs in the process that tests it, so code that ends this process with status 0 passes.
 
 Invariants
 1. No part of a task's hidden tests is written to a sandbox in which an agent ran.
@@ -13,15 +17,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox import ExecResult, Sandbox
 from slime.rewards.graders.program_tests import same_value
 
 MAX_FILES, MAX_FILE_BYTES = 200, 256 << 10
 """Limits of a repository; files beyond them are ignored."""
 CALL_S = 10.0
 """Time limit of one hidden test."""
+TESTS_S = 60.0
+"""Time limit of a command that runs hidden tests, unless the row has one."""
 REPOSITORY = "repository"
 """Name of the repository's folder inside the sandbox's folder."""
 ASK = """\
@@ -42,16 +49,33 @@ async def lay_out(sandbox: Sandbox, files: Mapping[str, str | bytes]) -> str:
     return folder
 
 
-async def files_of(sandbox: Sandbox) -> dict[str, bytes]:
-    """Returns the agent's repository as path -> content, without links, hidden folders and compiled Python."""
+async def files_of(sandbox: Sandbox, original: Mapping[str, object] = MappingProxyType({})) -> dict[str, bytes]:
+    """Returns the agent's repository as path -> content, without links, hidden folders and compiled Python.
+
+    If there are too many files, those of `original` come first, then new ones by name.
+    """
     size = f"-size -{MAX_FILE_BYTES // 1024 + 1}k"
     leave = r"\( -name '.?*' -o -name __pycache__ \) -prune"
     listing = f"cd {sandbox.folder}/{REPOSITORY} && find . {leave} -o -type f {size} -print0"
     names = (await sandbox.exec(listing)).stdout.split("\0")
     found = {}
-    for name in sorted(name.removeprefix("./") for name in names if name)[:MAX_FILES]:
+    found_names = [name.removeprefix("./") for name in names if name]
+    for name in sorted(found_names, key=lambda name: (name not in original, name))[:MAX_FILES]:
         found[name] = (await sandbox.read_file(f"{sandbox.folder}/{REPOSITORY}/{name}"))[:MAX_FILE_BYTES]
     return found
+
+
+async def run_tests(sandbox: Sandbox, files: Mapping[str, str | bytes], hidden: Mapping[str, Any]) -> ExecResult:
+    """Lays hidden test files over a repository and runs their command. `sandbox` must be fresh."""
+    tests: Mapping[str, str] = hidden["files"]
+    in_the_way = lambda path: any(f"{path}/".startswith(f"{t}/") or t.startswith(f"{path}/") for t in tests)  # noqa: E731
+    kept = {path: content for path, content in files.items() if not in_the_way(path)}
+    folder = await lay_out(sandbox, {**kept, **tests})
+    return await sandbox.exec(
+        f"cd {folder}\n{hidden['command']}",
+        env={"PYTHONDONTWRITEBYTECODE": "1"},
+        timeout_s=float(hidden.get("timeout_s", TESTS_S)),
+    )
 
 
 async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected: Any) -> bool:
@@ -68,8 +92,14 @@ async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected
     return ended.code == 0 and bool(lines) and same_value(returned, expected)
 
 
-async def grade(sandbox: Sandbox, files: Mapping[str, bytes], hidden: Mapping[str, Any]) -> float:
-    """Returns the fraction of `fixes` that pass, or 0 if one of `keeps` fails. `sandbox` must be fresh."""
+async def grade(sandbox: Sandbox, files: Mapping[str, str | bytes], hidden: Mapping[str, Any]) -> float:
+    """Returns the fraction of `fixes` that pass, or 0 if one of `keeps` fails; for a command, 1 if it succeeds, else 0.
+
+    `sandbox` must be fresh.
+    """
+    if "command" in hidden:
+        ended = await run_tests(sandbox, files, hidden)
+        return float(ended.code == 0 and not ended.timed_out)
     await lay_out(sandbox, files)
     await sandbox.write_file(f"{sandbox.folder}/ask.py", ASK)
     function, fixes = str(hidden["function"]), hidden["fixes"]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import slime
 from slime.core.cores import usable_cores
 from slime.core.engine_versions import WINDOW
 from slime.core.errors import ConfigError, DataError
@@ -71,11 +72,23 @@ def check_versions() -> list[Finding]:
     for name, tested in TESTED.items():
         have = found[name]
         if have is None:
-            out.append(Finding(name, FAIL, "not installed; run: make venv"))
+            out.append(Finding(name, FAIL, f"not installed; {how_to_install(name)}"))
         else:
             state = OK if have in tested else WARN
             out.append(Finding(name, state, have if have in tested else f"{have}; tested with {' and '.join(tested)}"))
-    return [*out, Finding("torch", OK if found["torch"] else FAIL, found["torch"] or "not installed; run: make venv")]
+    torch = found["torch"]
+    return [*out, Finding("torch", OK if torch else FAIL, torch or f"not installed; {how_to_install('torch')}")]
+
+
+def how_to_install(package: str, root: Path = Path(__file__).parents[2]) -> str:
+    """Says what installs a missing package. `root`: the parent of the package `slime`."""
+    if (root / "Makefile").is_file():
+        return "run: make venv"
+    wheel = f"slime-{slime.__version__}-py3-none-any.whl"
+    on_cpu = f"pip install '{wheel}[cpu]'"
+    if package == "sglang":
+        on_cpu = f"pip install --no-deps sglang=={WINDOW['sglang'][-1]}"
+    return f"on a CPU: {on_cpu}; on GPUs: pip install '{wheel}[gpu]'"
 
 
 def check_device(device: str) -> Finding:
@@ -187,7 +200,7 @@ def check_import(name: str, code: str) -> Finding:
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
     last = lines[-1] if lines else f"exit {run.returncode} without output"
     if run.returncode:
-        return Finding(name, FAIL, f"{last}; run: make venv")
+        return Finding(name, FAIL, f"{last}; {how_to_install(name.split()[0])}")
     return Finding(name, OK, f"imports; {last}")
 
 

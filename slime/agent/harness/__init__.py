@@ -104,16 +104,20 @@ class Harness(ABC):
         home: str = "/root",
         model: str = MODEL,
         path: str | None = None,
+        flags: Sequence[str] = (),
         timeout_s: float = 1800.0,
     ) -> HarnessResult:
-        """Runs the program on a prompt until it exits, for at most `timeout_s`. `path`: replaces the sandbox's PATH."""
+        """Runs the program on a prompt until it exits, for at most `timeout_s`.
+
+        `path`: replaces the sandbox's PATH. `flags`: more words at the end of the command line.
+        """
         place = Place(url, key, home, folder, model)
         for file, text in self.files(place).items():
             await sandbox.write_file(file, text)
         env = {"HOME": home, "TERM": "dumb", **self.environment(place)}
         if path is not None:
             env["PATH"] = path
-        command = f"cd {shlex.quote(folder)} && {shlex.join(self.command(prompt, place))} </dev/null"
+        command = f"cd {shlex.quote(folder)} && {shlex.join([*self.command(prompt, place), *flags])} </dev/null"
         done = await sandbox.exec(command, env=env, timeout_s=timeout_s)
         return HarnessResult(done.code, done.stdout + done.stderr, done.timed_out)
 

@@ -36,10 +36,12 @@ OF_SERVERS = {
     *("--token-versions", "--enable-return-routed-experts", "--api-key"),
 }
 """Flags of a server that somebody starts by hand."""
+OF_AGENTS = {"--bare", "--tools"}
+"""Flags of Claude Code."""
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(
-    r"^(my_|path/|runs/|starts/|adapter/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
+    r"^(my_|shop|path/|runs/|starts/|adapter/|assets/|step_|rank_|logs/|traces/|non_finite/|data/|rollout/|train/|perf/|eval/)"
 )
 """Names of what a run or a user makes; and of metrics, which test_glossary.py looks after."""
 
@@ -52,7 +54,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 
 def known_flags() -> set[str]:
     """Flags that parse, flags that are refused with a way out, and those of the project's other programs."""
-    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_SERVERS, *OF_ENTRIES}
+    known = {*flag_table().by_name, *owned_spellings(), *OF_OTHERS, *OF_SERVERS, *OF_AGENTS, *OF_ENTRIES}
     for schema in SCHEMA_DIR.glob("megatron-*.json"):  # a page may speak of the other version
         known |= {f"--{name}" for flag in json.loads(schema.read_text())["flags"] for name in flag["names"]}
     for parser in subcommands().values():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slime.cli.doctor import FAIL, OK, check_import, check_loopback, find_all
+from slime import __version__
+from slime.cli.doctor import FAIL, OK, check_import, check_loopback, find_all, how_to_install
 from slime.cli.main import build_parser, main
+
+WHEEL = f"slime-{__version__}-py3-none-any.whl"
 
 
 def test_a_crashing_import_is_a_finding() -> None:
@@ -13,6 +18,15 @@ def test_a_crashing_import_is_a_finding() -> None:
     assert finding.state == FAIL and "no libfoo.so" in finding.detail
     assert check_import("engine", "import os; os.kill(os.getpid(), 9)").state == FAIL
     assert check_import("engine", "print('fine')") == type(finding)("engine", OK, "imports; fine")
+
+
+def test_without_a_checkout_nobody_is_sent_to_its_makefile(tmp_path: Path) -> None:
+    """Law: what is missing is installed by the Makefile in a checkout, and by pip where only the package is."""
+    assert how_to_install("sglang") == "run: make venv"
+    assert how_to_install("sglang", tmp_path).startswith("on a CPU: pip install --no-deps sglang==0.")
+    assert how_to_install("ray", tmp_path) == (
+        f"on a CPU: pip install '{WHEEL}[cpu]'; on GPUs: pip install '{WHEEL}[gpu]'"
+    )
 
 
 def test_this_machine_is_looked_at_quickly() -> None:

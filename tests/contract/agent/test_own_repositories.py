@@ -1,0 +1,172 @@
+"""Repositories and tests of a user's own, as rows of the coding agent, in real sandboxes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.coding_agent import grading
+from recipes.coding_agent.prepare import main
+from recipes.coding_agent.repository import check, read_rows, row, write
+from slime.agent.sandbox.local import LocalSandbox
+from slime.core.errors import ConfigError, Unconfined
+from tests.support.marks import quick
+
+SETTINGS = argparse.Namespace(coding_sandbox="local", coding_sandbox_settings={}, coding_max_sandboxes=2)
+RUN = "python3 -m unittest -q test_hidden"
+WRONG, RIGHT = "def double(x):\n    return x\n", "def double(x):\n    return 2 * x\n"
+HIDDEN = "import unittest\nfrom a.sums import double\n\n\nclass T(unittest.TestCase):\n"
+HIDDEN += "    def test(self):\n        self.assertEqual(double(4), 8)\n"
+
+
+@pytest.fixture
+def confined() -> None:
+    async def look() -> None:
+        async with LocalSandbox():
+            pass
+
+    try:
+        asyncio.run(look())
+    except Unconfined as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a bug, its hidden tests and its solution beside it."""
+    texts = {
+        "mine/a/sums.py": WRONG,
+        "mine/.git/config": "[core]",
+        "mine/a/__pycache__/sums.pyc": "x",
+        "mine/docs/page.md": "text",
+        "tests/test_hidden.py": HIDDEN,
+        "solution/a/sums.py": RIGHT,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path / "mine"
+
+
+def own(repository: Path, **more: Any) -> dict[str, Any]:
+    words: dict[str, Any] = {"issue": "double(4) is 4.", "hidden": repository.with_name("tests"), "command": RUN}
+    return row(repository, **{**words, **more})
+
+
+def test_a_folder_becomes_a_row(repository: Path, tmp_path: Path) -> None:
+    """Law: the agent gets the files that git would show, and a dataset can be read as it was written."""
+    made = own(repository, leave_out=["docs/*"], solution=repository.with_name("solution"))
+    assert made["metadata"] == {
+        "files": {"a/sums.py": WRONG},
+        "hidden": {"files": {"test_hidden.py": HIDDEN}, "command": RUN, "timeout_s": grading.TESTS_S},
+        "solution": {"a/sums.py": RIGHT},
+    }
+    assert read_rows(write(tmp_path / "new" / "tasks.jsonl", [made])) == [made]
+
+
+def test_what_could_not_reach_the_tests_is_refused(repository: Path) -> None:
+    (repository / "logo.png").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ConfigError, match=r'logo.png is not UTF-8 text; leave it out: leave_out=\["\*logo.png"\]'):
+        own(repository)
+    (repository / "logo.png").write_text("x" * (grading.MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigError, match=r"logo.png has 262145 bytes, but the limit is 262144"):
+        own(repository)
+    assert "logo.png" not in own(repository, leave_out=["*logo.png"])["metadata"]["files"]
+    for number in range(grading.MAX_FILES):
+        (repository / f"{number}.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"has 202 files, but the limit is 200"):
+        own(repository, leave_out=["*logo.png"])
+    with pytest.raises(ConfigError, match="absent does not exist"):
+        own(repository.with_name("absent"))
+    with pytest.raises(ConfigError, match="one of them is empty"):
+        own(repository, command=" ")
+
+
+CASES = {
+    "tests that cover the bug": ({}, None),
+    "the same without a solution": ({"solution": None}, None),
+    "tests that pass already": (
+        {"command": "python3 -c 'import a.sums'"},
+        "its hidden tests pass before anything is repaired",
+    ),
+    "a command that does not end": (
+        {"command": "sleep 99", "timeout_s": 1, "solution": None},
+        "did not end within 1 s on the unchanged repository",
+    ),
+    "a command that never ends": ({"command": "sleep 99", "timeout_s": 1}, "did not end within 1 s with the solution"),
+    "a command that is not there": ({"command": "py-test -q"}, "the sandbox cannot run 'py-test -q'"),
+    "a solution that is none": ({"command": f"{RUN} other"}, "the hidden tests fail with the solution, too, status 1"),
+}
+
+
+@pytest.mark.usefixtures("confined")
+@pytest.mark.parametrize("case", quick(CASES, "tests that cover the bug", "tests that pass already"))
+def test_tests_that_cannot_tell_good_from_bad_are_refused(case: str, repository: Path) -> None:
+    """Law: before training, each task's tests fail without the repair and, if there is a solution, pass with it."""
+    more, refusal = CASES[case]
+    made = own(repository, **{"solution": repository.with_name("solution"), **more})
+    if refusal is None:
+        (said,) = asyncio.run(check(SETTINGS, [made]))
+        assert said.startswith("task 1 (mine): the hidden tests fail")
+        return
+    with pytest.raises(ConfigError, match=refusal) as refused:
+        asyncio.run(check(SETTINGS, [made]))
+    assert str(refused.value).startswith("task 1 (mine): ") and "\n" not in str(refused.value)
+
+
+REWARDS = {
+    "the repair": ({"a/sums.py": RIGHT}, 1.0),
+    "no repair": ({"a/sums.py": WRONG}, 0.0),
+    "other tests in place of the hidden ones": ({"a/sums.py": WRONG, "test_hidden.py": ""}, 0.0),
+    "a folder in place of the hidden tests": ({"a/sums.py": RIGHT, "test_hidden.py/x.py": ""}, 1.0),
+    "code that does not end": ({"a/sums.py": "while True:\n    pass\n"}, 0.0),
+}
+
+
+@pytest.mark.usefixtures("confined")
+@pytest.mark.parametrize("case", quick(REWARDS, "the repair", "a folder in place of the hidden tests"))
+def test_a_command_is_the_reward(case: str, repository: Path) -> None:
+    """Law: hidden files replace the agent's, and the exit status alone decides."""
+    files, reward = REWARDS[case]
+    hidden = own(repository, timeout_s=3)["metadata"]["hidden"]
+
+    async def grade() -> float:
+        async with LocalSandbox() as sandbox:
+            return await grading.grade(sandbox, files, hidden)
+
+    assert asyncio.run(grade()) == reward
+
+
+@pytest.mark.usefixtures("confined")
+def test_files_of_the_repository_are_kept_before_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: an agent that makes many files loses the last of them, not the repository's."""
+    monkeypatch.setattr(grading, "MAX_FILES", 3)
+
+    async def kept() -> dict[str, bytes]:
+        async with LocalSandbox() as sandbox:
+            folder = await grading.lay_out(sandbox, {"z.py": "1"})
+            await sandbox.exec(f"cd {folder} && touch 1 2 3", check=True)
+            return await grading.files_of(sandbox, {"z.py": "1"})
+
+    assert asyncio.run(kept()) == {"z.py": b"1", "1": b"", "2": b""}
+
+
+def test_a_preparation_that_fails_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Law: a missing program, a missing file and a wrong row are told without a traceback."""
+    (tmp_path / "settings.yaml").write_text(json.dumps({"custom": {"coding_programs": str(tmp_path)}}))
+    words = ["--out", str(tmp_path), "--config", str(tmp_path / "settings.yaml")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([*words, "--harness", "claude_code"]) == 1
+    assert capsys.readouterr().err == "harness claude_code comes from npm, which is not installed; install Node.js\n"
+    assert main([*words, "--data", str(tmp_path / "absent.jsonl")]) == 1
+    assert "absent.jsonl, which is not a file" in capsys.readouterr().err
+    (tmp_path / "wrong.jsonl").write_text('{"prompt": "a"}\n')
+    assert main([*words, "--data", str(tmp_path / "wrong.jsonl")]) == 1
+    assert f"line 1 of {tmp_path}/wrong.jsonl is not a task" in capsys.readouterr().err
