@@ -36,7 +36,7 @@ from slime.settings.all_flags import (
     secret_settings,
 )
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
-from slime.settings.custom_yaml import Given, config_on, merge_config
+from slime.settings.custom_yaml import Given, config_on, merge_config, words_behind
 from slime.settings.flag_parser import OVERRIDE
 from slime.settings.flags import FIRST_PAGE, Flag
 from slime.settings.groups import GROUPS
@@ -102,7 +102,8 @@ def parse_words(words: Sequence[str]) -> _Parsed:
     origins = dict.fromkeys(given, "command line")
     custom: dict[str, Any] = {}
     if config is not None:
-        given, custom = merge_config(given, origins, table, *config)
+        replaced = table.parse(words_behind(words), owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
+        given, custom = merge_config(given, origins, table, *config, replaced=replaced)
     return _Parsed(known, given, origins, custom)
 
 
@@ -182,8 +183,8 @@ _INTRO = """usage: {usage} --hf-checkpoint DIR --prompt-data FILE \\
   --help WORD           the flags with this word in their name or text, such as --help clip
   --explain             print every resolved value and where it came from, then exit
   --version             print versions, then exit
-  --override            later flags override earlier ones; without it, two different values for one flag are an
-                        error
+  --override            later flags override earlier ones, and the file of an earlier --custom-config-path; without
+                        it, two different values for one flag are an error
 """
 _AT_FILE = "Use @FILE to read the value from a file, because every user of the host can see command lines (ps)."
 

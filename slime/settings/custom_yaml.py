@@ -7,12 +7,12 @@ Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fract
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
-from slime.settings.flag_parser import FlagTable
+from slime.settings.flag_parser import OVERRIDE, FlagTable
 from slime.settings.flags import coerce, refuse, shown
 from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
@@ -39,17 +39,31 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
     return None if path is None or path.startswith("--") or path.lower() == "none" else (path, read_yaml(path, _FLAG))
 
 
+def words_behind(words: Sequence[str]) -> Sequence[str]:
+    """Returns what follows the first `--override` behind the file on a command line."""
+    at = max(n for n, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == _FLAG)
+    return words[words.index(OVERRIDE, at) + 1 :] if OVERRIDE in words[at:] else ()
+
+
 def merge_config(
-    given: Given, origins: dict[tuple[str, str], str], table: FlagTable, path: str, content: Mapping[str, Any]
+    given: Given,
+    origins: dict[tuple[str, str], str],
+    table: FlagTable,
+    path: str,
+    content: Mapping[str, Any],
+    *,
+    replaced: Collection[tuple[str, str]] = (),
 ) -> tuple[Given, dict[str, Any]]:
     """Returns `given` merged with the file's settings, and the user's own keys. Adds to `origins`.
 
-    Raises `ConfigError` for invalid settings, and for settings with a different value on the command line.
+    `replaced`: settings that the command line replaces (`--override`), whatever the file says. Raises `ConfigError` for
+    invalid settings, and for other settings with a different value on the command line.
     """
     custom = content.get("custom", {})
     if not isinstance(custom, dict):
         raise ConfigError(f"{path}: custom is {custom!r}, but must be a mapping from names to values")
     merged, own, problems = dict(given), dict(custom), []
+    compared = {setting: value for setting, value in given.items() if setting not in replaced}
     seen: dict[tuple[str, str], str] = {}
     for key, value in content.items():
         if key == "custom":
@@ -59,12 +73,21 @@ def merge_config(
             origins["custom", str(key)] = f"{value}, which needs a user function that reads it{_near(table, str(key))}"
             continue
         try:
-            (owner, dest), typed = setting_of(table, str(key), value, given, where=f"{path}: {key}")
+            (owner, dest), typed = setting_of(
+                table,
+                str(key),
+                value,
+                compared,
+                where=f"{path}: {key}",
+                otherwise=f", or write {OVERRIDE} before the flag",
+            )
         except ConfigError as error:
             problems.append(str(error))
             continue
         if (other := seen.setdefault((owner, dest), str(key))) != str(key):
             problems.append(f"{path}: {other} and {key} are the same setting; keep one")
+        if (owner, dest) in replaced:
+            continue
         merged[owner, dest] = typed
         origins[owner, dest] = f"{path}"
     refuse(problems)
@@ -82,8 +105,12 @@ def _near(table: FlagTable, key: str) -> str:
     return f"{NEAR}{near[2:].replace('-', '_')}" if near else ""
 
 
-def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: str) -> tuple[tuple[str, str], Any]:
+def setting_of(
+    table: FlagTable, key: str, value: Any, given: Given, *, where: str, otherwise: str = ""
+) -> tuple[tuple[str, str], Any]:
     """Returns ((owner, dest), value) for one key of a file.
+
+    `otherwise`: what else the user can do about two values of a setting.
 
     Raises `ConfigError` for an invalid setting, or if `given` has a different value for the setting.
     """
@@ -100,6 +127,6 @@ def setting_of(table: FlagTable, key: str, value: Any, given: Given, *, where: s
     if given.get(where_given, typed) != typed:
         raise ConfigError(
             f"{where} is {shown(flag, typed)} here and {shown(flag, given[where_given])} on the command line; set it "
-            "in only one place"
+            f"in only one place{otherwise}"
         )
     return where_given, typed

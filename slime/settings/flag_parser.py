@@ -3,7 +3,8 @@
 Invariants
 1. Flags cannot be abbreviated. The error for an unknown flag suggests a similar one.
 2. A setting that is set twice, even with different spellings, must get the same value both times. Flags after
-   `--override` replace earlier flags, so a script can end with `--override "$@"`.
+   `--override` replace earlier flags and the file of an earlier `--custom-config-path`, so a script can end with
+   `--override "$@"`.
 """
 
 from __future__ import annotations

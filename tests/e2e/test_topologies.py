@@ -44,7 +44,7 @@ def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
     runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path, judge: Path
 ) -> None:
     """Law: a frozen model answers what its checkpoint says, in every step, whatever the policy has learned."""
-    config = documented("topologies", runs, judge)
+    config = documented("serving_topology", runs, judge)
     flags: Flags = [
         *digits(tiny_qwen3),
         *("--sglang-config", config, "--num-rollout", "3", "--lr", "2e-2", "--lr-decay-style", "constant"),
@@ -70,7 +70,7 @@ def test_hooks_ask_a_judge_that_training_leaves_as_it_is(
 def test_the_file_alone_is_served(runs: Path, tiny_qwen3: Path, judge: Path) -> None:
     """Law: `slime serve FILE` is the fleet of the file: each model behind a router of its own."""
     flags: Flags = [
-        *("--sglang-config", documented("topologies", runs, judge), "--hf-checkpoint", tiny_qwen3, "--no-bf16"),
+        *("--sglang-config", documented("serving_topology", runs, judge), "--hf-checkpoint", tiny_qwen3, "--no-bf16"),
         *("--debug-rollout-only", "--num-rollout", "0", "--rollout-batch-size", "1"),
     ]
     with RealRun(runs / "served", flags) as run:

@@ -174,7 +174,7 @@ FILES = (
     (
         "--lr 1 --custom-config-path {other_rate}",
         "lr is 0.5 here and 1.0 on the command line",
-        "set it in only one place",
+        "set it in only one place, or write --override before the flag",
     ),
     ("--custom-config-path {bomb}", "aliases expand to more than 100000 values (line 5)", "write the values out"),
     ("--custom-config-path {itself}", "an alias refers to a value that contains it (line 1)", "write the values out"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,20 @@ def test_yaml_is_as_strict_as_flags(base: list[str], tmp_path: Path) -> None:
     ]:
         file.write_text(text)
         assert said in refused(more), text
+
+
+def test_flags_behind_override_replace_what_the_file_says(base: list[str], tmp_path: Path) -> None:
+    """Law: a flag and a file that differ are refused, unless the command line says which of them counts."""
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1.0e-5\ncolocate: true\nrollout_temperature: 0.7\n")
+    more = [*base, "--custom-config-path", str(file)]
+    assert "or write --override before the flag" in refused([*more, "--lr", "2e-5"])
+    assert "rollout_temperature" in refused([*more, "--rollout-temperature", "1", "--override", "--lr", "2e-5"])
+    assert "lr is 1e-05 here" in refused([*base, "--override", "--lr", "2e-5", *more[-2:]])
+    args = parse_args([*more, "--override", "--lr", "2e-5"])
+    assert (args.lr, args.rollout_temperature, args.colocate) == (2e-5, 0.7, True)
+    assert re.search(r"lr = 2e-05 +\(command line\)", explain(args))
+    assert not parse_args([*more, "--override", "--no-colocate"]).colocate
 
 
 def test_help_and_explain_show_everything(base: list[str]) -> None:
