@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.core.errors import DataError
-from slime.core.text import visible
+from slime.core.text import one_line, visible
 from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, number, read_samples, when, where
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 DEFAULT_NUM = 6
+METADATA_CHARS = 200
 
 
 def add_samples_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +63,9 @@ def add_samples_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worst", action="store_true", help="only the worst of each step")
     parser.add_argument("--eval", action="store_true", help="evaluation samples (default: training samples, if any)")
     parser.add_argument("--dataset", metavar="NAME", help="evaluation samples of this dataset")
+    parser.add_argument(
+        "--full", action="store_true", help=f"metadata in full, not only {METADATA_CHARS} characters of each entry"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line, as in samples.jsonl")
     parser.add_argument("-n", type=int, metavar="N", help=f"at most N, the newest (default: {DEFAULT_NUM})")
 
@@ -86,7 +90,7 @@ def run_samples(options: argparse.Namespace) -> int:
         else:
             from rich.console import Console
 
-            _show(chosen, Console(highlight=False, soft_wrap=True))
+            _show(chosen, Console(highlight=False, soft_wrap=True), full=options.full)
     except BrokenPipeError:  # the reader closed the pipe (`| head`); otherwise Python would report it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -119,7 +123,7 @@ def _step(sample: ShownSample) -> int:
     return sample.step
 
 
-def _show(samples: Sequence[ShownSample], console: Console) -> None:
+def _show(samples: Sequence[ShownSample], console: Console, *, full: bool) -> None:
     """Prints samples. Uses colour only on a terminal; escapes control characters."""
     from rich.text import Text
 
@@ -133,6 +137,14 @@ def _show(samples: Sequence[ShownSample], console: Console) -> None:
         _part(console, "response", sample.response, "green" if sample.picked == "best" else "")
         if sample.more:
             _part(console, "facts", ", ".join(_fact(name, value) for name, value in sample.more.items()), "dim")
+        if sample.metadata:
+            _part(console, "metadata", "\n".join(_entry(*entry, full=full) for entry in sample.metadata.items()), "dim")
+
+
+def _entry(name: str, value: object, *, full: bool) -> str:
+    """Returns an entry of the metadata: on one line with a note of what was left out, or whole (`full`)."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"{name}: {text if full else one_line(text, METADATA_CHARS)}"
 
 
 def _fact(name: str, value: object) -> str:
@@ -164,5 +176,5 @@ def run_trace(options: argparse.Namespace) -> int:
     events = [event for part in parts for event in read_trace(part)]
     out = options.out or options.run_dir / "trace.json"
     out.write_text(json.dumps({"traceEvents": events}))
-    print(f"{len(events)} events of {len(parts)} processes in {out}; open it at https://ui.perfetto.dev")
+    print(f"{len(events)} events from {len(parts)} trace files in {out}; open it at https://ui.perfetto.dev")
     return 0

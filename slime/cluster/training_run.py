@@ -115,6 +115,8 @@ class Run:
         self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
         self._held_out = HeldOutLoss(args, actors, memory=self._memory)
         self._trained_since_sync = False
+        self._batch = "data" if args.loss_type == "sft_loss" else "rollout"
+        """What a step waits for, in messages."""
         self._rollout_limit_s = args.rollout_global_timeout_s or NO_LIMIT_S
 
     def tell_addresses(self) -> None:
@@ -153,10 +155,10 @@ class Run:
 
     def finish_generation(self, generation: Generation) -> Any:
         """Waits for a generation, logs its metrics, and returns the object ref of its `TrainBatch`."""
-        with span("rollout_wait"), self._watching(f"rollout, {step_name(generation.rollout_id)}") as on_poll:
+        with span("rollout_wait"), self._watching(f"{self._batch}, {step_name(generation.rollout_id)}") as on_poll:
             news = wait_for(
                 [generation.news],
-                for_what=f"the rollout of step {generation.rollout_id}",
+                for_what=f"the {self._batch} of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
                 on_poll=on_poll,
             )[0]
@@ -174,7 +176,7 @@ class Run:
         with span("generation_wait"):
             wait_for(
                 [generation.news],
-                for_what=f"the rollout of step {generation.rollout_id}",
+                for_what=f"the {self._batch} of step {generation.rollout_id}",
                 limit_s=self._rollout_limit_s,
                 on_poll=self._tend_and_join,
             )

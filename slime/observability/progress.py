@@ -87,7 +87,7 @@ class Progress:
         self._note = text
         self._moved_s = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._bar_task, description=f"{self.what} {text}")
+            self._bar.update(self._bar_task, description=f"{self.what}: {text}" if text else self.what)
 
     def line(self, now_s: float | None = None) -> str:
         now_s = time.monotonic() if now_s is None else now_s
@@ -118,8 +118,10 @@ class Progress:
 
         console = Console(stderr=True) if self._console is None else self._console
         what = TextColumn("{task.description}", markup=False)
-        columns = [what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
+        columns = [what, BarColumn(), TimeElapsedColumn()]
+        if self.total is not None:  # otherwise they would show 0/? and -:--:--
+            columns = [what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]
+        self._bar = Bar(*columns, console=console, transient=True)
         self._bar_task = self._bar.add_task(self.what, total=self.total)
         self._bar.start()
 

@@ -70,6 +70,9 @@ class ShownSample:
     """Additional values, if any: `weight_versions`, `num_turns`, `tool_calls`, `tool_errors`, `unscored`, `ungradable`,
     `scores` (the numbers in a dict reward), `trained_tokens`."""
 
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The sample's own metadata as JSON, from the data row and the user's functions. Not sent to TensorBoard or W&B."""
+
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
@@ -131,15 +134,24 @@ def read_samples(path: Path) -> list[ShownSample]:
 def heading(sample: ShownSample) -> str:
     """Describes a sample's origin and outcome in one line."""
     ended = f"{sample.response_length} tokens, {sample.status}"
-    parts = [f"{where(sample)}, {when(sample)}, {sample.picked}", f"reward {number(sample.reward)}", ended]
+    parts = [f"{where(sample)}, {when(sample)}, {sample.picked}"]
+    parts += [ended] if is_from_data(sample) else [f"reward {number(sample.reward)}", ended]
     if sample.weight_version is not None:
         parts.append(f"weights {sample.weight_version}")
     return " | ".join(parts)
 
 
 def where(sample: ShownSample) -> str:
-    """Returns `rollout`, `eval`, or `eval DATASET`."""
+    """Returns `rollout`, `training data` (fine-tuning), `eval`, or `eval DATASET`."""
+    if is_from_data(sample):
+        return "training data"
     return f"{sample.kind} {one_line(sample.dataset or '', 80)}".rstrip()
+
+
+def is_from_data(sample: ShownSample) -> bool:
+    """Returns whether the response comes from the data (fine-tuning): no engine sampled it, nothing scored it."""
+    sampled = sample.weight_version is not None or sample.finish_reason is not None
+    return sample.kind == "rollout" and not sampled and sample.reward is None and "unscored" not in sample.more
 
 
 def when(sample: ShownSample) -> str:
@@ -233,7 +245,9 @@ def console_lines(samples: Sequence[ShownSample]) -> list[str]:
     best, worst, other = shown
     lines = []
     for sample in (s for s in ((best, worst) if best or worst else (other,)) if s is not None):
-        facts = [sample.picked] + ([f"reward {number(sample.reward)}"] if sample.reward is not None else [])
+        facts = ["from the data" if is_from_data(sample) else sample.picked] + (
+            [f"reward {number(sample.reward)}"] if sample.reward is not None else []
+        )
         facts += [f"label {one_line(sample.label, 60)}"] if sample.label is not None else []
         lines.append(f"{' '.join(facts)} | {one_line(sample.prompt, CONSOLE_CHARS)}")
         lines.append(f"  -> {one_line(sample.response, CONSOLE_CHARS)}")

@@ -43,7 +43,9 @@ OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout
 """Axes of other metric prefixes that are logged with these kinds."""
 
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
-EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_[a-z]+|loss|pass@\d+)$")
+EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_\w+|loss|pass@\d+)$")
+EVAL_COUNT = re.compile(r"eval/num_(prompts|samples|groups|scored|ungradable|unscored|unusable|failed)\w*")
+"""Counts of a user's evaluation function, without a dataset."""
 EVAL_FACTS = ("eval/step", "eval/weight_version")
 """`eval/` metrics that are not dataset scores."""
 
@@ -125,7 +127,13 @@ def read_jsonl(path: Path) -> list[dict[str, float]]:
 
 def eval_name(key: str) -> str | None:
     """Returns the dataset of a score `eval/<dataset>`, or None for any other metric."""
-    if not key.startswith("eval/") or key.count("/") != 1 or key in EVAL_FACTS or EVAL_DETAIL.search(key):
+    if (
+        not key.startswith("eval/")
+        or key.count("/") != 1
+        or key in EVAL_FACTS
+        or EVAL_DETAIL.search(key)
+        or EVAL_COUNT.fullmatch(key)
+    ):
         return None
     return key.removeprefix("eval/")
 
@@ -220,33 +228,37 @@ class WandbSink:
             )
 
 
+LOSS_ROUNDING = 1e-6
+"""A smaller policy loss is only rounding error: with normalised advantages, it is zero before the first update."""
 HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
     "rollout": (
         ("rollout/raw_reward", "reward", ".3f"),
-        ("rollout/response_len/mean", "length", ".1f"),
-        ("rollout/truncated_ratio", "truncated", ".0%"),
+        ("rollout/response_len/mean", "mean length", ".1f tokens"),
+        ("rollout/truncated_ratio", "truncated", ".0% of samples"),
     ),
     "train": (
         ("train/loss", "loss", ".4f"),
-        ("train/grad_norm", "grad", ".3g"),
-        ("train/pg_clipfrac", "clip", ".1%"),
+        ("train/entropy_loss", "entropy", ".3g"),
+        ("train/grad_norm", "grad norm", ".3g"),
+        ("train/pg_clipfrac", "clipped", ".1% of tokens"),
         ("train/kl_loss", "kl", ".3g"),
-        ("train/train_rollout_logprob_abs_diff_max", "mismatch", ".1e"),
+        ("train/train_rollout_logprob_abs_diff_max", "largest mismatch", ".1e nats"),
     ),
     "perf": (
-        ("perf/step_time", "step", ".1fs"),
-        ("perf/rollout_wait_time", "rollout", ".1fs"),
-        ("perf/train_time", "train", ".1fs"),
-        ("perf/update_weights_time", "sync", ".2fs"),
-        ("perf/eval_time", "eval", ".1fs"),
-        ("probe/train_rollout_logprob_abs_diff_max", "probe", ".1e"),
+        ("perf/step_time", "took", ".1f s"),
+        ("perf/rollout_wait_time", "wait for batch", ".1f s"),
+        ("perf/train_time", "train", ".1f s"),
+        ("perf/update_weights_time", "weight sync", ".2f s"),
+        ("perf/save_model_time", "save", ".1f s"),
+        ("perf/eval_time", "evaluation", ".1f s"),
+        ("probe/train_rollout_logprob_abs_diff_max", "largest mismatch of the probe", ".1e nats"),
     ),
     "eval": (),
 }
-"""(metric, label, format) shown on the console for each kind of step, in order. Missing metrics are skipped."""
+"""(metric, label, format and unit) on the console for each kind of step, in order. Missing metrics are skipped."""
 FINE_TUNING = (
-    ("rollout/total_len/mean", "length", ".1f"),
-    ("rollout/trained_tokens", "trained tokens", ".0f"),
+    ("rollout/total_len/mean", "mean length", ".1f tokens"),
+    ("rollout/trained_tokens", "trained tokens", ",.0f"),
 )
 """Replaces the "rollout" headlines for fine-tuning, where nothing is sampled or rewarded."""
 
@@ -257,16 +269,26 @@ class ConsoleSink:
     essential = False
 
     def __init__(
-        self, *, num_rollout: int | None = None, console: Any = None, samples_interval: int | None = None
+        self,
+        *,
+        num_rollout: int | None = None,
+        console: Any = None,
+        samples_interval: int | None = None,
+        eval_interval: int | None = None,
     ) -> None:
-        """`num_rollout`: total number of rollouts, for the ETA. `samples_interval`: see `is_due`."""
+        """`num_rollout`: total number of steps. `eval_interval`: steps between evaluations, for the ETA.
+        `samples_interval`: see `is_due`.
+        """
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False) if console is None else console
         self._num_rollout, self._samples_interval = num_rollout, samples_interval
-        self._num_done, self._done_s = 0, 0.0
+        self._eval_interval = eval_interval
+        self._num_done, self._done_s, self._evaluation_s = 0, 0.0, 0.0
 
     def write(self, record: StepRecord) -> None:
+        if "perf/eval_time" in record.metrics:
+            self._evaluation_s = record.metrics["perf/eval_time"]
         line = self.line(record)
         self._print(line, self._style(record))
         logger.info("%s", line, extra=FILE_ONLY)
@@ -285,7 +307,8 @@ class ConsoleSink:
     def line(self, record: StepRecord) -> str:
         """Returns the console line for a record. Must be called once per record, because it counts steps."""
         step, end = record.step, self._num_rollout
-        head = f"{record.kind:>7}  {evaluation_name(step, end) if record.kind == 'eval' else step_name(step, end)}"
+        kind = "data" if "rollout/trained_tokens" in record.metrics else record.kind
+        head = f"{kind:>7}  {evaluation_name(step, end) if kind == 'eval' else step_name(step, end)}"
         shown = [f"{label} {_number(record.metrics[key], spec)}" for key, label, spec in self._headlines(record)]
         line = "  ".join([f"{head:<24}", *shown])
         return line + self._eta(record) if record.kind == "perf" else line
@@ -293,7 +316,10 @@ class ConsoleSink:
     def _headlines(self, record: StepRecord) -> list[tuple[str, str, str]]:
         if record.kind != "eval":
             shown = FINE_TUNING if "rollout/trained_tokens" in record.metrics else HEADLINES[record.kind]
-            return [h for h in shown if h[0] in record.metrics]
+            is_rounding = (
+                "train/pg_loss" in record.metrics and abs(record.metrics.get("train/loss", 0.0)) < LOSS_ROUNDING
+            )
+            return [h for h in shown if h[0] in record.metrics and not (is_rounding and h[0] == "train/loss")]
         matches = {key: HELD_OUT_LOSS.fullmatch(key) for key in record.metrics}
         losses = [(key, f"{match[1]} loss", ".4f") for key, match in matches.items() if match]
         named = ((key, eval_name(key)) for key, match in matches.items() if not match)
@@ -301,12 +327,18 @@ class ConsoleSink:
 
     def _eta(self, record: StepRecord) -> str:
         """Returns the remaining time, estimated from the steps of this process, excluding startup and earlier
-        launches."""
-        self._num_done, self._done_s = self._num_done + 1, self._done_s + record.metrics.get("perf/step_time", 0.0)
-        if self._num_rollout is None or record.step + 1 >= self._num_rollout or not self._done_s:
+        launches. Evaluations that are still due count separately, each as long as the latest one.
+        """
+        evaluation_s = record.metrics.get("perf/eval_time", 0.0)
+        self._num_done += 1
+        self._done_s += record.metrics.get("perf/step_time", 0.0) - evaluation_s
+        if self._num_rollout is None or record.step + 1 >= self._num_rollout or self._done_s <= 0:
             return ""
-        left_s = self._done_s / self._num_done * (self._num_rollout - record.step - 1)
-        return f"  left {duration(left_s)}"
+        ahead = range(record.step + 1, self._num_rollout)
+        every = self._eval_interval
+        num_evals = sum((step + 1) % every == 0 or step + 1 == self._num_rollout for step in ahead) if every else 0
+        left_s = self._done_s / self._num_done * len(ahead) + self._evaluation_s * num_evals
+        return f"  about {duration(left_s)} left" + (" (from one step)" if self._num_done == 1 else "")
 
     @staticmethod
     def _style(record: StepRecord) -> str:
@@ -319,5 +351,17 @@ class ConsoleSink:
 
 
 def _number(value: float, spec: str) -> str:
-    """Formats a number with `spec`. A trailing `s` in `spec` adds the unit."""
-    return f"{value:{spec[:-1]}} s" if spec.endswith("s") else f"{value:{spec}}"
+    """Formats a number with `spec`, which may end in a unit. Never shows a number as 0 or 100 % that only rounds to it,
+    and never as -0.
+    """
+    form, space, unit = spec.partition(" ")
+    shown = f"{value or 0.0:{form}}"
+    if form.endswith("%"):
+        least = 10.0 ** -(int(form[1]) + 2)
+        if 0 < value < least / 2:
+            shown = f"<{least:{form}}"
+        elif 1 - least / 2 < value < 1:
+            shown = f">{1 - least:{form}}"
+    elif value and math.isfinite(value) and not re.search("[1-9]", shown):
+        shown = f"{value:.1e}"
+    return f"{shown}{space}{unit}"

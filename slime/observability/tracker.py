@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 class Views:
     num_rollout: int | None
     """Number of steps, for the console."""
+    eval_interval: int | None = None
+    """Number of steps between evaluations, for the console's estimate of the time left."""
     log_samples_interval: int | None = None
     """Number of steps between samples on the console (`samples.is_due`)."""
     use_tensorboard: bool = False
@@ -78,7 +80,13 @@ class Tracker:
     @classmethod
     def with_views(cls, views: Views, folder: RunFolder) -> Tracker:
         """Creates the sinks selected by `views`. Raises `ConfigError` if a package is missing."""
-        sinks: list[Sink] = [ConsoleSink(num_rollout=views.num_rollout, samples_interval=views.log_samples_interval)]
+        sinks: list[Sink] = [
+            ConsoleSink(
+                num_rollout=views.num_rollout,
+                samples_interval=views.log_samples_interval,
+                eval_interval=views.eval_interval,
+            )
+        ]
         sinks.append(HealthSink(folder.metrics, learns_from_rewards=learns_from_rewards(views.settings)))
         if views.use_tensorboard:
             sinks.append(TensorBoardSink(_tensorboard_dir(views, folder)))

@@ -271,6 +271,10 @@ class RolloutManager:
         there = await self._workers.traffic() if self._workers is not None else []
         return traffic_metrics([here, *there])
 
+    def _num_tokens(self) -> int:
+        """Returns how many tokens of the policy have arrived in this process."""
+        return self._client.num_tokens if self._client is not None else 0
+
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Generates the batch of a step and records its groups."""
         before = None if self._schedule.continuous else self._account.in_flight()
@@ -293,7 +297,7 @@ class RolloutManager:
             models=self._clients,
             tokenizer=self._tokenizer,
             graders=self._graders,
-            progress=Progress(),
+            progress=Progress(arrived=self._num_tokens),
             loop=asyncio.get_running_loop(),
             rollout_id=rollout_id,
             teacher=self._teacher,

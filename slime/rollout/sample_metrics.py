@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -27,8 +28,9 @@ from typing import Any
 from slime.core.engine_interface import WeightVersion
 from slime.core.errors import DataError, LedgerError
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED, TURN_COUNTS, Sample, Status
-from slime.core.text import evaluation_name, shorten, step_name, visible
+from slime.core.text import HIDDEN, evaluation_name, one_line, shorten, step_name, visible
 from slime.observability.samples import Kind, Picked, ShownSample
+from slime.observability.start_record import SECRET
 from slime.rollout.filters import rewards_by_execution
 from slime.settings import Args
 
@@ -198,6 +200,8 @@ logger = logging.getLogger(__name__)
 
 REASON_OF = {status: reason for reason, status in FINISH_REASONS.items()}
 MAX_LABEL_CHARS, MAX_SCORES = 500, 20
+MAX_ENTRIES, MAX_DEPTH = 50, 4
+"""Of the metadata shown: entries per dict or list, and levels of nesting."""
 
 
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
@@ -293,6 +297,7 @@ class Showcase:
             group_index=sample.group_index,
             index=sample.index,
             more=_more(sample),
+            metadata=shown_metadata(sample.metadata, limit),
         )
 
     def _text(self, ids: Sequence[int], text: Any) -> str:
@@ -307,7 +312,7 @@ def _as_text(value: Any) -> str:
 
 
 def _more(sample: Sample) -> dict[str, Any]:
-    """Returns fields that only some samples have. Omits the user's metadata, which may be private."""
+    """Returns fields that only some samples have."""
     more: dict[str, Any] = {}
     if len(sample.weight_versions) > 1:
         more["weight_versions"] = sample.weight_versions
@@ -321,6 +326,43 @@ def _more(sample: Sample) -> dict[str, Any]:
         if reason := getattr(sample, name):
             more[name] = shorten(visible(reason), MAX_LABEL_CHARS)
     return more | tool_counts(sample)
+
+
+def shown_metadata(metadata: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Returns the metadata of the data and of the user's functions as JSON: at most `limit` characters per entry, with
+    a note where something is left out, control characters escaped, and values of secret names hidden.
+    """
+    own = {key: value for key, value in metadata.items() if key != TURN_COUNTS}
+    plain = _plain(own, limit, depth=0)
+    for key, value in plain.items():
+        if not isinstance(value, str) and len(text := json.dumps(value, ensure_ascii=False)) > limit:
+            plain[key] = shorten(text, limit)
+    return dict(plain)
+
+
+def _plain(value: Any, limit: int, depth: int) -> Any:
+    """Returns a value as JSON without NaN. Leaves out what lies deeper than `MAX_DEPTH`, with a note."""
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, Mapping) and depth < MAX_DEPTH:
+        kept = {
+            one_line(str(key), MAX_LABEL_CHARS): HIDDEN
+            if SECRET.search(str(key).lower())
+            else _plain(one, limit, depth + 1)
+            for key, one in itertools.islice(value.items(), MAX_ENTRIES)
+        }
+        more = len(value) - MAX_ENTRIES
+        return kept | ({"...": f"{more} more entries left out"} if more > 0 else {})
+    if isinstance(value, list | tuple) and depth < MAX_DEPTH:
+        more = len(value) - MAX_ENTRIES
+        kept_items = [_plain(one, limit, depth + 1) for one in value[:MAX_ENTRIES]]
+        return kept_items + ([f"... {more} more entries left out"] if more > 0 else [])
+    if isinstance(value, Mapping | list | tuple):
+        return f"[... {len(value)} entries left out ...]"
+    try:
+        return shorten(visible(str(value)), limit)
+    except Exception:  # the user's __str__
+        return f"<{type(value).__name__}>"
 
 
 def staleness(groups: Sequence[Sequence[Sample]], *, now: WeightVersion, limit: int | None) -> dict[str, float]:

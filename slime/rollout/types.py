@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,16 +62,22 @@ class Progress:
     done: int = 0
     total: int = 0
     tokens: int = 0
-    """Sampled response tokens."""
+    """Response tokens of finished executions."""
+    arrived: Callable[[], int] | None = None
+    """Returns how many tokens this process has received from engines so far. None in a worker."""
     num_failures: int = 0
     """Execution attempts that failed or got no score."""
     last_failure: str = ""
     started: float = field(default_factory=time.monotonic)
+    _arrived_before: int = 0
+    _seen: tuple[int, float] = (0, 0.0)
+    """The number of tokens when it last changed, and that time."""
 
     def begin(self, unit: str, total: int) -> None:
         """Starts a new phase with all counts at zero."""
         self.unit, self.total, self.done, self.tokens, self.started = unit, total, 0, 0, time.monotonic()
         self.num_failures, self.last_failure = 0, ""
+        self._arrived_before, self._seen = self.arrived() if self.arrived is not None else 0, (0, self.started)
 
     def failed(self, reason: str) -> str:
         """Counts a failure so that users see it before the step fails. Returns the reason."""
@@ -87,10 +94,20 @@ class Progress:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
 
+    def _num_sampled(self) -> int:
+        """Returns the tokens so far, including those of unfinished responses. The rate ends with the latest token, so
+        that the line does not change while nothing arrives.
+        """
+        arrived = self.arrived() - self._arrived_before if self.arrived is not None else 0
+        tokens = max(self.tokens, arrived)
+        if tokens != self._seen[0]:
+            self._seen = tokens, time.monotonic()
+        return tokens
+
     def __str__(self) -> str:
         if not self.total:
             return ""
         line = f"{self.done}/{self.total} {self.unit}"
-        if self.tokens:  # nothing is known before the first response is complete
-            line += f", {self.tokens / max(self.elapsed_s, 1e-9):.0f} tokens/s"
+        if tokens := self._num_sampled():  # nothing is known before the first tokens arrive
+            line += f", {tokens / max(self._seen[1] - self.started, 1.0):.0f} tokens/s"
         return f"{line}; {self.num_failures} failures, last: {self.last_failure}" if self.num_failures else line

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.core.text import listed, step_name
 from slime.observability.report.markup import Markup, element, percent, seconds_text, short
 from slime.observability.report.panels import Drawn, Series
 from slime.observability.report.record import (
@@ -45,6 +46,10 @@ ROOM = 0.08
 """Margin above and below a curve, as a fraction of its range."""
 ROOM_ABOVE_ONE = 0.05
 """Margin that keeps a curve at 100 % away from the title."""
+SMALL_SHARE = 0.1
+"""A panel from 0 to 1 that has only smaller values is drawn up to the largest one."""
+ROUNDING = 1e-5
+"""A relative change that is only rounding, so that the curve counts as constant."""
 MARKERS_UP_TO = 40
 """Curves with at most this many steps have a marker at each step."""
 
@@ -150,11 +155,14 @@ def value_limits(drawn: Drawn) -> tuple[float, float]:
     if drawn.scale == "log":
         low = min(value for value in values if value > 0)
         return min(low / 1.5, high / 20), high * 1.5
+    if drawn.scale in ("share", "unit") and low >= 0 and 0 < high < SMALL_SHARE:
+        return 0.0, high * (1 + ROOM)
     if drawn.scale == "share" or (drawn.scale == "unit" and low >= 0 and high <= 1):
         return 0.0, 1.0 + ROOM_ABOVE_ONE
     if drawn.scale in ("zero", "percent") and low >= 0:
         return 0.0, high * (1 + ROOM) or (0.01 if drawn.scale == "percent" else 1.0)
-    room = ROOM * (high - low) or 0.1 * abs(high) or 1.0
+    size = max(abs(low), abs(high))
+    room = ROOM * (high - low) if high - low > ROUNDING * size else 0.1 * size or 1.0  # do not magnify rounding
     return low - room, high + room
 
 
@@ -176,6 +184,13 @@ def headline(drawn: Drawn) -> str:
     curve = drawn.series[0].curve
     first, last = written(curve.first, drawn), written(curve.last, drawn)
     return last if len(curve.values) == 1 else f"{first} → {last}"
+
+
+def lost_text(drawn: Drawn) -> str:
+    """Returns a sentence about steps with NaN or infinity, which cannot be drawn; "" if there are none."""
+    if not drawn.lost:
+        return ""
+    return f" Not drawn, because NaN or infinite: {listed([step_name(step) for step in drawn.lost])}."
 
 
 def in_words(panels: Iterable[Drawn]) -> str:
@@ -224,7 +239,7 @@ def panel_figure(drawn: Drawn, frame: Frame) -> Markup:
     said = "; ".join(_said(one, drawn) for one in drawn.series)
     svg, steps = svg_of(lambda axes: draw_panel(axes, drawn, frame))
     picture = _picture(svg, steps, f"{title}: {said}", data)
-    return _card(title, unit_of(drawn), drawn.panel.about, headline(drawn), entries, picture)
+    return _card(title, unit_of(drawn), f"{drawn.panel.about}{lost_text(drawn)}", headline(drawn), entries, picture)
 
 
 def parts_figure(times: StepTimes, frame: Frame) -> Markup:

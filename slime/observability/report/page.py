@@ -101,7 +101,7 @@ def _sample_row(one: ShownSample, names: Sequence[str]) -> Markup:
     if one.weight_version is not None:
         facts.append(f"weights {one.weight_version}")
     facts += [f"{name.replace('_', ' ')} {value}" for name, value in list(one.more.items())[:6]]
-    of = "trained" if TARGET in names else where(one)
+    of = "training data" if TARGET in names else where(one)
     detail = shorten(" · ".join(facts), 300)
     cells = {
         "of": element("td", f"{of}, {time_of(one)}", element("br"), element("span", detail, class_="muted")),
@@ -249,7 +249,9 @@ def _subtitle(record: RunRecord, summary: RunSummary) -> str:
 def _tiles(summary: RunSummary) -> Markup:
     changes = summary.kind is not RunKind.EVALUATION
     tiles = [
-        (name, f"{short(before)} → {short(after)}" if changes else short(after), f"{after - before:+.3g}" * changes)
+        (name, f"{short(before)} → {short(after)}", f"{after - before:+.3g}")
+        if changes and name not in summary.once
+        else (name, short(after), "measured once" * changes)
         for name, (before, after) in list(before_and_after(summary).items())[:4]
     ]
     if changes:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from slime.observability.report.record import Curve, Row, RunKind, RunRecord, curve
-from slime.observability.sinks import eval_name
+from slime.observability.report.record import Curve, Row, RunKind, RunRecord, curve, steps_not_finite
+from slime.observability.sinks import LOSS_ROUNDING, eval_name
 
 Scale = Literal["auto", "zero", "unit", "share", "percent", "log"]
 """auto: range of the values; zero: from 0; unit: 0 to 1 if possible; share: 0 to 100 %; percent: from 0, in %; log."""
@@ -66,6 +66,8 @@ class Drawn:
     series: Sequence[Series]
     scale: Scale
     band: tuple[Curve, Curve] | None = None
+    lost: Sequence[int] = ()
+    """Steps with a NaN or infinite value, which is not drawn."""
 
     @property
     def is_named(self) -> bool:
@@ -209,7 +211,7 @@ PANELS: Sequence[Panel] = (
         OPTIMIZER,
         (Line("train/loss", "whole"), Line("train/pg_loss", "policy part", dashed=True)),
         scale="auto",
-        rounding=1e-6,
+        rounding=LOSS_ROUNDING,
         in_picture=False,
         kinds=SAMPLED,
     ),
@@ -317,7 +319,10 @@ def _drawn(panel: Panel, rows: Sequence[Row], keys: Sequence[str]) -> Drawn | No
     if panel.band is not None:
         least, greatest = (curve(rows, key) for key in panel.band)
         band = (least, greatest) if least and greatest else None
-    return Drawn(panel, series, scale, band)
+    lost = sorted(
+        {step for line in panel.lines for key, _ in _named(line, keys) for step in steps_not_finite(rows, key)}
+    )
+    return Drawn(panel, series, scale, band, lost)
 
 
 def _merged(series: Sequence[Series]) -> list[Series]:

@@ -246,6 +246,12 @@ def curve(rows: Sequence[Row], key: str) -> Curve:
     return Curve([float(step) for step, _ in ordered], [value for _, value in ordered])
 
 
+def steps_not_finite(rows: Sequence[Row], key: str) -> list[int]:
+    """Returns the steps at which a metric is NaN or infinite. If a step was logged twice, the last value counts."""
+    values = {step: row[key] for row in rows if key in row and (step := step_of(row)) is not None}
+    return sorted(step for step, value in values.items() if not math.isfinite(value))
+
+
 def thinned(whole: Curve, max_points: int = MAX_POINTS) -> Curve:
     """Downsamples to about `max_points` points: the first, the last, and the minimum and maximum of each interval, so
     that peaks are preserved.

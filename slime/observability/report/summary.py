@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from slime.core.text import listed, step_name
 from slime.observability.health import Finding, findings, learns_from_rewards
 from slime.observability.report.markup import short
-from slime.observability.report.record import Row, RunKind, RunRecord, curve, read_run, seconds_without_evaluation
+from slime.observability.report.record import (
+    Row,
+    RunKind,
+    RunRecord,
+    curve,
+    read_run,
+    seconds_without_evaluation,
+    steps_not_finite,
+)
 from slime.observability.samples import FILE_NAME, samples_markdown
 from slime.observability.sinks import HELD_OUT_LOSS, eval_name
 
 REWARD_KEY = "rollout/raw_reward"
+MEAN_REWARD = "mean reward of a step"
 WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
 
 
@@ -42,6 +52,10 @@ class RunSummary:
     resumed_at: Sequence[int]
     """First step of each launch after the first."""
     findings: Sequence[Finding]
+    once: frozenset[str] = frozenset()
+    """Names in `before_and_after` with a single value, which is neither before nor after."""
+    not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Metric -> steps at which it was NaN or infinite."""
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
@@ -65,7 +79,7 @@ def summary_of(record: RunRecord) -> RunSummary:
     evals = {name: key for row in rows for key in row if (name := eval_name(key)) is not None}
     seconds = seconds_without_evaluation(rows)
     times = [row["time"] for row in rows if "time" in row]
-    return RunSummary(
+    made = RunSummary(
         kind=record.kind,
         num_rollouts=len({row["rollout/step"] for row in rows if "rollout/step" in row}),
         reward=None if is_sft else _ends(rows, REWARD_KEY),
@@ -77,7 +91,16 @@ def summary_of(record: RunRecord) -> RunSummary:
         wall_s=max(times) - min(times) if times else 0.0,
         resumed_at=record.resumed_at,
         findings=findings(rows, learns_from_rewards=learns_from_rewards(record.settings)),
+        not_finite={key: steps for key in sorted({k for row in rows for k in row}) if (steps := _lost(rows, key))},
     )
+    keys = {f"held-out score, {name}": key for name, key in evals.items()}
+    keys |= {f"held-out loss, {name}": key for name, key in losses.items()}
+    keys |= {MEAN_REWARD: REWARD_KEY, "loss": "train/loss"}
+    return replace(made, once=frozenset(n for n in before_and_after(made) if len(curve(rows, keys[n]).steps) == 1))
+
+
+def _lost(rows: Sequence[Row], key: str) -> Sequence[int]:
+    return () if key == "time" else steps_not_finite(rows, key)
 
 
 def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
@@ -100,9 +123,10 @@ def summary_text(summary: RunSummary, title: str = "") -> str:
     if summary.kind is RunKind.EVALUATION:
         lines += [f"- {name}: {value:.3f}" for name, (value, _) in pairs.items()]
     elif pairs:
-        lines += ["| | before | after | change |", "|---|---|---|---|"]
-        lines += [f"| {_cell(name)} | {a:.3f} | {b:.3f} | {b - a:+.3f} |" for name, (a, b) in pairs.items()]
-        lines.append("")
+        changed = {name: ends for name, ends in pairs.items() if name not in summary.once}
+        rows = [f"| {_cell(name)} | {a:.3f} | {b:.3f} | {b - a:+.3f} |" for name, (a, b) in changed.items()]
+        lines += ["| | before | after | change |", "|---|---|---|---|", *rows, ""] if rows else []
+        lines += [f"- {name}: {pairs[name][0]:.3f} (measured once)" for name in pairs if name in summary.once]
     lines += [f"- {name}: {value}" for name, value in facts(summary).items()]
     lines += ["", "## Warnings", ""] if summary.findings else ["- warnings: none"]
     lines += [f"- {finding_text(one)}" for one in summary.findings]
@@ -118,7 +142,7 @@ def before_and_after(summary: RunSummary) -> dict[str, tuple[float, float]]:
     pairs = {f"held-out score, {name}": ends for name, ends in summary.evals.items()}
     pairs |= {f"held-out loss, {name}": ends for name, ends in summary.eval_losses.items()}
     if summary.reward is not None:
-        pairs["mean reward of a step"] = summary.reward
+        pairs[MEAN_REWARD] = summary.reward
     if summary.loss is not None:
         pairs["loss"] = summary.loss
     return pairs
@@ -129,13 +153,15 @@ def facts(summary: RunSummary) -> dict[str, str]:
     if summary.kind is not RunKind.EVALUATION:
         out["steps"] = f"{summary.num_rollouts:,}"
     if summary.step_s is not None:
-        out["time per step, without evaluation"] = f"{short(summary.step_s)} s"
+        out["mean time per step, without evaluation"] = f"{short(summary.step_s)} s"
     for key, value in summary.mismatches.items():
         whose = ", of fresh responses" if key.startswith("probe/") else ""
         if not whose and len(summary.mismatches) > 1:
             whose = ", of batches sampled by the newest weights"
         out[f"largest train-inference mismatch{whose}"] = f"{value:.2e} nats (`{key}`)"
     out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
+    for key, steps in summary.not_finite.items():
+        out[f"NaN or infinite, so not in the curves: `{key}`"] = listed([step_name(step) for step in steps])
     if summary.resumed_at:
         out["resumed with step"] = ", ".join(map(str, summary.resumed_at))
     return out

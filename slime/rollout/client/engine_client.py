@@ -107,6 +107,8 @@ class EngineClient:
         self._handing_back: list[RequestScope] = []
         self._budget = Budget(IDS_IN_A_TURN)
         self._in_front: list[Callable[[], Awaitable[None]]] = []
+        self.num_tokens = 0
+        """Sampled tokens that have arrived so far, including those of unfinished completions."""
         self.num_pauses = 0
         """Number of `pause` calls. Unless `shared`, each also ended the requests of other clients."""
 
@@ -317,6 +319,7 @@ class EngineClient:
             with waiting() as limits:
                 async with aclosing(self._requests(job)) as parts:
                     async for part in parts:
+                        self.num_tokens += len(part.tokens)
                         with limits.handing_out():
                             yield part
         finally:

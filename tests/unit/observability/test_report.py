@@ -15,6 +15,7 @@ from slime.cli.main import main
 from slime.core.errors import DataError
 from slime.observability.report import page as page_module
 from slime.observability.report import report_title, summarize, summary_text, write_report
+from slime.observability.report.figure import value_limits
 from slime.observability.report.markup import element, short, text
 from slime.observability.report.page import MAX_SAMPLES, chosen_samples
 from slime.observability.report.panels import PANELS, drawn_panels
@@ -329,3 +330,69 @@ def test_values_under_the_pointer_are_those_that_were_logged(tmp_path: Path) -> 
     assert shown is not None and shown[1] is not None
     logged = curve(read_run(run).rows, "train/ppo_kl").values
     assert [float(value) for value in shown[1].split()] == pytest.approx(logged, rel=1e-2)
+
+
+def run_with(folder: Path, *rows: dict[str, float | str]) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"time": i, **row}) + "\n" for i, row in enumerate(rows)))
+    return folder
+
+
+def limits(folder: Path, title: str) -> tuple[float, float]:
+    return value_limits(next(one for one in drawn_panels(read_run(folder)) if one.panel.title == title))
+
+
+@pytest.mark.parametrize(
+    ("title", "key", "values", "fits"),
+    [
+        ("Reward", "rollout/raw_reward", (0.001, 0.002), (0.0, 0.00216)),
+        ("Reward", "rollout/raw_reward", (0.001, 0.9), (0.0, 1.05)),
+        ("Reward", "rollout/raw_reward", (0.0, 0.0), (0.0, 1.05)),
+        ("Truncated", "rollout/truncated_ratio", (0.0, 0.02), (0.0, 0.0216)),
+        ("Reward", "rollout/raw_reward", (3.0, 3.0000001), (2.7, 3.3000001)),
+        ("Reward", "rollout/raw_reward", (3.0,), (2.7, 3.3)),
+    ],
+)
+def test_axes_fit_the_data_and_do_not_magnify_rounding(
+    title: str, key: str, values: tuple[float, ...], fits: tuple[float, float], tmp_path: Path
+) -> None:
+    run = run_with(tmp_path / "run", *({"rollout/step": i, key: value} for i, value in enumerate(values)))
+    assert limits(run, title) == pytest.approx(fits)
+
+
+def test_counts_are_not_drawn_as_scores(tmp_path: Path) -> None:
+    scores = {
+        "eval/sums": 0.5,
+        "eval/sums-num_failed": 7.0,
+        "eval/num_failed": 7.0,
+        "eval/sums-num_failed_samples": 7.0,
+    }
+    run = run_with(tmp_path / "run", {"eval/step": -1, **scores}, {"eval/step": 0, **scores})
+    (panel,) = drawn_panels(read_run(run))
+    assert [one.label for one in panel.series] == ["sums"] and summarize(run).evals == {"sums": (0.5, 0.5)}
+
+
+def test_what_was_measured_once_has_no_change(tmp_path: Path, without_picture: None) -> None:
+    """Law: a run of one step claims no progress: one value is neither before nor after."""
+    run = run_with(
+        tmp_path / "run", {"rollout/step": 0, "rollout/raw_reward": 0.25}, {"train/step": 0, "train/loss": 1}
+    )
+    report = write_report(run)
+    said = summary_text(report.summary)
+    assert "- mean reward of a step: 0.250 (measured once)" in said and "before" not in said and "+0.000" not in said
+    assert "measured once" in report.page.read_text() and "→" not in report.page.read_text()
+
+
+def test_nan_is_named_where_it_cannot_be_drawn(tmp_path: Path, without_picture: None) -> None:
+    norms = [1.0, "nan", 2.0, "inf"]
+    run = run_with(tmp_path / "run", *({"train/step": i, "train/grad_norm": norm} for i, norm in enumerate(norms)))
+    report = write_report(run)
+    said = "NaN or infinite, so not in the curves: `train/grad_norm`: step 1, step 3"
+    assert said in summary_text(report.summary)
+    assert "Not drawn, because NaN or infinite: step 1, step 3." in report.page.read_text()
+
+
+def test_the_trace_command_counts_files_not_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path / "run", num_steps=2)
+    assert main(["trace", str(run)]) == 0
+    assert re.match(r"\d+ events from 1 trace files in ", capsys.readouterr().out)

@@ -162,12 +162,12 @@ def test_console_shows_the_headlines_and_the_time_left() -> None:
     sink = ConsoleSink(num_rollout=4)
     line = sink.line(StepRecord("rollout", 1, {"rollout/raw_reward": 0.5, "rollout/other": 1}))
     assert "rollout  step 1 of 0..3 " in line and "reward 0.500" in line and "other" not in line
-    assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0})).endswith("left 40 s")
+    assert sink.line(StepRecord("perf", 1, {"perf/step_time": 20.0})).endswith("about 40 s left (from one step)")
 
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [("eval/gsm8k-test", "gsm8k-test"), ("eval/sums", "sums")]
+    [("eval/gsm8k-test", "gsm8k-test"), ("eval/sums", "sums"), ("eval/num_theory", "num_theory")]
     + [
         (k, None)
         for k in (
@@ -175,6 +175,10 @@ def test_console_shows_the_headlines_and_the_time_left() -> None:
             "eval/weight_version",
             "eval/sums-pass@16",
             "eval/sums-num_prompts",
+            "eval/sums-num_failed",
+            "eval/sums-num_failed_samples",
+            "eval/num_failed",
+            "eval/num_unscored_samples",
             "eval/sums/response_len/mean",
         )
     ],

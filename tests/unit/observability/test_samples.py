@@ -197,6 +197,26 @@ def test_the_command_prints_what_is_asked_for(tmp_path: Path, capsys: pytest.Cap
     assert [ShownSample.from_dict(row) for row in rows] == of_step(2)
 
 
+def test_a_sample_of_fine_tuning_is_training_data_without_a_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned = dataclasses.replace(BEST, reward=None, weight_version=None, finish_reason=None, picked="random", more={})
+    run = str(write(tmp_path / "run", [learned]))
+    assert "training data, step 0, random | 2 tokens, completed\n" in printed(capsys, run)
+    assert console_lines([learned])[0].startswith("from the data label 7 | ")
+
+
+def test_the_command_shows_metadata_short_unless_asked_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged = dataclasses.replace(BEST, metadata={"judge": "right\n" + "x" * 999, "trace": [{"tool": "ls\x1b"}]})
+    run = str(write(tmp_path / "run", [judged]))
+    short = printed(capsys, run)
+    assert "metadata  judge: right⏎xxx" in short and "805 characters left out" in short
+    assert 'trace: [{"tool": "ls\\u001b"}]' in short and "\x1b" not in short
+    assert "x" * 999 in printed(capsys, run, "--full")
+
+
 def test_the_command_says_what_there_is_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", of_step(0), of_step(4))
     assert main(["samples", str(run), "--step", "2"]) == 2

@@ -80,6 +80,22 @@ def test_heartbeats_come_without_any_progress_and_end_with_the_block(caplog: pyt
     assert len(caplog.records) == num_lines
 
 
+@pytest.mark.parametrize(("total", "shown"), [(None, False), (8, True)])
+def test_a_bar_counts_only_what_has_a_total(total: int | None, shown: bool) -> None:
+    """Law: a wait without a known end shows neither `0/?` nor an empty time left."""
+    console = Console(force_terminal=True, file=(text := StringIO()), width=200)
+    with Progress("engines", total=total, tty=True, console=console):
+        pass
+    assert ("0/" in text.getvalue()) is shown and ("-:--:--" in text.getvalue()) is shown
+
+
+def test_a_bar_does_not_run_its_name_into_the_note() -> None:
+    console = Console(force_terminal=True, file=(text := StringIO()), width=200)
+    with Progress("rollout, step 3", tty=True, console=console) as progress:
+        progress.note("2/8 groups")
+    assert "rollout, step 3: 2/8 groups" in text.getvalue()
+
+
 HOSTILE = "ValueError: no answer in 'hello [/INST] :smile:\x1b]0;title\x07\nmore'"
 
 

@@ -277,6 +277,20 @@ def test_progress_says_what_runs() -> None:
     assert str(progress) == "2/8 groups", "no rate before the first token"
     progress.tokens, progress.started = 300, progress.started - 10
     assert str(progress) == "2/8 groups, 30 tokens/s"
+    progress.started -= 10
+    assert str(progress) == "2/8 groups, 15 tokens/s"
+
+
+def test_tokens_count_as_they_arrive_and_a_silent_engine_changes_nothing() -> None:
+    """Law: the rate counts tokens of unfinished responses, and none that an earlier step received."""
+    received = [1000]
+    progress = Progress(arrived=lambda: received[0])
+    progress.begin("groups", 8)
+    assert str(progress) == "0/8 groups"
+    received[0], progress.started = 1200, progress.started - 10
+    assert str(progress) == "0/8 groups, 20 tokens/s"
+    seen = progress._seen
+    assert str(progress) == "0/8 groups, 20 tokens/s" and progress._seen == seen, "so 'no progress' can be reported"
 
 
 def test_lengths_of_right_answers_are_logged_where_they_are_asked_for(tmp_path: Path) -> None:

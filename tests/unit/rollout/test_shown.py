@@ -16,7 +16,15 @@ from slime.observability.run_folder import RunFolder
 from slime.observability.samples import ShownSample, read_samples
 from slime.observability.tracker import Tracker
 from slime.rollout.manager import RolloutManager
-from slime.rollout.sample_metrics import count_tool_call, expect_tools, num_turns, pick, tool_counts, turn_metrics
+from slime.rollout.sample_metrics import (
+    count_tool_call,
+    expect_tools,
+    num_turns,
+    pick,
+    shown_metadata,
+    tool_counts,
+    turn_metrics,
+)
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
@@ -87,12 +95,46 @@ def test_zero_samples_are_none(tmp_path: Path) -> None:
     assert not steps_of(rollout_args(tmp_path, "--log-samples", "0")).exists()
 
 
-def test_long_texts_lose_their_middle_and_private_metadata_stays(tmp_path: Path) -> None:
+def test_metadata_of_the_row_is_shown_and_secrets_in_it_are_not(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    row = {"input": "1+1=", "label": "2", "metadata": {"source": "book \x1b[31m", "api_key": "hidden-thing"}}
+    data.write_text((json.dumps(row) + "\n") * 8)
+    path = steps_of(rollout_args(tmp_path, "--prompt-data", str(data)))
+    assert [s.metadata for s in read_samples(path)] == [{"source": "book \\x1b[31m", "api_key": "<hidden>"}] * 3
+    assert "hidden-thing" not in path.read_text()
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_any_metadata_becomes_short_json_with_a_note_of_what_is_left_out() -> None:
+    nested: dict[str, Any] = {"trace": [{"tool": "ls", "access_token": "x1"}] * 60, "deep": {}, "judge": "j" * 90}
+    nested |= {
+        "turn_counts": {"turns": 1},
+        "nan": float("nan"),
+        "mine": Hostile(),
+        7: (1, None),
+        "long": list(range(99)),
+    }
+    inner = nested["deep"]
+    for _ in range(2000):
+        inner["deep"] = inner = {"token": "x1"}
+    shown = shown_metadata(nested, 40)
+    assert json.loads(json.dumps(shown, allow_nan=False)) == shown and "turn_counts" not in shown
+    assert "x1" not in json.dumps(shown) and shown["nan"] == "nan" and shown["mine"] == "<Hostile>"
+    assert "left out" in json.dumps(shown["deep"])
+    assert shown["7"] == [1, None] and shown["judge"] == f"{'j' * 20} [... 50 characters left out ...] {'j' * 20}"
+    assert all(len(json.dumps(value)) < 120 and "left out" in value for value in (shown["trace"], shown["long"]))
+    assert shown_metadata({"n": list(range(60))}, 4000)["n"][-1] == "... 10 more entries left out"
+
+
+def test_long_texts_lose_their_middle(tmp_path: Path) -> None:
     data = tmp_path / "long.jsonl"
-    row = {"input": "x" * 100, "label": "y", "metadata": {"api_token": "hidden-thing"}}
+    row = {"input": "x" * 100, "label": "y"}
     data.write_text((json.dumps(row) + "\n") * 8)
     path = steps_of(rollout_args(tmp_path, "--prompt-data", str(data), "--log-samples-max-chars", "10"))
-    assert "hidden-thing" not in path.read_text()
     assert {s.prompt for s in read_samples(path)} == {"xxxxx [... 90 characters left out ...] xxxxx"}
 
 
