@@ -28,8 +28,8 @@ MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
 COMMAND = re.compile(r"`slime ([a-z][a-z-]*)(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
 OF_LOOPS = {"--help", "--version", "--explain", "--override"}
-OF_DOCKER = {"--gpus", "--shm-size", "--ulimit"}
-OF_OTHERS = {*OF_LOOPS, *OF_DOCKER, "--name", "--no-name", "--no-deps", "--local-dir", "--repo-type"}
+OF_DOCKER = {"--gpus", "--shm-size", "--ulimit", "--rm", "--target"}
+OF_OTHERS = {*OF_LOOPS, *OF_DOCKER, "--name", "--no-name", "--no-deps", "--index-url", "--local-dir", "--repo-type"}
 """Placeholders, what argparse brings, and flags of pip and hf."""
 OF_SERVERS = {
     *("--model-path", "--tp-size", "--incremental-streaming-output", "--disable-shared-experts-fusion"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -126,12 +125,12 @@ def run(python: Path, cwd: Path, *words: str, limit_s: float = 120.0) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # a recipe passes it on to the loop
+            process.communicate(timeout=60)
             raise
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
