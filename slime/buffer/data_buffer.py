@@ -277,6 +277,18 @@ class DataBuffer:
         return 0 if self._walk is None else len(self._walk.prompts)
 
     @property
+    def prompts(self) -> Prompts | None:
+        """The dataset; None without one."""
+        return None if self._walk is None else self._walk.prompts
+
+    def row_source(self, group_index: int) -> str | None:
+        """Returns the file and line of an unsettled group's row; None if it has no row."""
+        with self._lock:
+            origin = self._account.origins.get(group_index)
+        prompts = self.prompts
+        return None if origin is None or origin.row is None or prompts is None else prompts[origin.row].source
+
+    @property
     def epoch(self) -> int:
         """Number of completed passes over the dataset, by issued prompts."""
         return 0 if self._walk is None else self._walk.epoch

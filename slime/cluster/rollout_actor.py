@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable
@@ -36,7 +37,7 @@ from slime.core.errors import ActorDied, WorkerStalled
 from slime.core.processes import in_brackets
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel, Topology, Worker
-from slime.observability.logs import setup_logging
+from slime.observability.logs import ForDriver, setup_logging
 from slime.observability.spans import start_recording
 from slime.rollout.client.wire import allow_many_connections, collect_garbage_rarely
 from slime.rollout.guard import LAST_WORDS, Watchdog, beside, last_words
@@ -168,6 +169,8 @@ class RolloutActor:
     def __init__(self, args: Args, num_engines: int, log_dir: str, keys: EngineKeys = NO_KEYS) -> None:
         """`num_engines`: initial number of engines over all models."""
         setup_logging(Path(log_dir) / "rollout.log", crashes=True)
+        self._for_driver = ForDriver()
+        logging.getLogger().addHandler(self._for_driver)
         self._stall = Path(log_dir) / LAST_WORDS
         self._watchdog: Watchdog | None = None
         self._limit_s = args.execution_timeout_s
@@ -193,8 +196,8 @@ class RolloutActor:
         self._manager = RolloutManager(args, engines=engines, keys=keys, workers=self._workers)
         collect_garbage_rarely()
 
-    async def ready(self) -> int:
-        """Waits until data and workers are ready. Returns the number of prompts in the training data.
+    async def ready(self) -> tuple[str, ...]:
+        """Waits until data and workers are ready. Returns the warnings about the data.
 
         Also starts the event loop's watchdog.
         """
@@ -202,7 +205,7 @@ class RolloutActor:
         self._watchdog = self._watchdog or Watchdog(loop, limit_s=self._limit_s, last_words=self._stall)
         if self._workers is not None:
             await self._workers.ready()
-        return self._manager.num_prompts
+        return self._for_driver.take()
 
     async def ray_asks_for_token(self) -> bool:
         """Returns whether the Ray cluster requires a token. This process inherits the environment of Ray's daemons."""
@@ -259,13 +262,14 @@ class RolloutActor:
         if self._watchdog is not None:
             theirs = await self._workers.longest_stall_s() if self._workers is not None else 0.0
             metrics = {**metrics, "perf/loop_stall_time": max(theirs, self._watchdog.take_longest_s())}
-        news = StepNews(metrics, self._manager.showcase.take("rollout", rollout_id), (begin_s, time.time()))
+        shown = self._manager.showcase.take("rollout", rollout_id)
+        news = StepNews(metrics, shown, (begin_s, time.time()), self._for_driver.take())
         return await beside(set_apart, batch, compared=self._compares_experts), news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         await self._settle_once()
         metrics = await self._manager.evaluate(rollout_id)
-        return StepNews(metrics, self._manager.showcase.take("eval", rollout_id))
+        return StepNews(metrics, self._manager.showcase.take("eval", rollout_id), warnings=self._for_driver.take())
 
     async def held_out(self) -> tuple[HeldOut, ...]:
         return await self._manager.held_out()

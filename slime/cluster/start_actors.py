@@ -146,6 +146,8 @@ def start(
             on_poll=lambda: _told(port, hosts, progress),
             flag=START_FLAG,
         )
+    for warning in results[len(building) + len(ready)]:
+        logger.warning("%s", warning)
     for name, seconds in (results[len(building) - 1] if building else {}).items():
         startup.part(f"trainer_{name}", seconds)
     if port.engines() and trainers:

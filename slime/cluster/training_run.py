@@ -164,6 +164,8 @@ class Run:
             )[0]
         if news.span_s is not None:
             note_span("generation", *news.span_s, rollout_id=generation.rollout_id)
+        for warning in news.warnings:
+            logger.warning("%s", warning)
         self._tracker.log("rollout", generation.rollout_id, news.metrics)
         self._tracker.log_samples("rollout", generation.rollout_id, news.samples)
         return generation.batch
@@ -192,6 +194,8 @@ class Run:
                     "evaluate", rollout_id, for_what=what, limit_s=self._rollout_limit_s, on_poll=on_poll
                 )
             losses = self._held_out.measure()
+        for warning in news.warnings:
+            logger.warning("%s", warning)
         self._tracker.log("eval", rollout_id, {**news.metrics, **losses})
         self._tracker.log_samples("eval", rollout_id, news.samples)
 

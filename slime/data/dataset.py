@@ -1,10 +1,11 @@
 """The prompt dataset: every row is read and validated at startup, then kept in memory.
 
-A malformed row is quarantined with its file, line and reason; a prompt over the length limit is dropped. Too many
-malformed rows raise an error, because the file or a column name is probably wrong.
+An unusable row is dropped, with its file, line and reason: it is malformed (quarantined), or its prompt is over the
+length limit. If too many are (`--max-dropped-rows-share`), loading raises an error, because the file, a column name or
+the limit is probably wrong.
 
 Invariants
-1. rows read == len(dataset) + len(dataset.quarantined) + dataset.num_too_long.
+1. rows read == len(dataset) + len(dataset.quarantined) + len(dataset.too_long).
 2. Rows stay in file order. The fingerprint covers every field that goes into a sample.
 """
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from slime.data.chat import ChatRenderer, Rendered
 from slime.data.images import ImageColumn, RowImages, with_images
 from slime.data.row_files import RawRow, read_rows
 from slime.data.schemes import INPUT, LABEL, METADATA, TOOLS
+from slime.data.template_spelling import joined, omitted_message, writes_tools
+from slime.observability.logs import TELL_DRIVER
+from slime.observability.samples import DROPPED_ROWS
+from slime.settings import Args
 from slime.settings.data_files import files_of, scheme_of
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.groups.data import DataSettings
@@ -34,7 +40,12 @@ logger = logging.getLogger(__name__)
 
 ENCODE_CHUNK = 1024
 NUM_NAMED = 5
-"""Maximum number of bad rows listed in a message; `quarantined` has all of them."""
+"""Maximum number of bad rows listed in a message; `DROPPED_ROWS` has all of them."""
+FLAG = "--max-dropped-row-fraction"
+MOST_RECORDED = 10_000
+"""Maximum number of lines in `DROPPED_ROWS`."""
+_DEFAULT_KEYS = frozenset({"metadata", "tools"})
+"""Columns that a dataset need not have. Any other column that the user names must exist in the training data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,10 @@ class _Keys:
     tools: str | None
 
 
+def _hash_of_prompt(row: PromptRow) -> int:
+    return hash(json.dumps([row.prompt, row.images], sort_keys=True))
+
+
 class PromptDataset:
     """The usable rows, by index, plus counts of the rows left out."""
 
@@ -69,30 +84,37 @@ class PromptDataset:
         *,
         source: str = "memory",
         quarantined: Sequence[Quarantined] = (),
-        num_too_long: int = 0,
+        too_long: Sequence[Quarantined] = (),
         num_control_token_rows: int = 0,
     ) -> None:
         """Raises `DataError` if there are no usable rows."""
         digest = hashlib.sha256()
         self._rows: list[PromptRow] = []
         self._tokens: list[np.ndarray[Any, np.dtype[np.int32]] | None] = []
+        self._prompts: set[int] = set()
+        contents: set[int] = set()
         for row in rows:
             parts = [row.prompt, row.label, row.metadata, *([row.images] if row.images else [])]
-            digest.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
+            content = json.dumps(parts, sort_keys=True)
+            digest.update(content.encode() + b"\n")
+            contents.add(hash(content))
+            self._prompts.add(_hash_of_prompt(row))
             # int32: four bytes per id instead of a Python object
             self._tokens.append(None if row.prompt_tokens is None else np.asarray(row.prompt_tokens, np.int32))
             self._rows.append(replace(row, prompt_tokens=None))
         self.quarantined = tuple(quarantined)
-        self.num_too_long = num_too_long
+        self.too_long = tuple(too_long)
         """Rows dropped for exceeding the prompt length limit."""
         self.num_control_token_rows = num_control_token_rows
         """Usable rows that contain control tokens, which are encoded as ordinary text."""
+        self.num_repeated = len(self._rows) - len(contents)
+        """Rows that are equal to an earlier row."""
         self.fingerprint = Fingerprint(source=source, num_rows=len(self._rows), digest=digest.hexdigest())
         if not self._rows:
-            named = f". First: {_named(self.quarantined)}" if self.quarantined else ""
+            named = f". First: {_named(self.dropped)}" if self.dropped else ""
             raise DataError(
-                f"{source} has no usable rows: {len(self.quarantined)} are malformed and {num_too_long} too long; "
-                f"check the file, its slice and the prompt length limit{named}"
+                f"{source} has no usable rows: {len(self.quarantined)} are malformed and {len(self.too_long)} too "
+                f"long; check the file, its slice and the prompt length limit{named}"
             )
 
     def __len__(self) -> int:
@@ -102,12 +124,22 @@ class PromptDataset:
         tokens = self._tokens[row]
         return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
 
+    @property
+    def dropped(self) -> tuple[Quarantined, ...]:
+        """All rows that were left out."""
+        return self.quarantined + self.too_long
+
+    def num_shared(self, rows: Sequence[PromptRow]) -> int:
+        """Returns how many of these rows have a prompt of this dataset."""
+        return sum(_hash_of_prompt(row) in self._prompts for row in rows)
+
     def metrics(self) -> dict[str, float]:
         """Returns the `data/*` metrics."""
         return {
             "data/num_rows": len(self),
+            "data/num_repeated_rows": self.num_repeated,
             "data/num_quarantined": len(self.quarantined),
-            "data/num_too_long": self.num_too_long,
+            "data/num_too_long": len(self.too_long),
             "data/num_control_token_rows": self.num_control_token_rows,
         }
 
@@ -125,9 +157,10 @@ class PromptDataset:
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_control_tokens: bool = False,
         max_prompt_tokens: int | None = None,
-        max_bad_fraction: float = 0.05,
+        max_dropped: float = 0.05,
         held_out: bool = False,
         images: ImageColumn | None = None,
+        grader: str | None = None,
     ) -> PromptDataset:
         """Loads a .jsonl, .jsonl.zst or .parquet file, a folder or glob pattern of such files, or a data scheme, which
         defines its own column names. The path may end with a slice, `@[a:b]`.
@@ -135,10 +168,11 @@ class PromptDataset:
         With `apply_chat_template`, the prompt (messages, or a string treated as one user message) is rendered and
         tokenized. Otherwise a string is tokenized as it is, without special tokens, and messages stay messages.
         `allow_control_tokens` (template only) turns control strings in the data into control tokens. `held_out` is
-        passed to `read_rows`. `images` is the image column and requires the template.
+        passed to `read_rows`. `images` is the image column and requires the template. `grader` is the grader that needs
+        a label, if any.
 
-        Raises `DataError` for an unreadable or empty file, or if more than `max_bad_fraction` of the rows are malformed
-        (one is always allowed, unless it is 0); `ConfigError` for a length limit or template without a tokenizer.
+        Raises `DataError` for an unreadable or empty file, or if more than the fraction `max_dropped` of the rows is
+        dropped (`too_many_dropped`); `ConfigError` for a length limit or template without a tokenizer.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
             raise ConfigError("a chat template or a prompt length limit requires a tokenizer; pass one")
@@ -149,7 +183,8 @@ class PromptDataset:
         keys = _Keys(input_key, label_key, metadata_key, tool_key)
         if made := scheme_of(str(path)) is not None:
             keys = _Keys(INPUT, LABEL, METADATA, TOOLS)
-        loader = _Loader(keys, tokenizer, chat, images, Path() if made else files_of(str(path))[0].parent)
+        folder = Path() if made else files_of(str(path))[0].parent
+        loader = _Loader(keys, tokenizer, chat, images, folder, grader)
         chunk: list[RawRow] = []
         for raw in read_rows(str(path), held_out=held_out):
             chunk.append(raw)
@@ -157,13 +192,13 @@ class PromptDataset:
                 loader.add(chunk)
                 chunk = []
         loader.add(chunk)
-        loader.report(str(path), max_bad_fraction)
-        rows, num_too_long = _drop_long(loader.rows, max_prompt_tokens)
+        rows, too_long = _drop_long(loader.rows, max_prompt_tokens)
+        loader.report(str(path), too_long, max_dropped, held_out=held_out)
         return cls(
             rows,
             source=str(path),
             quarantined=loader.quarantined,
-            num_too_long=num_too_long,
+            too_long=too_long,
             num_control_token_rows=loader.num_control_token_rows,
         )
 
@@ -177,11 +212,19 @@ class _Loader:
     """Turns raw rows into prompt rows, chunk by chunk."""
 
     def __init__(
-        self, keys: _Keys, tokenizer: Any, chat: ChatRenderer | None, images: ImageColumn | None, folder: Path
+        self,
+        keys: _Keys,
+        tokenizer: Any,
+        chat: ChatRenderer | None,
+        images: ImageColumn | None,
+        folder: Path,
+        grader: str | None,
     ) -> None:
         self.rows: list[PromptRow] = []
         self.quarantined: list[Quarantined] = []
-        self.num_control_token_rows = 0
+        self.num_control_token_rows = self.num_without_tools = 0
+        self._columns: set[str] = set()
+        self._grader = grader
         self._keys = keys
         self._tokenizer = tokenizer
         self._chat = chat
@@ -193,7 +236,9 @@ class _Loader:
             try:
                 if raw.value is None:
                     raise DataError(raw.error or "unreadable")
+                self._columns.update(raw.value)
                 row, seen = _parse(raw.value, self._keys, f"{raw.file}:{raw.line}"), NO_IMAGES
+                require_label(row, self._grader, self._keys.label)
                 if self._images is not None:
                     seen = self._images.read(raw.value, self._folder)
                     row = replace(row, prompt=with_images(row.prompt, len(seen.digests)), images=seen.digests)
@@ -217,9 +262,17 @@ class _Loader:
     def _render(self, row: PromptRow) -> tuple[PromptRow, Rendered | None]:
         if self._chat is None:
             return row, Rendered(row.prompt) if isinstance(row.prompt, str) else None
-        messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        rendered = self._chat.render(messages, tools=row.metadata.get("tools"))
-        return replace(row, prompt=rendered.text), rendered
+        messages, tools = messages_to_render(row.prompt, has_images=self._images is not None), row.metadata.get("tools")
+        rendered = self._chat.render(messages, tools=tools)
+        text = rendered.text
+        if (number := omitted_message(messages, text)) is not None:
+            role = messages[number]["role"]
+            raise DataError(
+                f"the chat template omits message {number} (role {role}) of the prompt; use a role that the template "
+                "supports, or set --chat-template FILE"
+            )
+        self.num_without_tools += not writes_tools(tools, text)
+        return replace(row, prompt=text), rendered
 
     def _encode(self, parsed: Sequence[_Parsed]) -> list[list[int] | DataError | None]:
         """Tokenizes each row. An entry is None without a tokenizer or text, an error if no safe encoding exists."""
@@ -239,47 +292,124 @@ class _Loader:
                     out[i] = error
         return out
 
-    def report(self, source: str, max_bad_fraction: float) -> None:
-        """Logs quarantined rows. Raises `DataError` if there are no rows or too many are quarantined."""
-        num_bad, num_read = len(self.quarantined), len(self.quarantined) + len(self.rows)
+    def report(self, source: str, too_long: Sequence[Quarantined], max_dropped: float, *, held_out: bool) -> None:
+        """Warns about dropped rows. Raises `DataError` if there are no rows or too many are dropped."""
+        num_read = len(self.quarantined) + len(self.rows)
         if num_read == 0:
             raise DataError(f"{source} has no rows: the file or its slice is empty; correct the path")
-        named = _named(self.quarantined)
-        limit = max(1.0, max_bad_fraction * num_read) if max_bad_fraction > 0 else 0.0
-        if num_bad > limit:
+        for flag, key in (("--metadata-key", self._keys.metadata), ("--tool-key", self._keys.tools)):
+            if key is not None and self._columns and key not in _DEFAULT_KEYS | self._columns:
+                columns = ", ".join(sorted(self._columns))
+                problem = f"no row of {source} has the column {key!r} of {flag}; its columns are: {columns}"
+                if not held_out:
+                    raise DataError(f"{problem}; set the flag to one of them, or drop it")
+                _tell("%s", problem)
+        dropped = [*self.quarantined, *too_long]
+        if too_many_dropped(len(dropped), num_read, num_read, max_dropped):
             raise DataError(
-                f"{num_bad} of the {num_read} rows of {source} are malformed, but at most {max_bad_fraction:.0%} may "
-                f"be; correct the file or the --*-key flags. First: {named}"
+                f"{len(dropped)} of the {num_read} rows of {source} cannot be used ({len(self.quarantined)} malformed, "
+                f"{len(too_long)} too long), but at most {100 * max_dropped:.4g} % may be dropped; correct the rows, "
+                f"the --*-key flags or the length limit, or allow more with {FLAG}. {first_rows_of(dropped)}"
             )
-        if num_bad:
-            logger.warning("%s: %d of %d rows quarantined. First: %s", source, num_bad, num_read, named)
+        if self.quarantined:
+            first = first_rows_of(self.quarantined)
+            _tell("%s: dropping %d of %d rows, which are malformed. %s", source, len(self.quarantined), num_read, first)
+        if too_long:
+            first = first_rows_of(too_long)
+            _tell("%s: dropping %d of %d rows, which are too long. %s", source, len(too_long), num_read, first)
+        if self.num_without_tools:
+            text = "%s: the chat template omits the tools of %d of %d rows, so the model does not see them; use a "
+            text += "template that writes tools (--chat-template FILE), or describe them in a message"
+            _tell(text, source, self.num_without_tools, len(self.rows))
         if self.num_control_token_rows:
-            logger.warning(
-                "%s: %d rows contain control tokens, which are encoded as ordinary text",
-                source,
-                self.num_control_token_rows,
-            )
+            text = "%s: %d of %d rows contain control tokens, which are encoded as ordinary text. If the prompts are "
+            text += "already rendered, drop --apply-chat-template"
+            _tell(text, source, self.num_control_token_rows, len(self.rows))
+
+
+def too_many_dropped(num_dropped: int, num_seen: int, num_rows: int, most: float) -> bool:
+    """Returns whether more than the fraction `most` of a dataset's `num_rows` rows is dropped, going by the `num_seen`
+    rows seen so far. `num_rows` is 0 if unknown.
+
+    Two bad rows among the first eight can be chance. So as long as only a part is known, the limit for that part is
+    higher by three standard deviations of a random draw, and by one row. One row may always be dropped, unless `most`
+    is 0.
+    """
+    if most <= 0 or most >= 1:
+        return most <= 0 and num_dropped > 0
+    left = 1.0 if num_rows <= 0 else max(num_rows - num_seen, 0) / max(num_rows - 1, 1)
+    slack = 3 * math.sqrt(num_seen * most * (1 - most) * left) + 1 if left else 0.0
+    return num_dropped > max(
+        1.0, min(most * num_seen + slack, most * max(num_rows, num_seen) if num_rows else math.inf)
+    )
+
+
+def _tell(text: str, *values: object) -> None:
+    logger.warning(text, *values, extra=TELL_DRIVER)
+
+
+def first_rows_of(dropped: Sequence[Quarantined]) -> str:
+    """Names the first dropped rows, and the reason of the first one."""
+    others = ", ".join(f"{one.file}:{one.line}" for one in dropped[1:NUM_NAMED])
+    return f"First: {dropped[0]}" + (f". Also: {others}" if others else "")
 
 
 def _named(quarantined: Sequence[Quarantined]) -> str:
     return "; ".join(map(str, quarantined[:NUM_NAMED]))
 
 
-def _drop_long(rows: list[PromptRow], max_prompt_tokens: int | None) -> tuple[list[PromptRow], int]:
-    """Returns the rows within the limit and the number of rows dropped."""
-    if max_prompt_tokens is None:
-        return rows, 0
+def _drop_long(rows: list[PromptRow], most: int | None) -> tuple[list[PromptRow], list[Quarantined]]:
+    """Returns the rows with at most `most` prompt tokens, and the others."""
+    if most is None:
+        return rows, []
     if any(row.prompt_tokens is None for row in rows):
         raise ConfigError(
             "a prompt length limit cannot be applied to messages, because their length is unknown until a template "
             "renders them; add --apply-chat-template or drop the limit"
         )
-    kept = [row for row in rows if len(row.prompt_tokens or ()) <= max_prompt_tokens]
-    if len(kept) < len(rows):
-        logger.warning(
-            "dropped %d of %d prompts longer than %d tokens", len(rows) - len(kept), len(rows), max_prompt_tokens
+    sizes = [len(row.prompt_tokens or ()) for row in rows]
+    too_long = [
+        dropped_row(row.source, f"the prompt has {size} tokens, more than {most}")
+        for row, size in zip(rows, sizes, strict=True)
+        if size > most
+    ]
+    return [row for row, size in zip(rows, sizes, strict=True) if size <= most], too_long
+
+
+def dropped_row(source: str, reason: str) -> Quarantined:
+    """`source`: see `PromptRow`; any other text, such as that of a user's data source, counts as line 0 of itself."""
+    file, _, line = source.rpartition(":")
+    return Quarantined(file, int(line), reason) if file and line.isdecimal() else Quarantined(source, 0, reason)
+
+
+def require_label(row: PromptRow, grader: str | None, label_key: str | None) -> None:
+    """Raises `DataError` if the row has no label, but `grader` (None: no matter which) needs one."""
+    if grader is not None and row.label in (None, "") and "rm_type" not in row.metadata:
+        raise DataError(f"the grader {grader} needs a label, but {label_key!r} is {row.label!r}")
+
+
+def messages_to_render(prompt: str | list[dict[str, Any]], *, has_images: bool = False) -> list[dict[str, Any]]:
+    """Returns the messages for the chat template. Text is a user message, and text parts are joined to a text.
+
+    Raises `DataError` if the prompt already contains its answer, or an image although the dataset has no image column.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            "the prompt ends with an assistant message, after which the chat template begins another answer; remove "
+            "that message from the prompt, or set --input-key to the column of the question"
         )
-    return kept, len(rows) - len(kept)
+    if has_images:
+        return prompt
+    messages = [{**m, "content": joined(m["content"])} if m.get("content") else m for m in prompt]
+    for i, message in enumerate(messages):
+        if isinstance(message.get("content"), list):
+            raise DataError(
+                f"message {i} of the prompt has content other than text, which would be ignored; for images, set "
+                "--multimodal-keys (docs/vision.md)"
+            )
+    return messages
 
 
 def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
@@ -300,7 +430,8 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
     prompt = _checked_prompt(value[keys.prompt], keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
-            json.dumps(part, sort_keys=True)  # the fingerprint hashes JSON, but parquet can contain bytes and dates
+            # The fingerprint hashes JSON, but parquet can contain bytes and dates, and NaN for a missing number.
+            json.dumps(part, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name} is not JSON-serializable: {error}") from error
     return PromptRow(prompt, None, label, metadata, source)
@@ -322,7 +453,7 @@ def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
 
 
 def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
-    if isinstance(prompt, str) and prompt:
+    if isinstance(prompt, str) and prompt.strip():
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{key!r} must be a non-empty string or list of messages, got {repr(prompt)[:80]}")
@@ -332,35 +463,50 @@ def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
             raise DataError(f"message {i} of {key!r} must be an object with a role, got {repr(message)[:80]}")
         if not isinstance(message.get("content"), str | list | None) or not {"content", "tool_calls"} & set(message):
             raise DataError(f"message {i} of {key!r} needs content (text or parts), got {repr(message)[:80]}")
+        if message["role"] == "user" and not message.get("content"):
+            raise DataError(f"message {i} of {key!r} is an empty user message")
         # Parquet adds every key to every message, as null; templates check whether a key exists.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
 
 
 def load_prompts(
-    args: DataSettings, tokenizer: Any, *, max_prompt_tokens: int | None = None, images: ImageColumn | None = None
+    args: Args,
+    tokenizer: Any,
+    *,
+    max_prompt_tokens: int | None = None,
+    images: ImageColumn | None = None,
+    grader: str | None = None,
 ) -> PromptDataset | None:
     """Loads the training prompts; None without `--prompt-data`. Raises like `PromptDataset.load`."""
     if args.prompt_data is None:
         return None
-    return _load(args.prompt_data, args, tokenizer, max_prompt_tokens, images)
+    made = _load(args, args.prompt_data, args, tokenizer, max_prompt_tokens, images, grader)
+    if made.num_repeated:
+        _tell("%s: %d of %d rows are equal to an earlier row", args.prompt_data, made.num_repeated, len(made))
+    if len(made) < args.rollout_batch_size:
+        text = "%s has %d usable rows, fewer than the %d of a step (--rollout-batch-size), so each step repeats rows"
+        _tell(text, args.prompt_data, len(made), args.rollout_batch_size)
+    return made
 
 
-def load_held_out(config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None) -> PromptDataset:
+def load_held_out(
+    args: Args, config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None, grader: str | None = None
+) -> PromptDataset:
     """Loads the prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
-    return _load(config.path, config, tokenizer, config.max_prompt_len, images, held_out=True)
+    return _load(args, config.path, config, tokenizer, config.max_prompt_len, images, grader)
 
 
 def _load(
+    args: Args,
     path: str,
     columns: DataSettings | EvalDatasetConfig,
     tokenizer: Any,
     max_prompt_tokens: int | None,
     images: ImageColumn | None,
-    *,
-    held_out: bool = False,
+    grader: str | None,
 ) -> PromptDataset:
-    return PromptDataset.load(
+    made = PromptDataset.load(
         path,
         tokenizer=tokenizer,
         input_key=columns.input_key,
@@ -370,9 +516,30 @@ def _load(
         apply_chat_template=columns.apply_chat_template,
         apply_chat_template_kwargs=columns.apply_chat_template_kwargs,
         max_prompt_tokens=max_prompt_tokens,
-        held_out=held_out,
+        max_dropped=args.max_dropped_row_fraction,
+        held_out=isinstance(columns, EvalDatasetConfig),
         images=images,
+        grader=grader,
     )
+    name = columns.name if isinstance(columns, EvalDatasetConfig) else None
+    record_dropped(args.run_dir, name, made.dropped)
+    return made
+
+
+def record_dropped(run_dir: str, dataset: str | None, dropped: Iterable[Quarantined]) -> None:
+    """Adds dropped rows to the file `DROPPED_ROWS` of the run folder, unless they are there already.
+
+    `dataset`: the name of the evaluation dataset; None for the training data.
+    """
+    new = [json.dumps({"dataset": dataset, **asdict(one)}) for one in dropped]
+    if not new:
+        return
+    path = Path(run_dir) / DROPPED_ROWS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = path.read_text().splitlines() if path.is_file() else []
+    added = [line for line in dict.fromkeys(new) if line not in set(known)][: max(MOST_RECORDED - len(known), 0)]
+    with path.open("a") as file:
+        file.writelines(f"{line}\n" for line in added)
 
 
 def read_row(

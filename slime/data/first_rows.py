@@ -25,7 +25,7 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.registry import load_object
 from slime.core.sample import PromptRow
 from slime.data.checkpoint_template import CheckpointTemplate
-from slime.data.dataset import read_row
+from slime.data.dataset import messages_to_render, read_row, require_label
 from slime.data.row_files import RawRow, read_rows
 from slime.data.sft_loss_mask import conversation_of, generation_prompt_problem, trained_turns
 from slime.data.template_spelling import Spelling
@@ -65,6 +65,8 @@ class DataCheck:
     """Whether unrendered messages are allowed, because a user's function renders them."""
     grader: str | None = None
     """Name of the grader, if it needs a label."""
+    has_images: bool = False
+    """Whether prompts may contain images."""
     row_limit: str = ""
     """Name and value of the setting that limits the prompt length; empty without a limit."""
     max_prompt_tokens: int | None = None
@@ -141,16 +143,15 @@ def _text(
     if check.conversations:
         _check_conversation(check, checkpoint, row, form)
         return None
-    if check.grader is not None and row.label is None and "rm_type" not in row.metadata:
-        raise DataError(
-            f"the grader {check.grader} needs a label, but the row has none (--label-key {check.label_key}); set "
-            f"--label-key to one of {_columns(raw)}"
-        )
+    try:
+        require_label(row, check.grader, check.label_key)
+    except DataError as error:
+        raise DataError(f"{error}; set --label-key to one of {_columns(raw)}") from error
     if not check.template:
         return row.prompt if isinstance(row.prompt, str) else None
     if checkpoint is None:
         return None
-    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
+    messages = messages_to_render(row.prompt, has_images=check.has_images)
     return checkpoint.render(messages, tools=row.metadata.get("tools"), kwargs=check.template_kwargs)
 
 
@@ -290,7 +291,6 @@ def _made_rows(check: DataCheck) -> str | None:
 
 def _prompts(args: Args) -> DataCheck:
     limits = [(args.rollout_max_prompt_len, "rollout_max_prompt_len")]
-    own = own_lengths(args) and not args.rollout_sample_hook_path
     if own_lengths(args) and args.num_rollout and not args.debug_train_only and args.load_debug_rollout_data is None:
         limits.append(_engine_limit(args, args.rollout_max_context_len, args.rollout_max_response_len))
     most, limit = _least(limits)
@@ -305,7 +305,8 @@ def _prompts(args: Args) -> DataCheck:
         template_kwargs=args.apply_chat_template_kwargs,
         conversations=args.rollout_function_path == SFT_ROLLOUT,
         takes_messages=args.rollout_function_path != DEFAULT_ROLLOUT or not own_lengths(args),
-        grader=_needs_label(args.rm_type) if own and not args.custom_rm_path else None,
+        grader=grader_of_prompts(args),
+        has_images=args.multimodal_keys is not None,
         row_limit=_row_limit(args.rollout_max_prompt_len, "rollout_max_prompt_len"),
         max_prompt_tokens=most,
         limit=limit,
@@ -313,9 +314,7 @@ def _prompts(args: Args) -> DataCheck:
 
 
 def _held_out(args: Args, one: EvalDatasetConfig) -> DataCheck:
-    generates = own_lengths(args) and not fine_tunes(args)
-    generates = generates and one.custom_generate_function_path is None and args.eval_function_path is None
-    graded = generates and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
+    generates = _generates(args, one)
     limits = [(one.max_prompt_len, "eval_max_prompt_len")]
     if generates and not args.debug_train_only:
         limits.append(_engine_limit(args, one.max_context_len, one.max_response_len))
@@ -331,11 +330,30 @@ def _held_out(args: Args, one: EvalDatasetConfig) -> DataCheck:
         template_kwargs=one.apply_chat_template_kwargs or {},
         conversations=measures_loss(args, one),
         takes_messages=not generates,
-        grader=_needs_label(one.rm_type or args.rm_type) if graded else None,
+        grader=grader_of_held_out(args, one),
+        has_images=args.multimodal_keys is not None,
         row_limit=_row_limit(one.max_prompt_len, "eval_max_prompt_len"),
         max_prompt_tokens=most,
         limit=limit,
     )
+
+
+def _generates(args: Args, one: EvalDatasetConfig) -> bool:
+    """Returns whether slime's own functions generate the responses to an evaluation dataset."""
+    own = own_lengths(args) and not fine_tunes(args)
+    return own and one.custom_generate_function_path is None and args.eval_function_path is None
+
+
+def grader_of_prompts(args: Args) -> str | None:
+    """Returns the name of the run's grader if it grades the training prompts and needs a label, else None."""
+    graded = own_lengths(args) and not (args.custom_rm_path or args.rollout_sample_hook_path)
+    return _needs_label(args.rm_type) if graded else None
+
+
+def grader_of_held_out(args: Args, one: EvalDatasetConfig) -> str | None:
+    """Returns the name of an evaluation dataset's grader if it needs a label, else None."""
+    graded = _generates(args, one) and not (one.custom_rm_path or args.custom_rm_path or args.rollout_sample_hook_path)
+    return _needs_label(one.rm_type or args.rm_type) if graded else None
 
 
 def _row_limit(limit: int | None, setting: str) -> str:

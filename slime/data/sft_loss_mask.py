@@ -17,7 +17,6 @@ Invariants
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +27,21 @@ from slime.data.chat import ChatRenderer, Disarmed
 from slime.data.template_spelling import (
     QUESTION,
     REASONING,
+    REASONING_KEYS,
     THOUGHT_BEGINS,
     TOOLS,
     Spelled,
     Spelling,
     is_trained,
+    omitted_message,
     thought_of,
     unsaid,
     writes_tools,
 )
 
 Message = Mapping[str, Any]
+ANSWER_KEYS = ("content", "tool_calls", "function_call", *REASONING_KEYS)
+"""The parts of an assistant message, of which at least one must not be empty."""
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
 """A thought, or the rest of one, at the start of a turn."""
 
@@ -87,7 +90,7 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 def trained_turns(messages: Sequence[Message]) -> list[int]:
     """Returns the indices of the messages to train. Leading assistant messages answer nothing, so they are context.
 
-    Raises `DataError` if there are none.
+    Raises `DataError` if there are none, or if one is empty.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
@@ -95,6 +98,12 @@ def trained_turns(messages: Sequence[Message]) -> list[int]:
         raise DataError(
             f"none of the {len(messages)} messages can be trained; add an assistant message that follows a message of "
             "another role and has no mask of 0, or remove this row"
+        )
+    empty = [i for i in found if not any(str(messages[i].get(key) or "").strip() for key in ANSWER_KEYS)]
+    if empty:
+        raise DataError(
+            f"message {empty[0]} (role assistant) is empty, and training on it would teach the model to say nothing; "
+            "remove it, or give it a mask of 0"
         )
     return found
 
@@ -169,14 +178,13 @@ class _Conversation:
         """Raises `DataError` if the prompt of the last trained turn lacks one of its non-assistant messages, because
         templates silently skip unknown roles.
         """
-        for message, row in zip(self._messages[:stop], self._rows, strict=False):
-            content = message.get("content")
-            text = content.strip() if isinstance(content, str) else ""
-            if message["role"] == "assistant" or any(spelling in prompt for spelling in _spellings(text)):
-                continue
+        number = omitted_message(self._messages[:stop], prompt)
+        if number is not None:
+            message = self._messages[number]
             raise DataError(
-                f"the chat template omits message {row} (role {message['role']}): {text[:80]!r} is not in the prompt "
-                "after it; use a role that the template supports, or set --chat-template FILE"
+                f"the chat template omits message {self._rows[number]} (role {message['role']}): "
+                f"{str(message['content']).strip()[:80]!r} is not in the prompt after it; use a role that the template "
+                "supports, or set --chat-template FILE"
             )
 
     def _write(self, messages: Sequence[Message], *, add_prompt: bool) -> str:
@@ -322,11 +330,6 @@ def first_end(marked: str, chat: ChatRenderer) -> tuple[int, int] | None:
     """Returns (position, length) of the first stop token, ignoring control strings in the data."""
     found = [(marked.find(end), len(end)) for end in chat.ends]
     return min((one for one in found if one[0] >= 0), key=lambda one: (one[0], -one[1]), default=None)
-
-
-def _spellings(text: str) -> tuple[str, ...]:
-    """Returns the text as it is and as a JSON string, because some templates write tool results as JSON."""
-    return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -266,7 +266,7 @@ class Spelling:
 
     def _message(self, message: Message) -> tuple[dict[str, Any], frozenset[str]]:
         kept = {k: v for k, v in message.items() if v is not None and k not in MASK_KEYS}
-        kept["content"] = _joined(message.get("content"))
+        kept["content"] = joined(message.get("content"))
         if kept["role"] != "assistant":
             kept["role"] = self._roles.get(kept["role"], kept["role"])
             return kept, frozenset()
@@ -329,7 +329,7 @@ def is_trained(message: Message) -> bool:
     return message.get("role") == "assistant" and all(message.get(key) != 0 for key in MASK_KEYS)
 
 
-def _joined(content: Any) -> Any:
+def joined(content: Any) -> Any:
     """Joins text parts into a string, because some templates ignore parts and some write their Python repr."""
     if content is None:
         return ""
@@ -518,3 +518,19 @@ def _calling(num: int, **fields: Any) -> Message:
 def writes_tools(tools: Sequence[Any] | None, prompt: str) -> bool:
     """Returns whether the prompt contains the names of all tools."""
     return all(str(function.get("name", "")) in prompt for function in functions(tools))
+
+
+def omitted_message(messages: Sequence[Message], prompt: str) -> int | None:
+    """Returns the index of the first message whose text is not in the rendered prompt, or None. Ignores assistant
+    messages, because templates legitimately shorten earlier answers.
+    """
+    for number, message in enumerate(messages):
+        texts = [text.strip() for text in _texts(message.get("content"))]
+        if message["role"] != "assistant" and not all(any(s in prompt for s in spellings(text)) for text in texts):
+            return number
+    return None
+
+
+def spellings(text: str) -> tuple[str, ...]:
+    """Returns the text as it is and as a JSON string, because some templates write tool results as JSON."""
+    return (text, *(json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))

@@ -14,6 +14,28 @@ NOISY = ("httpx", "httpcore", "urllib3", "asyncio", "matplotlib", "filelock", "f
 FILE_ONLY = {"file_only": True}
 """Pass as `extra=` to log to the file but not to the console."""
 
+TELL_DRIVER = {"tell_driver": True}
+"""Pass as `extra=` to also show a warning of the rollout process on the console, where the driver logs it."""
+
+
+class ForDriver(logging.Handler):
+    """Collects the messages logged with `TELL_DRIVER`. Ray forwards no output of actors, so without it nobody who
+    watches the console would learn of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "tell_driver", False):
+            self._held.append(record.getMessage())
+
+    def take(self) -> tuple[str, ...]:
+        """Returns the messages since the last call."""
+        held, self._held = tuple(self._held), []
+        return held
+
 
 class VisibleFormatter(logging.Formatter):
     """Escapes control characters, because a line may contain text from a model, tool or dataset."""

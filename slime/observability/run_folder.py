@@ -6,6 +6,7 @@
       starts/N/       files of the N-th launch: args.json, and uncommitted code changes as CHECKOUT.diff
       metrics.jsonl   one line per logged step
       samples.jsonl   a few samples of each step and evaluation, as text
+      dropped_rows.jsonl  the rows of datasets that were dropped, and why (if there are any)
       logs/           one file per process
       traces/         Chrome traces of the driver and the rollout side, for each launch
       tensorboard/

@@ -30,6 +30,8 @@ Kind = Literal["rollout", "eval"]
 Picked = Literal["best", "worst", "random"]
 PICKS: tuple[Picked, ...] = get_args(Picked)
 
+DROPPED_ROWS = "dropped_rows.jsonl"
+"""File of the run folder with the dropped rows of each dataset and the reasons."""
 FILE_NAME = "samples.jsonl"
 CELL_CHARS = 200
 """Maximum characters of a prompt or response in a table cell."""

@@ -259,6 +259,7 @@ HEADLINES: dict[str, tuple[tuple[str, str, str], ...]] = {
 FINE_TUNING = (
     ("rollout/total_len/mean", "mean length", ".1f tokens"),
     ("rollout/trained_tokens", "trained tokens", ",.0f"),
+    ("rollout/num_dropped_rows", "dropped rows", ",.0f"),
 )
 """Replaces the "rollout" headlines for fine-tuning, where nothing is sampled or rewarded."""
 
@@ -323,7 +324,10 @@ class ConsoleSink:
         matches = {key: HELD_OUT_LOSS.fullmatch(key) for key in record.metrics}
         losses = [(key, f"{match[1]} loss", ".4f") for key, match in matches.items() if match]
         named = ((key, eval_name(key)) for key, match in matches.items() if not match)
-        return [*((key, name, ".3f") for key, name in named if name is not None), *losses]
+        names = [match[1] for match in matches.values() if match]
+        unusable = ((f"eval/{name}-num_unusable", f"{name} dropped rows", ".0f") for name in names)
+        dropped = [one for one in unusable if record.metrics.get(one[0])]
+        return [*((key, name, ".3f") for key, name in named if name is not None), *losses, *dropped]
 
     def _eta(self, record: StepRecord) -> str:
         """Returns the remaining time, estimated from the steps of this process, excluding startup and earlier

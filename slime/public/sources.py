@@ -18,6 +18,7 @@ from slime.buffer.prompts import PromptWalk, image_column
 from slime.core.errors import CheckpointError
 from slime.core.sample import Group, Sample
 from slime.data.dataset import load_prompts
+from slime.data.first_rows import grader_of_prompts
 from slime.rollout.factories import load_tokenizer
 from slime.settings import Args
 
@@ -29,7 +30,8 @@ class RolloutDataSource:
         self.args = args
         tokenizer = load_tokenizer(args) if args.prompt_data is not None else None
         most, images = args.rollout_max_prompt_len, image_column(args) if tokenizer is not None else None
-        self.dataset = load_prompts(args, tokenizer, max_prompt_tokens=most, images=images)
+        grader = grader_of_prompts(args)
+        self.dataset = load_prompts(args, tokenizer, max_prompt_tokens=most, images=images, grader=grader)
         shuffle, seed = args.rollout_shuffle, args.rollout_seed
         self._walk = None if self.dataset is None else PromptWalk(self.dataset, shuffle=shuffle, seed=seed)
 

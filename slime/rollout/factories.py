@@ -5,6 +5,7 @@ for engines, teacher and graders.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from slime.core.hf_config import num_experts_of, read_hf_config, text_config
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.core.topology import ServedModel
-from slime.data.dataset import load_held_out
+from slime.data.dataset import PromptDataset, load_held_out
+from slime.data.first_rows import grader_of_held_out
 from slime.models.common.config import is_sparse
+from slime.observability.logs import TELL_DRIVER
 from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import EndOfText
 from slime.rollout.client.engine_client import EngineClient
@@ -28,6 +31,8 @@ from slime.rollout.user_functions import load
 from slime.settings import Args
 from slime.settings.eval_config import eval_datasets
 from slime.settings.topology_yaml import topology_of
+
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(args: Args) -> Any:
@@ -57,8 +62,20 @@ def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:
 def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
     """Reads the datasets of `--eval-prompt-data` or `--eval-config`."""
     images = image_column(args)
-    read = ((one, load_held_out(one, tokenizer, images)) for one in eval_datasets(args))
+    found = eval_datasets(args)
+    read = ((one, load_held_out(args, one, tokenizer, images, grader_of_held_out(args, one))) for one in found)
     return tuple(EvalDataset(one, [dataset[i] for i in range(len(dataset))]) for one, dataset in read)
+
+
+def tell_shared_rows(source: DataBuffer, datasets: Sequence[EvalDataset]) -> None:
+    """Warns about evaluation prompts that are also trained on."""
+    if not isinstance(prompts := source.prompts, PromptDataset):
+        return
+    for one in datasets:
+        if shared := prompts.num_shared(one.rows):
+            text = "%d of the %d prompts of evaluation data %s are also in the training data, so its score partly "
+            text += "measures memorisation; hold them out, for example with a slice (FILE@[100:])"
+            logger.warning(text, shared, len(one.rows), one.config.name, extra=TELL_DRIVER)
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:

@@ -35,13 +35,14 @@ from slime.rollout.factories import (
     load_tokenizer,
     model_clients,
     teacher_client,
+    tell_shared_rows,
 )
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import beside, end_tasks, supervised
 from slime.rollout.recordings import Recorder
 from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES
-from slime.rollout.sft import HeldOut, held_out_batches
+from slime.rollout.sft import HeldOut, check_datasets, held_out_batches
 from slime.rollout.traces import traffic_metrics
 from slime.rollout.train_batch import BatchAccount, to_train_batch
 from slime.rollout.types import Progress, RolloutFnTrainOutput
@@ -50,6 +51,7 @@ from slime.rollout.workers.episodes import LocalEpisodes
 from slime.rollout.workers.worker_fleet import WorkerFleet
 from slime.settings import Args
 from slime.settings.groups.evaluation import measures_loss
+from slime.settings.groups.hooks import SFT_ROLLOUT
 from slime.settings.groups.rollout import RolloutSettings
 from slime.settings.topology_yaml import topology_of
 
@@ -126,6 +128,9 @@ class RolloutManager:
         datasets = load_eval_datasets(args, self._tokenizer)
         self._eval_datasets = tuple(one for one in datasets if not measures_loss(args, one.config))
         self._loss_datasets = tuple(one for one in datasets if measures_loss(args, one.config))
+        tell_shared_rows(self._source, datasets)
+        if args.rollout_function_path == SFT_ROLLOUT and not args.load_debug_rollout_data:
+            check_datasets(args, self._tokenizer, self._source, self._loss_datasets)
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
         self._clients = Models() if engines is None else model_clients(args, self._tokenizer, keys=keys)

@@ -40,6 +40,8 @@ class StepNews:
     """A few samples to display."""
     span_s: tuple[float, float] | None = None
     """When the generation started and ended, in Unix time."""
+    warnings: tuple[str, ...] = ()
+    """What the driver shows on the console (`slime.observability.logs.TELL_DRIVER`)."""
 
 
 @dataclass(frozen=True, slots=True)

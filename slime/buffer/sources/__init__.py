@@ -102,6 +102,7 @@ class PromptData(DataSource):
         from slime.buffer.data_buffer import DataBuffer
         from slime.buffer.prompts import image_column
         from slime.data.dataset import load_prompts
+        from slime.data.first_rows import grader_of_prompts
 
         args, hook = context.args, context.buffer_filter
 
@@ -115,6 +116,7 @@ class PromptData(DataSource):
                 context.tokenizer,
                 max_prompt_tokens=args.rollout_max_prompt_len,
                 images=image_column(args),
+                grader=grader_of_prompts(args),
             ),
             n_samples_per_prompt=args.n_samples_per_prompt,
             shuffle=args.rollout_shuffle,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,11 @@ from slime.observability.report.record import (
     seconds_without_evaluation,
     steps_not_finite,
 )
-from slime.observability.samples import FILE_NAME, samples_markdown
+from slime.observability.samples import DROPPED_ROWS, FILE_NAME, samples_markdown
 from slime.observability.sinks import HELD_OUT_LOSS, eval_name
 
+NUM_NAMED = 5
+"""Maximum number of dropped rows listed for a dataset."""
 REWARD_KEY = "rollout/raw_reward"
 MEAN_REWARD = "mean reward of a step"
 WORST_TOKEN = re.compile(r"(train|probe)/train_rollout_logprob_abs_diff_max")
@@ -56,6 +59,8 @@ class RunSummary:
     """Names in `before_and_after` with a single value, which is neither before nor after."""
     not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Metric -> steps at which it was NaN or infinite."""
+    dropped_rows: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Dataset -> its dropped rows as `FILE:LINE`, in the order in which they were found."""
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
@@ -92,6 +97,7 @@ def summary_of(record: RunRecord) -> RunSummary:
         resumed_at=record.resumed_at,
         findings=findings(rows, learns_from_rewards=learns_from_rewards(record.settings)),
         not_finite={key: steps for key in sorted({k for row in rows for k in row}) if (steps := _lost(rows, key))},
+        dropped_rows=_dropped_rows(record.path),
     )
     keys = {f"held-out score, {name}": key for name, key in evals.items()}
     keys |= {f"held-out loss, {name}": key for name, key in losses.items()}
@@ -101,6 +107,15 @@ def summary_of(record: RunRecord) -> RunSummary:
 
 def _lost(rows: Sequence[Row], key: str) -> Sequence[int]:
     return () if key == "time" else steps_not_finite(rows, key)
+
+
+def _dropped_rows(run_dir: Path) -> dict[str, list[str]]:
+    file = run_dir / DROPPED_ROWS
+    found: dict[str, list[str]] = {}
+    for row in map(json.loads, file.read_text().splitlines() if file.is_file() else ()):
+        name = "training data" if row["dataset"] is None else str(row["dataset"])
+        found.setdefault(name, []).append(f"{row['file']}:{row['line']}")
+    return found
 
 
 def _ends(rows: Sequence[Row], key: str) -> tuple[float, float] | None:
@@ -159,6 +174,10 @@ def facts(summary: RunSummary) -> dict[str, str]:
         if not whose and len(summary.mismatches) > 1:
             whose = ", of batches sampled by the newest weights"
         out[f"largest train-inference mismatch{whose}"] = f"{value:.2e} nats (`{key}`)"
+    for name, rows in summary.dropped_rows.items():
+        more = f" and {len(rows) - NUM_NAMED:,} more" if len(rows) > NUM_NAMED else ""
+        which = ", ".join(rows[:NUM_NAMED])
+        out[f"rows dropped, {name}"] = f"{len(rows):,} ({which}{more}; the reasons are in `{DROPPED_ROWS}`)"
     out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
     for key, steps in summary.not_finite.items():
         out[f"NaN or infinite, so not in the curves: `{key}`"] = listed([step_name(step) for step in steps])

@@ -155,6 +155,7 @@ def build(args: SimpleNamespace, **context: Any) -> DataBuffer:
 def test_prompts_come_as_the_settings_of_a_run_say(tmp_path: Path) -> None:
     """Law: in the order of its seed, without those that are too long for training, so many of each."""
     flags = ("--rollout-shuffle", "--rollout-seed", "7", "--rollout-max-prompt-len", "5")
+    flags += ("--max-dropped-row-fraction", "0.8")
     args = rollout_args(tmp_path, *flags, "--n-samples-per-prompt", "3")
     buffer = load_data_source(args, load_tokenizer(args))
     groups = buffer.get_groups(10)
@@ -172,6 +173,10 @@ def test_the_settings_choose(tmp_path: Path) -> None:
         "rollout_max_prompt_len": None,
         "data_source": "prompt_data",
         "data_source_path": None,
+        "rollout_function_path": "",
+        "max_dropped_row_fraction": 0.05,
+        "rollout_batch_size": 1,
+        "run_dir": str(tmp_path),
     }
     args = SimpleNamespace(**plain)
     assert build(args).get_groups(1)[0].num_executions == 3

@@ -125,19 +125,19 @@ def test_a_malformed_row_is_named_and_left_out(tmp_path: Path, reason: str, capl
 def test_many_malformed_rows_are_an_error_that_names_them(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [{"question": "x"}] * 9 + [GOOD])
     with pytest.raises(
-        DataError, match=r"9 of the 10 rows .* are malformed.*d.jsonl:1: there is no column 'input'.*question"
+        DataError, match=r"9 of the 10 rows .*9 malformed.*d.jsonl:1: there is no column 'input'.*question"
     ):
         PromptDataset.load(path)
-    assert len(PromptDataset.load(path, max_bad_fraction=0.9)) == 1
+    assert len(PromptDataset.load(path, max_dropped=0.9)) == 1
     with pytest.raises(DataError, match="no usable row"):
-        PromptDataset.load(f"{path}@[:3]", max_bad_fraction=1.0)
+        PromptDataset.load(f"{path}@[:3]", max_dropped=1.0)
 
 
 def test_one_malformed_row_is_never_too_many(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [GOOD] * 3 + [{"question": "x"}])
     assert len(PromptDataset.load(path).quarantined) == 1
     with pytest.raises(DataError, match="1 of the 4 rows"):
-        PromptDataset.load(path, max_bad_fraction=0.0)
+        PromptDataset.load(path, max_dropped=0.0)
     with pytest.raises(DataError, match=r"no usable row.*d\.jsonl:4: there is no column 'input'"):
         PromptDataset.load(f"{path}@[3:]")
 
@@ -159,9 +159,11 @@ def test_a_row_that_the_template_refuses_is_quarantined(tmp_path: Path, tokenize
 
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "d.jsonl", [{"input": "x" * n} for n in range(1, 9)])
-    dataset = PromptDataset.load(path, tokenizer=tokenizer, max_prompt_tokens=5)
+    with pytest.raises(DataError, match=r"3 of the 8 rows .*3 too long.*at most 5 %.*First: d\.jsonl:6: .*6 tokens"):
+        PromptDataset.load(path, tokenizer=tokenizer, max_prompt_tokens=5)
+    dataset = PromptDataset.load(path, tokenizer=tokenizer, max_prompt_tokens=5, max_dropped=0.4)
     assert [len(dataset[i].prompt_tokens) for i in range(len(dataset))] == [1, 2, 3, 4, 5]
-    assert dataset.num_too_long == 3
+    assert [one.line for one in dataset.too_long] == [6, 7, 8]
     with pytest.raises(DataError, match="8 too long"):
         PromptDataset.load(path, tokenizer=tokenizer, max_prompt_tokens=0)
     with pytest.raises(ConfigError, match="tokenizer"):

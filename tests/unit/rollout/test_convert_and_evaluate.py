@@ -158,7 +158,7 @@ def test_each_dataset_has_settings_of_its_own(tmp_path: Path) -> None:
         f"    more: {{path: {more}, n_samples_per_eval_prompt: 1, custom_rm_path: '{own}:rm'}}\n"
         f"    mine: {{path: {mine}, custom_generate_function_path: '{own}:generate', max_prompt_len: 9}}\n"
     )
-    flags = ("--reward-key", "a", "--eval-reward-key", "b")
+    flags = ("--reward-key", "a", "--eval-reward-key", "b", "--max-dropped-row-fraction", "0.2")
     args, engine = rollout_args(tmp_path, *flags, "--eval-interval", "1", "--eval-config", str(file)), FakeEngine()
 
     async def work(manager: RolloutManager) -> Any:

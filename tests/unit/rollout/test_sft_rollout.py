@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from slime.core.errors import DataError
 from slime.data.first_rows import data_problems
+from slime.observability.logs import ForDriver
+from slime.observability.samples import DROPPED_ROWS
 from slime.rollout import sft
 from slime.rollout.manager import RolloutManager
 from tests.support.rollout import rollout_args
@@ -170,6 +173,11 @@ def test_held_out_conversations_get_the_ids_and_masks_of_training(tmp_path: Path
     evaluation = ("--eval-prompt-data", "held", str(more), "--eval-interval", "1", "--loss-type", "sft_loss")
     args = rollout_args(tmp_path, *SFT, "--prompt-data", str(data), *evaluation)
     args = args.replace(label_key=None, eval_label_key=None, rm_type=None)
+    with pytest.raises(
+        DataError, match=r"2 of the 6 rows of held-out held .*at most 5 %.*First: held\.jsonl:1: none of"
+    ):
+        held_out(args)
+    args = args.replace(max_dropped_row_fraction=0.4)
     (one,) = held_out(args)
     trained, _, _ = step(args)
     assert (one.name, one.num_unusable) == ("held", 2)
@@ -182,3 +190,79 @@ def test_held_out_conversations_get_the_ids_and_masks_of_training(tmp_path: Path
     more.write_text(json.dumps(bad) + "\n")
     with pytest.raises(DataError, match="none of the 1 conversations in held-out held is usable"):
         held_out(args)
+
+
+def talk(i: int, *, is_bad: bool = False) -> dict[str, Any]:
+    """A bad row has a tool message, whose text the template of `forgetful_of_tools` omits."""
+    asked, answer = {"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}
+    return {"input": [asked, {"role": "tool", "content": "a result"}, answer] if is_bad else [asked, answer]}
+
+
+def forgetful_of_tools(tmp_path: Path, rows: list[dict[str, Any]], *flags: str) -> Any:
+    data = tmp_path / "sft.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = rollout_args(tmp_path, *SFT, "--loss-type", "sft_loss", "--prompt-data", str(data), *flags)
+    turns = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|' + m.role + '|>' + m.content + '<eos>' }}{% endif %}"
+    )
+    turns += "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    write_tokenizer(Path(args.hf_checkpoint), chat_template=turns)
+    return args.replace(label_key=None)
+
+
+def test_a_run_that_would_drop_a_third_of_its_rows_does_not_start(tmp_path: Path) -> None:
+    """The error says how many, which ones, why, and which flag allows them."""
+    args = forgetful_of_tools(tmp_path, [talk(i, is_bad=i % 3 == 1) for i in range(60)])
+    with pytest.raises(DataError) as raised:
+        RolloutManager(args, engines=None)
+    text = str(raised.value)
+    assert "20 of the 60 rows of the training data cannot be used for fine-tuning, but at most 5 %" in text
+    assert "First: sft.jsonl:2: the chat template omits message 1 (role tool)" in text
+    assert "Also: sft.jsonl:5, sft.jsonl:8" in text and "--max-dropped-row-fraction" in text
+    recorded = [json.loads(line) for line in (Path(args.run_dir) / DROPPED_ROWS).read_text().splitlines()]
+    assert [row["line"] for row in recorded] == list(range(2, 61, 3))
+    _, metrics, ledger = step(args.replace(max_dropped_row_fraction=0.4))
+    assert metrics["rollout/num_dropped_rows"] == ledger["data/filtered/unusable_conversation"] > 0
+
+
+def test_rows_that_the_start_did_not_see_end_the_run_when_they_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share counts all rows since the start: the first step of four good rows and one bad one passes."""
+    monkeypatch.setattr(sft, "CHECK_S", 0.0)
+    args = forgetful_of_tools(tmp_path, [talk(i, is_bad=i % 3 == 1) for i in range(60)])
+    handler = ForDriver()
+    logging.getLogger().addHandler(handler)
+
+    async def work() -> list[float]:
+        manager = RolloutManager(args, engines=None)
+        shares = []
+        try:
+            for number in range(9):
+                _, metrics = await manager.generate(number)
+                manager.commit(number)
+                shares.append(metrics["rollout/dropped_row_fraction"])
+                told = handler.take()
+                assert [text[:27] for text in told[-1:]] == (["2 of the first 6 rows canno"] if number == 0 else [])
+        except DataError as error:
+            assert "rows seen so far (60 in the dataset) cannot be used" in str(error) and "sft.jsonl:" in str(error)
+        finally:
+            await manager.close()
+            logging.getLogger().removeHandler(handler)
+        return shares
+
+    shares = asyncio.run(work())
+    assert 1 <= len(shares) < 4 and shares[-1] > 0.2
+
+
+def test_an_empty_answer_is_not_trained(tmp_path: Path) -> None:
+    rows = [talk(i) for i in range(30)]
+    rows[4]["input"][1]["content"] = " "
+    handler = ForDriver()
+    logging.getLogger().addHandler(handler)
+    RolloutManager(forgetful_of_tools(tmp_path, rows), engines=None)
+    logging.getLogger().removeHandler(handler)
+    (told,) = handler.take()
+    assert (
+        "1 of the 30 rows of the training data" in told and "sft.jsonl:5: message 1 (role assistant) is empty" in told
+    )
