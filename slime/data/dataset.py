@@ -54,11 +54,15 @@ class Quarantined:
 
     file: str
     line: int
-    """1-based line of a text file, or row of a parquet file."""
+    """1-based line of a text file, or row of a parquet file; 0 for a row that comes from no file."""
     reason: str
 
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
+        return f"{self.place}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +354,7 @@ def _tell(text: str, *values: object) -> None:
 
 def first_rows_of(dropped: Sequence[Quarantined]) -> str:
     """Names the first dropped rows, and the reason of the first one."""
-    others = ", ".join(f"{one.file}:{one.line}" for one in dropped[1:NUM_NAMED])
+    others = ", ".join(one.place for one in dropped[1:NUM_NAMED])
     return f"First: {dropped[0]}" + (f". Also: {others}" if others else "")
 
 
@@ -377,7 +381,7 @@ def _drop_long(rows: list[PromptRow], most: int | None) -> tuple[list[PromptRow]
 
 
 def dropped_row(source: str, reason: str) -> Quarantined:
-    """`source`: see `PromptRow`; any other text, such as that of a user's data source, counts as line 0 of itself."""
+    """Makes a dropped row from its `PromptRow.source`, or from any other text that names it."""
     file, _, line = source.rpartition(":")
     return Quarantined(file, int(line), reason) if file and line.isdecimal() else Quarantined(source, 0, reason)
 

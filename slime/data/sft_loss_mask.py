@@ -41,7 +41,7 @@ from slime.data.template_spelling import (
 
 Message = Mapping[str, Any]
 ANSWER_KEYS = ("content", "tool_calls", "function_call", *REASONING_KEYS)
-"""The parts of an assistant message, of which at least one must not be empty."""
+"""The parts of an assistant message. At least one trained message must have one."""
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
 """A thought, or the rest of one, at the start of a turn."""
 
@@ -90,7 +90,7 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 def trained_turns(messages: Sequence[Message]) -> list[int]:
     """Returns the indices of the messages to train. Leading assistant messages answer nothing, so they are context.
 
-    Raises `DataError` if there are none, or if one is empty.
+    Raises `DataError` if there are none, or if all of them are empty.
     """
     first = next((i for i, m in enumerate(messages) if m.get("role") != "assistant"), len(messages))
     found = [i for i, m in enumerate(messages) if is_trained(m) and i > first]
@@ -99,11 +99,10 @@ def trained_turns(messages: Sequence[Message]) -> list[int]:
             f"none of the {len(messages)} messages can be trained; add an assistant message that follows a message of "
             "another role and has no mask of 0, or remove this row"
         )
-    empty = [i for i in found if not any(str(messages[i].get(key) or "").strip() for key in ANSWER_KEYS)]
-    if empty:
+    if not any(str(messages[i].get(key) or "").strip() for i in found for key in ANSWER_KEYS):
         raise DataError(
-            f"message {empty[0]} (role assistant) is empty, and training on it would teach the model to say nothing; "
-            "remove it, or give it a mask of 0"
+            f"message {found[0]} (role assistant) is empty and nothing else would be trained, which would teach the "
+            "model to say nothing; remove this row"
         )
     return found
 
