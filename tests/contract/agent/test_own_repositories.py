@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes.coding_agent import grading
+from recipes.coding_agent.generate import sandbox_of
 from recipes.coding_agent.prepare import main
 from recipes.coding_agent.repository import check, read_rows, row, write
 from slime.agent.sandbox.local import LocalSandbox
@@ -154,6 +155,15 @@ def test_files_of_the_repository_are_kept_before_new_ones(monkeypatch: pytest.Mo
             return await grading.files_of(sandbox, {"z.py": "1"})
 
     assert asyncio.run(kept()) == {"z.py": b"1", "1": b"", "2": b""}
+
+
+def test_what_is_readable_adds_up() -> None:
+    """Law: a folder that the user opens to sandboxes does not close the one of the agent's program."""
+    own = {"readable": ["/opt/tests"], "processes": 3}
+    args = argparse.Namespace(coding_sandbox="local", coding_sandbox_settings=own)
+    made = sandbox_of(args, readable=(Path("/opt/agent"),), processes=512)
+    assert isinstance(made, LocalSandbox) and made.processes == 3
+    assert made.readable == (Path("/opt/agent"), Path("/opt/tests"))
 
 
 def test_a_preparation_that_fails_is_one_sentence(
