@@ -78,7 +78,7 @@ test-pages: $(STAMP) ## the pages of docs/path, each as it stands, with what it 
 	$(PY) tests/pages/run_pages.py
 
 test-wheel: $(STAMP) ## the wheel and the source distribution, and the demo from the wheel in an empty folder
-	$(PYTEST) -p no:cacheprovider tests/unit/project/test_wheel.py
+	$(PYTEST) $(SELECT) -p no:cacheprovider tests/unit/project/test_wheel.py
 
 check: $(STAMP) ## lint, format, types, import contracts, house rules; how much code each room has
 	$(PY) -m ruff check .
