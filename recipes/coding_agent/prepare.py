@@ -12,6 +12,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ from ..demo.model import unpack
 from .generate import PROGRAMS, SMALL_AGENT
 from .repository import check, read_rows, write
 from .tasks import write_rows
+
+FIRST_REQUEST_TOKENS = {"claude_code": 21_200}
+"""Tokens of a program's first request with all its tools, in the version that is installed, by SmolLM2's tokenizer."""
+
+
+def require_room(harness: str, custom: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` if a program's first request, with all its tools, is longer than a conversation may be."""
+    need, most = FIRST_REQUEST_TOKENS.get(harness, 0), int(custom.get("coding_max_context_tokens", 0))
+    if need > most and not custom.get("coding_program_flags"):
+        raise ConfigError(
+            f"the first request of {harness} has about {need} tokens, but coding_max_context_tokens is {most}, so it "
+            "would get no answer; in a copy of settings.yaml, whose path is CONFIG, raise the limit, or leave out "
+            "tools with coding_program_flags: [--bare, --tools, Bash]"
+        )
 
 
 def install(name: str, programs: Path) -> Path:
@@ -61,6 +76,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Prepares what is missing. Raises `SlimeError`."""
     out = options.out / "train.jsonl"
     custom = read_yaml(str(options.config), "CONFIG").get("custom", {})
+    require_room(options.harness, custom)
     rows = None if options.data is None else read_rows(options.data)
     if rows is not None:
         for line in asyncio.run(check(argparse.Namespace(**custom), rows)):

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-from recipes.coding_agent import grading
+from recipes.coding_agent import grading, prepare
 from recipes.coding_agent.generate import sandbox_of
-from recipes.coding_agent.prepare import main
+from recipes.coding_agent.prepare import main, require_room
 from recipes.coding_agent.repository import check, read_rows, row, write
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import ConfigError, Unconfined
+from slime.core.user_files import read_yaml
 from tests.support.marks import quick
 
 SETTINGS = argparse.Namespace(coding_sandbox="local", coding_sandbox_settings={}, coding_max_sandboxes=2)
+ROOM = {"coding_max_context_tokens": 32768}
 RUN = "python3 -m unittest -q test_hidden"
 WRONG, RIGHT = "def double(x):\n    return x\n", "def double(x):\n    return 2 * x\n"
 HIDDEN = "import unittest\nfrom a.sums import double\n\n\nclass T(unittest.TestCase):\n"
@@ -157,6 +159,16 @@ def test_files_of_the_repository_are_kept_before_new_ones(monkeypatch: pytest.Mo
     assert asyncio.run(kept()) == {"z.py": b"1", "1": b"", "2": b""}
 
 
+def test_a_program_that_cannot_ask_its_first_question_is_refused() -> None:
+    """Law: with the recipe's own settings, Claude Code would get no answer, and the message says how it gets one."""
+    settings = read_yaml(str(Path(prepare.__file__).with_name("settings.yaml")), "CONFIG")["custom"]
+    with pytest.raises(ConfigError, match="has about 21200 tokens, but coding_max_context_tokens is 4096"):
+        require_room("claude_code", settings)
+    require_room("small_agent", settings)
+    require_room("claude_code", {**settings, "coding_program_flags": ["--bare", "--tools", "Bash"]})
+    require_room("claude_code", {**settings, **ROOM})
+
+
 def test_what_is_readable_adds_up() -> None:
     """Law: a folder that the user opens to sandboxes does not close the one of the agent's program."""
     own = {"readable": ["/opt/tests"], "processes": 3}
@@ -170,7 +182,7 @@ def test_a_preparation_that_fails_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Law: a missing program, a missing file and a wrong row are told without a traceback."""
-    (tmp_path / "settings.yaml").write_text(json.dumps({"custom": {"coding_programs": str(tmp_path)}}))
+    (tmp_path / "settings.yaml").write_text(json.dumps({"custom": {"coding_programs": str(tmp_path), **ROOM}}))
     words = ["--out", str(tmp_path), "--config", str(tmp_path / "settings.yaml")]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([*words, "--harness", "claude_code"]) == 1
