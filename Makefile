@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-recipes test-pages test-wheel check format clean
+.PHONY: help venv demo test test-all test-recipes test-pages test-wheel check format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,19 @@ check: $(STAMP) ## lint, format, types, import contracts, house rules; how much 
 format: $(STAMP) ## rewrite the sources in the house format
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# The site needs none of slime's own packages, so its builder has an environment of its own.
+SITE_VENV  := build/site-venv
+SITE_PINS   = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+$(SITE_VENV)/.complete: pyproject.toml
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/pip --disable-pip-version-check install --quiet $$($(PYTHON) -c '$(SITE_PINS)')
+	@touch $@
+
+docs: $(SITE_VENV)/.complete ## the documentation as a site in build/site; a broken link fails
+	$(SITE_VENV)/bin/python -m sphinx -q -E -W --keep-going -c docs/site docs build/site
+	@echo "open build/site/index.html"
 
 clean: ## caches and build leftovers; runs/, assets/ and .venv stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -42,7 +42,7 @@ DIFFERENT: Mapping[str, str] = {
     ),
     "`--load-debug-rollout-data X.pt`": (
         "convert each file first: `slime convert X.pt X.jsonl.zst --trust-pickle` "
-        "([recorded data](fine_tuning.md#half-a-run))"
+        "([recorded data](reproducibility.md#half-a-run))"
     ),
     "`--multimodal-keys`": (
         '`{"image": COLUMN}` with a dense Qwen3-VL; the tower is frozen, videos and audio are refused '

@@ -1,4 +1,4 @@
-"""docs/architecture.md, README.md and the import contracts draw the house that stands here."""
+"""docs/architecture.md and the import contracts draw the house that stands here."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def test_the_picture_of_the_rooms_is_the_import_contract() -> None:
     assert {room for level in levels for room in level} == ROOMS - {"compat"}
 
 
-def test_the_tree_of_the_readme_is_the_tree() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
-    rooms = set(re.findall(r"^  (\w+)/", tree, re.M))
-    assert rooms == ROOMS
+def test_the_tree_and_the_table_of_rooms_are_what_is_here() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = text.split("\n## The rooms\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)/` \|", rooms, re.M)) == ROOMS
+    tree = text.split("\n## The tree\n")[1].split("```")[1]
     folders = set(re.findall(r"^(\w+)/", tree, re.M))
     hidden = {"assets", "runs", "build", "dist", "shared", "__pycache__"}
     there = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - hidden

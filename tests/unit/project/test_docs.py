@@ -96,6 +96,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_code_in_the_readme_is_an_example_that_tests_run() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert (ROOT / "examples" / "second_try.py").read_text().endswith(code)
+
+
 @pytest.mark.parametrize("document", TEXTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_commands_are_accepted(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: a command line in a document passes every check that comes before the first process."""
