@@ -1,8 +1,8 @@
 """The prompt dataset: every row is read and validated at startup, then kept in memory.
 
-An unusable row is dropped, with its file, line and reason: it is malformed (quarantined), or its prompt is over the
-length limit. If too many are (`--max-dropped-rows-share`), loading raises an error, because the file, a column name or
-the limit is probably wrong.
+A row that is malformed (quarantined), or whose prompt is over the length limit, is dropped, with its file, line and
+reason. If too many are malformed (`--max-dropped-row-fraction`), loading raises an error, because the file or a column
+name is probably wrong. The length limit is a filter, so any number of prompts may be over it.
 
 Invariants
 1. rows read == len(dataset) + len(dataset.quarantined) + len(dataset.too_long).
@@ -176,7 +176,7 @@ class PromptDataset:
         a label, if any.
 
         Raises `DataError` for an unreadable or empty file, or if more than the fraction `max_dropped` of the rows is
-        dropped (`too_many_dropped`); `ConfigError` for a length limit or template without a tokenizer.
+        malformed (`too_many_dropped`); `ConfigError` for a length limit or template without a tokenizer.
         """
         if tokenizer is None and (apply_chat_template or max_prompt_tokens is not None):
             raise ConfigError("a chat template or a prompt length limit requires a tokenizer; pass one")
@@ -297,7 +297,7 @@ class _Loader:
         return out
 
     def report(self, source: str, too_long: Sequence[Quarantined], max_dropped: float, *, held_out: bool) -> None:
-        """Warns about dropped rows. Raises `DataError` if there are no rows or too many are dropped."""
+        """Warns about dropped rows. Raises `DataError` if there are no rows or too many are malformed."""
         num_read = len(self.quarantined) + len(self.rows)
         if num_read == 0:
             raise DataError(f"{source} has no rows: the file or its slice is empty; correct the path")
@@ -308,12 +308,11 @@ class _Loader:
                 if not held_out:
                     raise DataError(f"{problem}; set the flag to one of them, or drop it")
                 _tell("%s", problem)
-        dropped = [*self.quarantined, *too_long]
-        if too_many_dropped(len(dropped), num_read, num_read, max_dropped):
+        if too_many_dropped(len(self.quarantined), num_read, num_read, max_dropped):
             raise DataError(
-                f"{len(dropped)} of the {num_read} rows of {source} cannot be used ({len(self.quarantined)} malformed, "
-                f"{len(too_long)} too long), but at most {100 * max_dropped:.4g} % may be dropped; correct the rows, "
-                f"the --*-key flags or the length limit, or allow more with {FLAG}. {first_rows_of(dropped)}"
+                f"{len(self.quarantined)} of the {num_read} rows of {source} cannot be used, but at most "
+                f"{100 * max_dropped:.4g} % may be dropped; correct the rows or the --*-key flags, or allow more with "
+                f"{FLAG}. {first_rows_of(self.quarantined)}"
             )
         if self.quarantined:
             first = first_rows_of(self.quarantined)
