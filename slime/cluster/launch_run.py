@@ -32,13 +32,14 @@ from slime.cluster.guardian import Guardian
 from slime.cluster.hosts import GuardedHosts, hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
-from slime.cluster.preflight import preflight
+from slime.cluster.preflight import has_other_metrics, preflight
 from slime.cluster.restarting import this_restart
 from slime.core.blame import error_line
 from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated
 from slime.core.lease import FILE_NAME, Lease
 from slime.core.processes import RUN_ID_ENV
 from slime.core.text import program
+from slime.data.first_rows import data_warnings
 from slime.observability.logs import FILE_ONLY, setup_logging
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
@@ -50,6 +51,7 @@ from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
 from slime.settings.command_line import without
 from slime.settings.hook_contracts import check_hooks
+from slime.settings.rules import likely_mistakes
 from slime.training.state import checkpoint
 
 if TYPE_CHECKING:
@@ -171,17 +173,34 @@ def how_to_resume(args: Args, *, stopped: bool) -> str:
         return ""
     if found is None:
         why = "no checkpoint is complete yet" if args.save else "--save is not set"
-        return f"nothing to resume from: {why}"
+        return f"nothing to resume from: {why}; {_how_to_start_over(args)}"
     if args.num_rollout is not None and found.rollout_id + 1 >= args.num_rollout:
         return ""
     command = resume_command(args.command, load=str(args.save), run_dir=str(args.run_dir))
     return f"{found.path.name} is saved; to continue with step {found.rollout_id + 1}: {command}"
 
 
+def _how_to_start_over(args: Args) -> str:
+    """Returns whether the same command can be started again, and what to change if not."""
+    if args.was_given("run_dir") and has_other_metrics(args):
+        return f"to start over, choose a new --run-dir or delete {args.run_dir}, which contains metrics of this run"
+    if args.load is not None:
+        return f"the same command starts again from the checkpoint in {args.load}"
+    return f"the same command starts over with step {args.start_rollout_id or 0}"
+
+
 def saves_nothing(args: Args) -> bool:
     """Returns whether the run trains weights that are lost when it ends."""
     trains = not args.debug_rollout_only and args.num_rollout != 0
     return trains and not (args.save or args.save_hf)
+
+
+def start_warnings(args: Args) -> list[str]:
+    """Returns what the run does but its user probably does not want."""
+    found = [*likely_mistakes(args), *data_warnings(args)]
+    if saves_nothing(args):
+        found.append("nothing will be saved; to keep the trained weights, set --save DIR or --save-hf DIR")
+    return found
 
 
 T = TypeVar("T")
@@ -225,8 +244,8 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("these settings have no effect (--strict makes them errors):\n%s", told)
-    if saves_nothing(args):
-        logger.warning("nothing will be saved; to keep the trained weights, set --save DIR or --save-hf DIR")
+    for text in start_warnings(args):
+        logger.warning("%s", text)
     from slime.cluster.ray_session import guarded
     from slime.cluster.start_actors import start
 

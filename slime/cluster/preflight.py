@@ -119,14 +119,23 @@ def _of_run_folder(args: Args) -> Iterator[str]:
     if (problem := _cannot_be_made(Path(args.run_dir))) is not None:
         yield f"the run folder {shorten(args.run_dir, 300)} cannot be created: {problem}; choose a different --run-dir"
         return
+    if not has_other_metrics(args):
+        return
+    told = f"the run folder {args.run_dir} contains metrics of an earlier run"
+    if args.save is None or has_checkpoint(args.save):
+        yield f"{told}; choose a new --run-dir, or continue that run by passing its --save folder to --load"
+    else:
+        yield (
+            f"{told}, but --save {args.save} contains no checkpoint from which to continue; choose a new --run-dir, or "
+            "delete the folder"
+        )
+
+
+def has_other_metrics(args: Args) -> bool:
+    """Returns whether the run folder has metrics, and the run is not started as one that may continue (--load)."""
     metrics = Path(args.run_dir) / "metrics.jsonl"
     resumes = not args.origins.get("load", "default").startswith("default")  # even if an empty --load was dropped
-    if resumes or not metrics.is_file() or not metrics.stat().st_size:
-        return
-    yield (
-        f"the run folder {args.run_dir} contains metrics of an earlier run; choose a new --run-dir, or continue that "
-        "run by passing its --save folder to --load"
-    )
+    return not resumes and metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _cannot_be_made(folder: Path) -> str | None:

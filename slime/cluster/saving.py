@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from slime.cluster.engine_tracker import Actors
 from slime.cluster.waiting import wait_for
@@ -29,6 +31,31 @@ from slime.training.state import checkpoint
 from slime.training.state.checkpoint import BackgroundSave, Facts
 
 logger = logging.getLogger(__name__)
+
+_COMPARED = ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout", "num_rollout")
+_OF_OPTIMIZER = ("lr", "lr_warmup_iters", "lr_decay_style", "weight_decay")
+_OF_DECAY = ("min_lr", "lr_decay_iters")
+
+
+def compared_settings(args: Args) -> dict[str, Any]:
+    """Returns the settings of the schedule that a resumed run compares with those of its checkpoint."""
+    names = _OF_OPTIMIZER if args.megatron["lr_decay_style"] == "constant" else (*_OF_OPTIMIZER, *_OF_DECAY)
+    return {name: args.megatron[name] for name in names} | {name: getattr(args, name) for name in _COMPARED}
+
+
+def changed_settings(args: Args, before: Mapping[str, Any], step: int) -> str | None:
+    """Returns which settings differ from those of the checkpoint, and what takes effect from `step` on, else None.
+
+    `before`: the settings of the checkpoint; {} if it was written without them.
+    """
+    now = compared_settings(args)
+    changed = [f"{name} {before[name]} -> {now[name]}" for name in now if name in before and before[name] != now[name]]
+    if not changed:
+        return None
+    kept = "weights and data position come from the checkpoint, and moments and schedule start over (--no-load-optim)"
+    if not args.no_load_optim:
+        kept = "weights, moments, data position and the position in the learning-rate schedule come from the checkpoint"
+    return f"changed since the checkpoint: {', '.join(changed)}; the new values apply from step {step} on, while {kept}"
 
 
 class Saver:
@@ -81,6 +108,10 @@ class Saver:
         over = num_rollout is not None and following >= num_rollout
         go_on = "no steps remain" if over else f"the next step is {following}{of_all}"
         logger.info("resumed from %s in %s; %s", found.path.name, found.path.parent, go_on)
+        if over and num_rollout:
+            logger.warning("this run trains nothing, because num_rollout is only %d; raise --num-rollout", num_rollout)
+        elif told := changed_settings(self._args, checkpoint.settings_of(found.path), following):
+            logger.warning("%s", told)
 
     def save(self, rollout_id: int) -> None:
         """Writes a checkpoint, in the background with `--async-save`. Raises the previous save's error, if any."""
@@ -111,7 +142,7 @@ class Saver:
         """Waits for the ranks, commits the checkpoint and removes old ones. Runs in the background."""
         written = self._actors.on_trainers("write_parts", str(parts), limit_s=self._limit_s, flag=SAVE_FLAG)
         seals = {name: seal for part in written for name, seal in part.items()}
-        path = checkpoint.commit(parts, rollout_id, seals)
+        path = checkpoint.commit(parts, rollout_id, seals, settings=compared_settings(self._args))
         checkpoint.prune(
             path.parent,
             keep_last=self._args.save_keep_last,

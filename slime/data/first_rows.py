@@ -3,7 +3,8 @@
 Some mistakes break every row: a wrong column or format, a template that rejects the messages, or a limit that every
 prompt exceeds. Reading the first rows takes a fraction of a second; without this check, the run would fail only after
 engines and trainers have started. Individual bad rows are left to `dataset`. Steps replaced by a user's class or
-function (loading prompts, rendering messages, grading) are not checked.
+function (loading prompts, rendering messages, grading) are not checked. Rows that are usable but look wrong lead to a
+warning (`data_warnings`).
 
 Invariants
 1. A usable dataset is never rejected: one usable row among the first `MOST_ROWS` is enough, and a row that only the
@@ -13,10 +14,12 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,8 @@ from slime.settings.rules import engine_context, own_lengths
 
 MOST_ROWS = 5000
 """The dataset is rejected if none of this many rows is usable."""
+WARNING_ROWS = 16
+"""A warning about prompts is based on this many rows."""
 CHUNK = 64
 """Rows per tokenizer call, when prompt lengths must be checked."""
 
@@ -278,6 +283,76 @@ def _problems(args: Args, checks: list[DataCheck]) -> Iterator[str]:
         problem = problem or (check_rows(check, checkpoint) if scheme_of(check.path) is None else _made_rows(check))
         if problem is not None:
             yield problem
+
+
+def data_warnings(args: Args) -> list[str]:
+    """Returns a warning for each property of the prompts that probably trains something else than the user wants.
+
+    The datasets must have passed `data_problems`.
+    """
+    if args.prompt_data is None or args.data_source != "prompt_data" or fine_tunes(args) or args.num_rollout == 0:
+        return []
+    if scheme_of(args.prompt_data) is not None or args.debug_train_only or args.load_debug_rollout_data is not None:
+        return []
+    found: list[str | None] = []
+    with contextlib.suppress(ConfigError, DataError, OSError):  # loading the data reports the problem
+        found.append(_repeated_prompts(args))
+        if own_lengths(args):
+            checkpoint = checkpoint_of(args.hf_checkpoint, args.chat_template)
+            found.append(template_mistake(_prompts(args), checkpoint, args))
+    return [text for text in found if text is not None]
+
+
+def _repeated_prompts(args: Args) -> str | None:
+    wanted = args.rollout_batch_size
+    num_rows = sum(1 for _ in itertools.islice(read_rows(args.prompt_data or ""), wanted))
+    if num_rows >= wanted:
+        return None
+    return (
+        f"prompt_data {args.prompt_data} has {num_rows} rows, but a step takes rollout_batch_size {wanted} prompts, so "
+        "every step contains the same prompts several times; lower --rollout-batch-size, or raise "
+        "--n-samples-per-prompt for more samples of each prompt"
+    )
+
+
+_MARKER = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\]")
+"""A control token in the text of a chat template, such as <|im_start|>, <bos> or [INST]."""
+
+
+def template_mistake(check: DataCheck, checkpoint: CheckpointTemplate, args: Args) -> str | None:
+    """Returns a warning for text prompts that are rendered twice, or not at all although the model has a template."""
+    if not checkpoint.has_template:
+        return None
+    texts = [text for text in _first_prompts(check) if isinstance(text, str)]
+    marked = _are_rendered(texts, check, checkpoint)
+    if check.template and marked:
+        return (
+            f"{check.name} {check.path} has prompts that are already rendered (they contain {marked}), and "
+            "--apply-chat-template renders them again as the text of a user message; drop --apply-chat-template"
+        )
+    if check.template or marked or not texts or args.was_given("apply_chat_template"):
+        return None
+    return (
+        f"{check.name} {check.path} has plain text prompts, and the chat template of {checkpoint.folder} is not "
+        "applied, so an instruct model continues the text instead of answering it; add --apply-chat-template (or "
+        "--no-apply-chat-template if this is meant)"
+    )
+
+
+def _first_prompts(check: DataCheck) -> Iterator[Any]:
+    for raw in itertools.islice(read_rows(check.path), WARNING_ROWS):
+        with contextlib.suppress(DataError):
+            yield _row(check, raw).prompt
+
+
+def _are_rendered(texts: Sequence[str], check: DataCheck, checkpoint: CheckpointTemplate) -> str | None:
+    """Returns a control token of the template that all texts contain; None if there is none."""
+    try:
+        empty = checkpoint.render([{"role": "user", "content": ""}], tools=None, kwargs=check.template_kwargs)
+    except DataError:
+        return None
+    markers = dict.fromkeys(_MARKER.findall(empty or ""))
+    return next((one for one in markers if texts and all(one in text for text in texts)), None)
 
 
 def _made_rows(check: DataCheck) -> str | None:

@@ -29,6 +29,8 @@ EQUAL_STEPS = 2
 """Number of consecutive steps with equal rewards."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
 """More than half of the samples in three consecutive steps. A single small batch may be truncated by chance."""
+EMPTY_SHARE = 0.05
+"""More turns without a token than this fraction of the samples."""
 START_STEPS = 3
 """The initial value is the median over this many steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
@@ -83,6 +85,28 @@ def truncation(seen: Series) -> str | None:
     )
 
 
+EMPTY = "rollout/num_empty_turns"
+LIMITS: Mapping[str, str] = {
+    f"{EMPTY}/max_context_len": "--rollout-max-context-len",
+    f"{EMPTY}/max_total_response_len": "--rollout-max-total-response-len",
+    f"{EMPTY}/model_context": "the model's context (--sglang-context-length)",
+    f"{EMPTY}/agent_max_turns": "--agent-max-turns",
+}
+"""Number of turns without a token because of a limit -> the limit."""
+
+
+def empty_turns(seen: Series) -> str | None:
+    """Detects executions that still ask for turns after their budget is spent."""
+    num, samples = seen[EMPTY], seen["rollout/num_samples"]
+    if not num or not samples or num[-1] <= EMPTY_SHARE * samples[-1]:
+        return None
+    by = [f"{seen[key][-1]:.0f} by {flag}" for key, flag in LIMITS.items() if seen[key] and seen[key][-1]]
+    return (
+        f"{num[-1]:.0f} turns of {samples[-1]:.0f} samples got no token, because a limit left none ({', '.join(by)}); "
+        "raise that limit, or let your function or agent end earlier"
+    )
+
+
 def entropy_collapse(seen: Series) -> str | None:
     """Detects a policy that is certain of every token but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
@@ -127,11 +151,14 @@ class Rule:
 DETECTORS: Mapping[str, Rule] = {
     "equal rewards": Rule(equal_rewards, "rollout/raw_reward_std", EQUAL_STEPS),
     "truncation": Rule(truncation, "rollout/truncated_ratio", TRUNCATED_STEPS),
+    "turns without tokens": Rule(empty_turns, EMPTY, 1),
     "entropy collapse": Rule(entropy_collapse, "train/entropy_loss", ENTROPY_STEPS),
     "rising mismatch": Rule(mismatch_rises(OF_BATCH), OF_BATCH, MISMATCH_STEPS),
     "rising mismatch of the probe": Rule(mismatch_rises(OF_PROBE), OF_PROBE, MISMATCH_STEPS),
 }
-NEEDED = frozenset({"rollout/raw_reward", *(rule.metric for rule in DETECTORS.values())})
+NEEDED = frozenset(
+    {"rollout/raw_reward", "rollout/num_samples", *LIMITS, *(rule.metric for rule in DETECTORS.values())}
+)
 
 
 class HealthWatch:

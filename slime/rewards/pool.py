@@ -202,7 +202,8 @@ class GraderPool:
         rm_type = sample.metadata.get("rm_type") or self._rm_type
         if not rm_type:
             raise ConfigError(
-                f"no grader is set for sample {sample.index}; set --rm-type, --custom-rm-path or metadata rm_type"
+                f"sample {sample.index} has no reward and no grader is set for it; set --rm-type, --custom-rm-path or "
+                "metadata rm_type, or set sample.reward in every case in your generate function or sample hook"
             )
         return self._grader(str(rm_type))
 

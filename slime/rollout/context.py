@@ -3,16 +3,20 @@
     from slime.rollout.context import current
     generation = await current().client.generate(ids, sampling_params)
 
-The context is a context variable, which asyncio tasks and `asyncio.to_thread` inherit; nothing is global.
+The context is a context variable, which asyncio tasks and `asyncio.to_thread` inherit; nothing is global. Other threads
+and grader processes have no context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import HookError
@@ -77,12 +81,44 @@ class RolloutContext:
 _CURRENT: ContextVar[RolloutContext | None] = ContextVar("slime_rollout_context", default=None)
 
 
+_GRADER_PROCESS = "slime.rewards.grader_worker"
+"""Main module of a grader process."""
+
+
 def current() -> RolloutContext:
-    """Returns the context of the running rollout. Raises `HookError` outside one."""
+    """Returns the context of the running rollout. Raises `HookError` outside one, with the place and what to do."""
     context = _CURRENT.get()
     if context is None:
-        raise HookError("slime.rollout.context.current() was called outside a rollout; call it from a hook")
+        raise HookError(f"current() of slime.rollout.context was called {_place_without_context()}")
     return context
+
+
+def _place_without_context() -> str:
+    """Returns where the caller of `current` runs and what it can do instead, as the end of a sentence."""
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if main is not None and main.name == _GRADER_PROCESS:
+        return (
+            "in a grader process, which has no rollout; a reward function can use its args and sample. To reward with "
+            "the engines, set sample.reward in the generate function or in --rollout-sample-hook-path"
+        )
+    if _is_importing():
+        return "while a module is imported, before any rollout; call it inside the generate function or the hook"
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        return (
+            f"in the thread {thread.name}, which has no rollout; call it before the thread starts and pass the result, "
+            "or start the thread with asyncio.to_thread"
+        )
+    return "outside a rollout; call it in a generate function, a sample hook, a filter or a rollout function"
+
+
+def _is_importing() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.guard import supervised
-from slime.rollout.sample_metrics import pass_rates, sample_metrics, spread, turn_metrics
+from slime.rollout.sample_metrics import empty_turn_metrics, pass_rates, sample_metrics, spread, turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
@@ -155,6 +155,7 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
         **counts,
         **spread(f"{name}/response_len", [s.effective_response_length for s in finished]),
         **turn_metrics(name, finished),
+        **empty_turn_metrics(f"{name}/num_empty_turns", finished),
     }
     by_prompt: dict[int | None, list[Sample]] = {}
     for sample in finished:

@@ -49,6 +49,7 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
+from slime.rollout.sample_metrics import count_empty_turns
 from slime.rollout.traces import traced, traced_execution
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.types import DynamicFilterOutput
@@ -168,7 +169,8 @@ async def run_execution(
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, transcript = sample.copy(), Transcript.behind(sample)
     token, num_pauses = TRANSCRIPT.set(transcript), count_pauses(context)
-    limited = LIMITS.set(Limits.of(context.args, transcript, evaluation=evaluation, dataset=dataset))
+    limits = Limits.of(context.args, transcript, evaluation=evaluation, dataset=dataset)
+    limited = LIMITS.set(limits)
     try:
         with traced_execution(group=one.group_index, index=one.index, attempts=attempts, evaluation=evaluation):
             ended = await _generate_and_score(context, sample, before, params, hook, evaluation=evaluation)
@@ -187,6 +189,8 @@ async def run_execution(
         return ended
     if transcript.taken_back or _grader_was_interrupted(context, num_pauses, ended):
         return _interrupted(before)
+    if ended.outcome in (Outcome.FINISHED, Outcome.UNSCORED):
+        count_empty_turns(ended.samples[0], limits.spent)
     if ended.reason:
         context.progress.failed(ended.reason)
     return ended

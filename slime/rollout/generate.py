@@ -10,6 +10,7 @@ every response, whether it comes from the default `generate`, an agent or a func
 
 from __future__ import annotations
 
+from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ class Limits:
     """The model's context length. Engines refuse longer requests."""
     transcript: Transcript = field(default_factory=Transcript)
     """Records the tokens that the execution has sampled so far."""
+    spent: Counter[str] = field(default_factory=Counter)
+    """Limit (a key of `EMPTY_TURNS`) -> number of turns for which it left no token."""
 
     @classmethod
     def of(
@@ -69,12 +72,18 @@ class Limits:
 
         `most`: limit for the whole response. `begun`: number of response tokens so far, included in `num_read`.
         """
-        if self.served is not None and num_read >= self.served - MARGIN:
-            return 0
-        left = [most - begun, *(one - num_read for one in (self.served, self.max_context_len) if one is not None)]
+        left = {}
+        if self.served is not None:
+            room = self.served - num_read
+            left["model_context"] = room if room > MARGIN else 0
+        if self.max_context_len is not None:
+            left["max_context_len"] = self.max_context_len - num_read
         if self.max_total_response_len is not None:
-            left.append(self._left_in_all())
-        return max(0, min(left))
+            left["max_total_response_len"] = self._left_in_all()
+        shortest = min(left, key=lambda name: left[name], default=None)
+        if shortest is not None and left[shortest] <= 0 < most and not begun:
+            self.spent[shortest] += 1
+        return max(0, min(most - begun, *left.values()) if left else most - begun)
 
     def _left_in_all(self) -> int:
         assert self.max_total_response_len is not None, "the limit is not set"

@@ -49,6 +49,26 @@ def expect_tools(sample: Sample) -> None:
     counts.setdefault("tool_errors", 0)
 
 
+EMPTY_TURNS = ("max_context_len", "max_total_response_len", "model_context", "agent_max_turns")
+"""The limits that can leave a turn without any token: the conversation's, the execution's and the model's number of
+tokens, and the number of turns.
+"""
+
+
+def count_empty_turns(sample: Sample, spent: Mapping[str, int]) -> None:
+    """Adds the turns of an execution that got no token. `spent`: limit (of `EMPTY_TURNS`) -> number of turns."""
+    if spent:
+        sample.metadata.setdefault(TURN_COUNTS, {}).update({f"empty_by_{name}": num for name, num in spent.items()})
+
+
+def empty_turn_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns the number of turns without a token under `name`, and per limit under `name/` if there are any."""
+    counts = [_counts(sample) for sample in samples]
+    by = {limit: float(sum(one.get(f"empty_by_{limit}", 0) for one in counts)) for limit in EMPTY_TURNS}
+    num = sum(by.values())
+    return {name: num} | ({f"{name}/{limit}": value for limit, value in by.items()} if num else {})
+
+
 def num_turns(sample: Sample) -> int:
     """Returns the number of turns reported by the generate function, else the number of runs of sampled tokens."""
     reported = _counts(sample).get("turns")
@@ -176,6 +196,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }
+    metrics |= empty_turn_metrics("rollout/num_empty_turns", samples)
     metrics |= {**turn_metrics("rollout", samples), **_optional_metrics(args, groups)}
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)

@@ -46,6 +46,7 @@ from slime.settings.megatron import DOCS, FIXED, OF_CHECKPOINT, SLIME_DEFAULTS, 
 from slime.settings.public_flags import FOREIGN_NAMES, tables
 from slime.settings.resolve import passed_settings, resolve
 from slime.settings.roles import resolve_roles
+from slime.settings.rules import likely_mistakes
 from slime.settings.schema import load, owned_spellings
 
 
@@ -386,6 +387,8 @@ def explain_args(args: Args) -> str:
         lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
     idle = [f"  {name} {text}" for name, text in args.idle.items()]
     told = ["Set, but without effect:", *idle, ""] if idle else []
+    if mistakes := likely_mistakes(args):
+        told += ["Probably not what you want:", *(f"  {text}" for text in mistakes), ""]
     return "\n".join([*told, "Set, loaded and derived:", *lines[False], "", "Defaults:", *lines[True]])
 
 

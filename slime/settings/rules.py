@@ -23,7 +23,7 @@ from slime.settings.conditions import (
     minimises_policy_loss,
 )
 from slime.settings.custom_yaml import FREE, NEAR
-from slime.settings.data_files import check_data, files_of, first_row_names, scheme_of
+from slime.settings.data_files import check_data, files_of, first_row_names, scheme_of, split_spec
 from slime.settings.eval_config import eval_datasets
 from slime.settings.fields import Rule, refuse_if
 from slime.settings.flags import EXECUTIONS
@@ -250,6 +250,19 @@ def sampled_distribution_is_trained(args: Args) -> str | None:
     )
 
 
+def _trains_samples(s: Any) -> bool:
+    return s.num_rollout != 0 and not s.debug_rollout_only and not fine_tunes(s)
+
+
+def stop_strings_have_text(args: Args) -> str | None:
+    given = [("--rollout-stop", args.rollout_stop)]
+    given += [(f"stop of evaluation data {one.name}", one.stop) for one in eval_datasets(args)]
+    name = next((name for name, strings in given if "" in (strings or ())), None)
+    if name is None:
+        return None
+    return f"{name} contains an empty string, which would end every response at its first token; drop that string"
+
+
 def something_is_trained(args: Args) -> str | None:
     """Without advantages the policy loss is zero, so only a KL loss or an entropy bonus can train."""
     trains = args.num_rollout != 0 and minimises_policy_loss(args) and not args.debug_rollout_only
@@ -287,13 +300,17 @@ def rewards_are_defined(args: Args) -> str | None:
         return "--rm-type remote_rm needs --rm-url; set it to the grader's URL"
     if args.group_rm and not args.custom_rm_path:
         return "--group-rm needs --custom-rm-path: the built-in graders score one sample at a time"
-    if not needs or args.rm_type or args.custom_rm_path or args.custom_generate_function_path:
+    own = args.custom_rm_path or args.custom_generate_function_path or args.rollout_sample_hook_path
+    if not needs or args.rm_type or own:  # your function may set `sample.reward`; an unscored sample is an error later
         return None
     if args.rollout_function_path != DEFAULT_ROLLOUT or not reads_prompt_data(args):
         return None
     if first_row_names(args.prompt_data or "", "rm_type"):
         return None
-    return "nothing would score the samples; set --rm-type or --custom-rm-path"
+    return (
+        "nothing would score the samples; set --rm-type or --custom-rm-path, or set sample.reward in "
+        "--custom-generate-function-path or --rollout-sample-hook-path"
+    )
 
 
 def prompts_exist(args: Args) -> str | None:
@@ -407,6 +424,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     sampled_distribution_is_trained,
+    refuse_if(
+        lambda s: s.rollout_top_k == 1 and _trains_samples(s),
+        "rollout_top_k 1 does not work with training: all samples of a prompt would be the same greedy response, and "
+        "a token without an alternative has no gradient; raise --rollout-top-k (--eval-top-k 1 is fine)",
+    ),
+    stop_strings_have_text,
     something_is_trained,
     advantages_can_differ_from_zero,
     refuse_if(
@@ -426,3 +449,110 @@ RULES: tuple[Rule, ...] = (
     responses_fit_the_model,
     free_keys_have_a_reader,
 )
+
+# --- Likely mistakes: settings that can be meant, but usually train something else than the user believes
+
+LONG_RUN_STEPS = 20
+"""A run with this many steps needs checkpoints before its last step."""
+LEAST_LORA_LR = 1e-5
+"""Adapters need about ten times the learning rate of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)."""
+
+
+def _trains(s: Any) -> bool:
+    return s.num_rollout != 0 and not s.debug_rollout_only
+
+
+def learning_rate_is_zero(args: Args) -> str | None:
+    if not _trains(args) or args.megatron["lr"] != 0:
+        return None
+    return "lr is 0, so the weights never change; set --lr above 0, unless you only want to measure"
+
+
+def warm_up_outlasts_the_run(args: Args) -> str | None:
+    warm_up, steps = args.megatron["lr_warmup_iters"] or 0, args.megatron["train_iters"]
+    if not _trains(args) or not steps or warm_up <= steps:
+        return None
+    return (
+        f"lr_warmup_iters {warm_up} is above the {steps} optimizer steps of the run, so the learning rate never "
+        f"reaches lr {args.megatron['lr']:g}; lower --lr-warmup-iters, or raise --num-rollout"
+    )
+
+
+def adapters_learn_slowly(args: Args) -> str | None:
+    rate = args.megatron["lr"]
+    if not _trains(args) or args.lora_rank is None or not rate or rate >= LEAST_LORA_LR:
+        return None
+    return (
+        f"lr {rate:g} is a learning rate for full fine-tuning, but --lora-rank {args.lora_rank} trains adapters, "
+        "which need about ten times as much and would hardly change; raise --lr, for example to 1e-4"
+    )
+
+
+def kl_loss_has_no_weight(args: Args) -> str | None:
+    if not _trains(args) or not minimises_policy_loss(args) or not args.use_kl_loss:
+        return None
+    if args.kl_loss_coef or args.was_given("kl_loss_coef"):
+        return None
+    return (
+        "--use-kl-loss without --kl-loss-coef only logs the KL to the reference and does not keep the policy close to "
+        "it; set --kl-loss-coef (0 if this is meant), or drop --use-kl-loss"
+    )
+
+
+def grader_is_replaced(args: Args) -> str | None:
+    if args.custom_rm_path is None or not args.was_given("rm_type"):
+        return None
+    return (
+        f"--rm-type {args.rm_type} grades nothing, because --custom-rm-path {args.custom_rm_path} grades every sample; "
+        "drop one of the two"
+    )
+
+
+def only_the_end_is_saved(args: Args) -> str | None:
+    if not _trains(args) or args.save is None or args.save_interval is not None or args.num_rollout < LONG_RUN_STEPS:
+        return None
+    return (
+        f"--save without --save-interval saves only after the last of {args.num_rollout} steps, so an interrupted run "
+        f"loses everything; set --save-interval ({args.num_rollout} if this is meant)"
+    )
+
+
+_LONG = 10**12
+"""Assumed number of rows of a dataset, which decides whether two slices have rows in common."""
+
+
+def evaluates_training_data(args: Args) -> str | None:
+    if not _trains(args) or args.eval_interval is None or args.prompt_data is None or scheme_of(args.prompt_data):
+        return None
+    trained, rows = set(map(os.path.realpath, files_of(args.prompt_data))), _rows(args.prompt_data)
+    for one in eval_datasets(args):
+        files = [] if scheme_of(one.path) else files_of(one.path)
+        both = next((file for file in files if os.path.realpath(file) in trained), None)
+        there = _rows(one.path)
+        if both is None or rows.start >= there.stop or there.start >= rows.stop:
+            continue
+        return (
+            f"evaluation data {one.name} reads rows of {both} that --prompt-data trains on, so its score says nothing "
+            "about new prompts; use other rows, for example the slices FILE@[:-200] and FILE@[-200:]"
+        )
+    return None
+
+
+def _rows(spec: str) -> range:
+    return range(*split_spec(spec)[1].indices(_LONG))
+
+
+LIKELY_MISTAKES: tuple[Rule, ...] = (
+    learning_rate_is_zero,
+    warm_up_outlasts_the_run,
+    adapters_learn_slowly,
+    kl_loss_has_no_weight,
+    grader_is_replaced,
+    only_the_end_is_saved,
+    evaluates_training_data,
+)
+
+
+def likely_mistakes(args: Args) -> list[str]:
+    """Returns a warning for each setting that probably does something else than the user wants."""
+    return [text for rule in LIKELY_MISTAKES if (text := rule(args)) is not None]

@@ -527,8 +527,10 @@ class Adapter:
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
         if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
+            found.limits.spent["agent_max_turns"] += 1
             found.refuse(f"the execution has reached its limit of {found.max_turns} turns")
         if found.limits.are_spent and not found.refuses:
+            found.limits.spent["max_total_response_len"] += 1
             found.refuse(f"the execution has reached its limit of {found.limits.max_total_response_len} sampled tokens")
         if found.refuses:
             raise BadRequest(found.refuses)

@@ -21,12 +21,12 @@ import re
 import shutil
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from slime.core import lease
@@ -69,7 +69,7 @@ class HashedFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         with self._file:
             self._file.flush()
@@ -98,12 +98,18 @@ def begin(root: Path, rollout_id: int) -> Path:
     return parts
 
 
-def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None) -> Path:
+def commit(
+    parts: Path,
+    rollout_id: int,
+    seals: Mapping[str, Seal] | None = None,
+    *,
+    settings: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Path:
     """Turns `parts` into a checkpoint: hashes, manifest, rename, `latest`. Call it once, after all files are written.
 
     `seals` maps paths relative to `parts` to the seals of files that were hashed and flushed as they were written. All
-    other files are hashed and flushed here. Raises `CheckpointError` if files are missing or differ from their seals,
-    or if another run has taken over the folder.
+    other files are hashed and flushed here. `settings`: see `settings_of`. Raises `CheckpointError` if files are
+    missing or differ from their seals, or if another run has taken over the folder.
     """
     lease.check(parts.parent)
     files = {str(f.relative_to(parts)): f for f in sorted(parts.rglob("*")) if f.is_file() and f.name != MANIFEST}
@@ -117,7 +123,7 @@ def commit(parts: Path, rollout_id: int, seals: Mapping[str, Seal] | None = None
     odd = sorted(n for n, seal in entries.items() if n not in files or files[n].stat().st_size != seal["bytes"])
     if odd:
         raise CheckpointError(f"{odd} in {parts} are missing or have the wrong size; is the disk full?")
-    manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries}
+    manifest = {"rollout_id": rollout_id, "committed_ns": time.time_ns(), "files": entries, "settings": {**settings}}
     write_json(parts / MANIFEST, manifest | {"sha256": _json_sha256(manifest)}, indent=1)
     for folder in (*(f for f in parts.rglob("*") if f.is_dir()), parts):
         sync_to_disk(folder)
@@ -192,6 +198,11 @@ def latest(root: Path) -> Checkpoint | None:
         if (root / name / MANIFEST).is_file():
             return Checkpoint(root / name, int(record["rollout_id"]))
     raise CheckpointError(f"{named} points to {record['path']}, which is missing or has no {MANIFEST}{_offer(root)}")
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Returns the settings with which the checkpoint at `path` was trained, as far as `commit` was given them."""
+    return dict(read_checkpoint_json(path / MANIFEST).get("settings") or {})
 
 
 def find(root: Path, rollout_id: int | None = None) -> Checkpoint | None:

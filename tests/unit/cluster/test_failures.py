@@ -21,13 +21,15 @@ from slime.cluster import memory_watch
 from slime.cluster import waiting as failures
 from slime.cluster.launch_run import how_to_resume, resume_command
 from slime.cluster.memory_watch import MemoryWatch
+from slime.cluster.preflight import preflight
 from slime.cluster.start_actors import StartProgress, Waiting
 from slime.core import blame
-from slime.core.errors import ActorDied, ActorFailed
+from slime.core.errors import ActorDied, ActorFailed, ConfigError
 from slime.core.processes import RUN_ID_ENV
 from slime.observability.progress import StartUp
 from slime.serving.server import engine_phase
 from slime.training.state import checkpoint
+from tests.support.rollout import rollout_args
 
 
 @pytest.mark.parametrize("step", [["--ckpt-step", "3"], ["--ckpt_step", "3"], ["--ckpt_step=3"]])
@@ -48,6 +50,9 @@ def run_args(**given: Any) -> Any:
         "save": None,
         "run_dir": "runs/a",
         "command": ("slime", "train"),
+        "load": None,
+        "start_rollout_id": None,
+        "was_given": lambda name: False,
     }
     return SimpleNamespace(**{**usual, **given})
 
@@ -63,6 +68,26 @@ def test_what_can_be_resumed_is_told_and_nothing_else(tmp_path: Path) -> None:
     assert told.startswith("step_000002 is saved; to continue with step 3: slime train --load ")
     assert how_to_resume(run_args(save=str(tmp_path), num_rollout=3), stopped=True) == "", "the run was done"
     assert how_to_resume(run_args(debug_rollout_only=True), stopped=True) == ""
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_whether_its_command_can_be_started_again(
+    tmp_path: Path,
+) -> None:
+    """Law: what the last line promises is what the checks of the next start do."""
+    save, metrics = str(tmp_path / "save"), tmp_path / "run" / "metrics.jsonl"
+    flags = ["--save", save, "--no-apply-chat-template"]
+    args = rollout_args(tmp_path, *flags)
+    metrics.parent.mkdir()
+    metrics.touch()
+    assert how_to_resume(args, stopped=True).endswith("; the same command starts over with step 0")
+    preflight(args)
+    metrics.write_text('{"eval/step": -1}\n')
+    assert "choose a new --run-dir or delete" in how_to_resume(args, stopped=True)
+    with pytest.raises(ConfigError, match=r"but --save .* contains no checkpoint from which to continue; choose a new"):
+        preflight(args)
+    args = rollout_args(tmp_path, *flags, "--load", save)
+    assert how_to_resume(args, stopped=True).endswith("; the same command starts over with step 0")
+    preflight(args)
 
 
 def test_an_error_in_a_users_function_is_one_sentence_with_its_line() -> None:

@@ -128,7 +128,8 @@ def test_a_run_folder_is_used_once_metrics_are_in_it(words: Words, tmp_path: Pat
     (run / "metrics.jsonl").write_text("")
     assert told(words()) == ""
     (run / "metrics.jsonl").write_text('{"rollout/step": 0}\n')
-    assert "--load" in told(words()) and "--load" in told(words("--save", str(save)))
+    assert "--load" in told(words())
+    assert f"--save {save} contains no checkpoint from which to continue" in told(words("--save", str(save)))
     assert told(words("--save", str(save), "--load", str(save))) == "", "killed before its first checkpoint"
 
 

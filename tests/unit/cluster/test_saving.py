@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.launch_run import saves_nothing
-from slime.cluster.saving import Saver
+from slime.cluster.saving import Saver, changed_settings, compared_settings
 from slime.training.state import checkpoint
 from tests.support.rollout import rollout_args
 
@@ -45,3 +45,25 @@ def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str
 def test_a_run_says_if_its_weights_will_be_lost(tmp_path: Path, flags: list[str], lost: bool) -> None:
     flags = [str(tmp_path / word) if not word.startswith("-") else word for word in flags]
     assert saves_nothing(rollout_args(tmp_path, *flags)) is lost
+
+
+def test_a_resumed_run_says_which_settings_changed_and_what_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    """The expected line is written by hand."""
+    before = compared_settings(rollout_args(tmp_path, "--lr", "1e-6"))
+    parts = checkpoint.begin(tmp_path / "save", 3)
+    (parts / "rank_00000.json").write_text("{}")
+    kept = checkpoint.settings_of(checkpoint.commit(parts, 3, settings=before))
+    assert changed_settings(rollout_args(tmp_path, "--lr", "1e-6"), kept, 4) is None
+    new = ["--lr", "5e-7", "--num-rollout", "20"]
+    assert changed_settings(rollout_args(tmp_path, *new), kept, 4) == (
+        "changed since the checkpoint: lr 1e-06 -> 5e-07, num_rollout 9 -> 20; the new values apply from step 4 on, "
+        "while weights, moments, data position and the position in the learning-rate schedule come from the checkpoint"
+    )
+    told = changed_settings(rollout_args(tmp_path, *new, "--load", str(tmp_path / "save"), "--no-load-optim"), kept, 4)
+    assert told is not None and "moments and schedule start over (--no-load-optim)" in told
+    assert changed_settings(rollout_args(tmp_path, *new), {}, 4) is None, "an older checkpoint names no settings"
+
+
+def test_the_length_of_a_schedule_counts_only_if_it_decays(tmp_path: Path) -> None:
+    assert "lr_decay_iters" not in compared_settings(rollout_args(tmp_path))
+    assert compared_settings(rollout_args(tmp_path, "--lr-decay-style", "cosine"))["lr_decay_iters"] == 9

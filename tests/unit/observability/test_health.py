@@ -16,6 +16,7 @@ from tests.support.made_runs import made_run
 
 STD, REWARD, TRUNCATED = "rollout/raw_reward_std", "rollout/raw_reward", "rollout/truncated_ratio"
 ENTROPY, MISMATCH = "train/entropy_loss", "train/train_rollout_logprob_abs_diff_current"
+EMPTY, SPENT, SAMPLES = "rollout/num_empty_turns", "rollout/num_empty_turns/max_context_len", "rollout/num_samples"
 PROBE = "probe/train_rollout_logprob_abs_diff_mean"
 
 
@@ -29,6 +30,7 @@ def rows(axis: str, **values: Sequence[float]) -> list[Mapping[str, float]]:
 WRONG = {
     "equal rewards": rows("rollout/step", STD=[0.4, 0, 0], REWARD=[0.5, 0, 0]),
     "truncation": rows("rollout/step", TRUNCATED=[0.2, 0.6, 0.7, 0.8]),
+    "turns without tokens": rows("rollout/step", EMPTY=[0, 9], SPENT=[0, 9], SAMPLES=[64, 64]),
     "entropy collapse": rows("train/step", ENTROPY=[0.8, 0.9, 0.7, 0.3, 0.01, 0.01, 0.01]),
     "rising mismatch": rows("train/step", MISMATCH=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),
     "rising mismatch of the probe": rows("rollout/step", PROBE=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),
@@ -37,6 +39,7 @@ WELL = {
     "one step without a reward": rows("rollout/step", STD=[0.4, 0, 0.4, 0], REWARD=[0.5, 0, 0.5, 0]),
     "half of a small batch is truncated, twice": rows("rollout/step", TRUNCATED=[0.9, 0.8, 0.5, 0.9, 0.2]),
     "always truncated to exactly half": rows("rollout/step", TRUNCATED=[0.5] * 9),
+    "a few long executions": rows("rollout/step", EMPTY=[3] * 9, SPENT=[3] * 9, SAMPLES=[64] * 9),
     "entropy falls while the task is learnt": rows("train/step", ENTROPY=[0.8, 0.5, 0.3, 0.2, 0.15, 0.1, 0.09]),
     "a sharp policy from the start": rows("train/step", ENTROPY=[0.02] * 9),
     "float32 rounds": rows("train/step", MISMATCH=[1e-7, 1e-7, 1e-7, 5e-7, 9e-7, 2e-6, 5e-6]),
@@ -55,6 +58,13 @@ def test_what_is_wrong_is_found_once_and_says_what_to_do(kind: str) -> None:
 @pytest.mark.parametrize("case", WELL)
 def test_what_a_good_run_does_is_no_warning(case: str) -> None:
     assert findings(WELL[case]) == []
+
+
+def test_a_spent_limit_is_named() -> None:
+    (found,) = findings(WRONG["turns without tokens"])
+    assert (
+        found.text.startswith("9 turns of 64 samples got no token") and "9 by --rollout-max-context-len" in found.text
+    )
 
 
 def test_a_solved_task_may_be_sure_of_itself() -> None:

@@ -590,7 +590,7 @@ def test_the_row_chooses_its_grader() -> None:
         assert await pool.score(sample) == Scored(1.0)
         with pytest.raises(ConfigError, match="is not a grader"):
             await pool.score(Sample(metadata={"rm_type": "exact_mach"}))
-        with pytest.raises(ConfigError, match="no grader is set"):
+        with pytest.raises(ConfigError, match="sample None has no reward and no grader is set for it"):
             await pool.score(Sample())
 
     with_pool(work)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.core.errors import EngineError, HookError
+from slime.core.errors import ConfigError, EngineError, HookError
 from slime.core.sample import Group, Sample, Status
 from slime.rollout.filters import check_reward_nonzero_std_with_fallback, rewards_by_execution
 from slime.rollout.manager import RolloutManager
@@ -287,3 +287,33 @@ def test_a_fan_out_group_goes_through_json_unchanged() -> None:
     again = DataBuffer(None, n_samples_per_prompt=2)
     again.load_state_dict(buffer.state_dict())
     assert [(s.index, s.reward) for s in again.get_groups(1)[0].samples] == [(s.index, s.reward) for s in samples]
+
+
+HALF = """
+def every(args, sample):
+    sample.reward = float(sample.index % 2)
+
+def some(args, sample):
+    sample.reward = 1.0 if sample.index % 2 else None
+"""
+
+
+def test_a_run_whose_hook_gives_every_reward_needs_no_grader(tmp_path: Path) -> None:
+    """A sample that comes without a reward all the same ends the run with a sentence."""
+    file = tmp_path / "hook.py"
+    file.write_text(HALF)
+
+    def batch_of(hook: str) -> Any:
+        args = rollout_args(tmp_path, "--rm-type", "none", "--rollout-sample-hook-path", f"{file}:{hook}")
+
+        async def work(manager: RolloutManager) -> Any:
+            return (await manager.generate(0))[0]
+
+        return asyncio.run(with_manager(args, FakeEngine(), work))
+
+    rewards = {s.index: s.reward for s in batch_of("every").samples}
+    assert len(rewards) == 8 and all((reward > 0) == bool(index % 2) for index, reward in rewards.items())
+    with pytest.raises(ConfigError, match=r"sample \d+ has no reward and no grader is set for it; .* in every case"):
+        batch_of("some")
+    with pytest.raises(ConfigError, match=r"nothing would score the samples; .* or set sample.reward in"):
+        rollout_args(tmp_path, "--rm-type", "none")

@@ -15,6 +15,7 @@ from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.observability.run_folder import RunFolder
 from slime.observability.samples import ShownSample, read_samples
 from slime.observability.tracker import Tracker
+from slime.rollout.generate import Limits
 from slime.rollout.manager import RolloutManager
 from slime.rollout.sample_metrics import (
     count_tool_call,
@@ -223,3 +224,48 @@ def test_a_sample_that_starts_over_has_called_nothing() -> None:
     count_tool_call(sample, failed=True)
     assert tool_counts(Sample.from_dict(json.loads(sample.to_json()))) == tool_counts(sample), "a checkpoint lost them"
     assert "turn_counts" not in reset(sample).metadata
+
+
+def test_a_turn_that_gets_no_token_is_counted_by_the_limit_that_left_none(tmp_path: Path) -> None:
+    """The first turn spends all 8 tokens, so two of three turns of each of 8 executions are empty."""
+    file = tmp_path / "turns.py"
+    file.write_text(
+        "from slime.rollout.generate import generate\n"
+        "async def three(args, sample, sampling_params):\n"
+        "    for _ in range(3):\n"
+        "        sample = await generate(args, sample, sampling_params)\n"
+        "        sample.append_response_tokens([5], text='r')\n"
+        "    return sample\n"
+    )
+    flags = ["--custom-generate-function-path", f"{file}:three", "--rollout-max-total-response-len"]
+
+    def metrics_of(most: str) -> Any:
+        async def work(manager: RolloutManager) -> Any:
+            return (await manager.generate(0))[1]
+
+        return asyncio.run(with_manager(rollout_args(tmp_path, *flags, most), FakeEngine(), work))
+
+    spent = metrics_of("8")
+    assert spent["rollout/num_empty_turns"] == spent["rollout/num_empty_turns/max_total_response_len"] == 16
+    assert spent["rollout/num_empty_turns/max_context_len"] == 0
+    enough = metrics_of("24")
+    assert enough["rollout/num_empty_turns"] == 0 and "rollout/num_empty_turns/max_context_len" not in enough
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_read", "begun", "told"),
+    [
+        ({"served": 100}, 94, 0, {"model_context": 1}),
+        ({"served": 100}, 93, 0, {}),
+        ({"max_context_len": 20, "served": 100}, 20, 0, {"max_context_len": 1}),
+        ({"max_context_len": 20}, 20, 4, {}),
+    ],
+)
+def test_only_a_turn_without_any_token_is_empty(
+    limits: dict[str, int], num_read: int, begun: int, told: dict[str, int]
+) -> None:
+    """What ends an answer in its middle is a truncation."""
+    one = Limits(**limits)
+    one.next_answer(8, num_read, begun)
+    one.next_answer(0, num_read)
+    assert one.spent == told
