@@ -45,14 +45,20 @@ SECTIONS = ("The path", "Guides", "Reference")
 """Sections of docs/index.md whose lists are the navigation."""
 TITLES = {"fails": "refused, as it should be", "setup": "once"}
 """Titles of blocks of code that mean something to the tests -> what a reader sees."""
-OUTSIDE = re.compile(r"\]\((?:\.\./)+(?!docs/)([^)#]*)(?:#[^)]*)?\)")
-"""A link to a file outside docs/."""
+
+
+def outside(page: str) -> re.Pattern[str]:
+    """Matches a link to a file outside docs/, in a page named by its path below docs/."""
+    up = r"\.\./" * (page.count("/") + 1)
+    return re.compile(rf"\]\({up}(?!docs/|\.)([^)#]*)(?:#[^)]*)?\)")
 
 
 def entries_of(section: str) -> list[tuple[str, str]]:
     """The list of a section of docs/index.md: name, and page without the suffix."""
     text = (DOCS / "index.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^(?:-|\d\.) \[([^\]]+)\]\(([^)]+)\.md\)", text, re.M)
+    listed = re.findall(r"^(?:-|\d\.) \[([^\]]+)\]\(([^)]+)\.md\)", text, re.M)
+    pages = sorted((DOCS / "path").glob("*.md")) if section == "The path" and not listed else []
+    return listed or [(page.read_text().partition("\n")[0].lstrip("# "), f"path/{page.stem}") for page in pages]
 
 
 def navigation() -> str:
@@ -72,10 +78,10 @@ def prepare(app: Sphinx, page: str, source: list[str]) -> None:
         source[0],
         flags=re.M,
     )
-    for target in OUTSIDE.findall(text):
+    for target in outside(page).findall(text):
         if not (ROOT / target).exists():
             logging.getLogger(__name__).warning("there is no %s in the repository", target, location=page)
-    text = OUTSIDE.sub(r"](repository:\1)", text)
+    text = outside(page).sub(r"](repository:\1)", text)
     text = re.sub(r"\[\w+\.md\]\(", "[](", text)  # the title of the page or section instead of the file's name
     source[0] = text + (navigation() if page == root_doc else "")
 
@@ -91,7 +97,8 @@ def lead_to_files(app: Sphinx, document: nodes.document, page: str) -> None:
 
 def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file outside docs/ that a page links to; for a folder, a page for each of its files."""
-    linked = {m.rstrip("/") for page in DOCS.rglob("*.md") for m in OUTSIDE.findall(page.read_text())}
+    texts = {page.relative_to(DOCS).as_posix(): page.read_text() for page in DOCS.rglob("*.md")}
+    linked = {target.rstrip("/") for page, text in texts.items() for target in outside(page).findall(text)}
     folders = {name for name in linked if (ROOT / name).is_dir()}
     for folder in sorted(folders):
         inside = sorted(p for p in (ROOT / folder).iterdir() if p.suffix == ".py" and p.stat().st_size)

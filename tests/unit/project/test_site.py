@@ -20,8 +20,10 @@ LOOKED_FOR, *LISTS = re.split(r"^## (?=The path$|Guides$|Reference$)", (DOCS / "
 
 
 def test_each_page_is_in_the_navigation_once() -> None:
+    in_path = "## The path\n" in (DOCS / "index.md").read_text()  # without that list, its pages stand in their order
+    pages = {page for page in PAGES if in_path or not page.startswith("path/")}
     listed = Counter(re.findall(r"^(?:-|\d\.) \[[^\]]+\]\(([^)]+)\)", "\n".join(LISTS), re.M))
-    assert listed == Counter(PAGES), "each page belongs into one list of docs/index.md: The path, Guides or Reference"
+    assert listed == Counter(pages), "each page belongs into one list of docs/index.md: The path, Guides or Reference"
 
 
 def test_the_index_leads_to_each_page() -> None:
