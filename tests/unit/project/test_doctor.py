@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from slime import __version__
-from slime.cli.doctor import FAIL, OK, check_import, check_loopback, find_all, how_to_install
+from slime.cli.doctor import FAIL, MIN_MEMORY_BYTES, OK, check_import, check_loopback, find_all, how_to_install
 from slime.cli.main import build_parser, main
 
+ROOT = Path(__file__).parents[3]
 WHEEL = f"slime-{__version__}-py3-none-any.whl"
 
 
@@ -27,6 +29,11 @@ def test_without_a_checkout_nobody_is_sent_to_its_makefile(tmp_path: Path) -> No
     assert how_to_install("ray", tmp_path) == (
         f"on a CPU: pip install '{WHEEL}[cpu]'; on GPUs: pip install '{WHEEL}[gpu]'"
     )
+
+
+def test_the_installation_asks_for_the_memory_that_the_doctor_asks_for() -> None:
+    asked = re.findall(r"(\d+) GB of free memory", (ROOT / "docs" / "install.md").read_text())
+    assert asked == [str(MIN_MEMORY_BYTES // 10**9)]
 
 
 def test_this_machine_is_looked_at_quickly() -> None:
