@@ -22,7 +22,7 @@ does not unpack them itself (`recipes.demo.prepare`), its folder has them from t
 its folder has the checkout beside it under that name.
 
 All commands of a page share one time limit (`--timeout-s`). Processes that still run at the end of a page are ended.
-The files of a page that failed are kept.
+The files of a page that failed are kept, and with `--keep` all, beside what each block printed (`path-record/<n>.out`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GRACE_S = 30.0
 """How long the processes of a page may take to end by themselves once they are asked to."""
 
 FENCE = re.compile(r"^```")
-NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\d+")
+NUMBER = re.compile(r"(?<![A-Za-z_])[<>]?[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\d+")
 LEFT_OUT = ("...", "…")
 
 
@@ -255,6 +255,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("pages", nargs="*", type=Path, help="default: docs/path/*.md of this checkout")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="time limit of one page (%(default)g)")
+    parser.add_argument("--keep", action="store_true", help="keep the files and what was printed of every page")
     given = parser.parse_args(words)
     pages = given.pages or sorted((ROOT / "docs" / "path").glob("*.md"))
     if not pages:
@@ -274,7 +275,8 @@ def main(words: list[str] | None = None) -> int:
             )
         else:
             print(f"{page}: passed in {time.monotonic() - began:.0f} s", flush=True)
-            shutil.rmtree(above)
+            if not given.keep:
+                shutil.rmtree(above)
     print(f"{len(pages) - len(failed)} of {len(pages)} pages passed")
     return 1 if failed else 0
 

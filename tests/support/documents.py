@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ TEXTS = [
 
 SHELLS = ("", "bash", "sh")
 """Languages of the blocks of a document that hold commands; a block with the title "fails" shows a mistake."""
+
+ENDS_OF_COMMANDS = (">", ">>", "2>", "|", "||", "&&", "&")
 
 
 def text_of(path: Path) -> str:
@@ -49,6 +52,7 @@ def commands_of(path: Path) -> Iterator[list[str]]:
         line = line.removeprefix("run ")  # of a recipe's host.sh
         if re.match(r"\s*(\"?\$PY\"?|python|slime|make|bash) ", line):
             words = shlex.split(line.replace('"$@"', "").replace("[", "").replace("]", ""), comments=True)
+            words = list(itertools.takewhile(lambda word: word not in ENDS_OF_COMMANDS, words))
             yield words[2:] if words[1:3] == ["-m", "slime"] else words
 
 

@@ -27,6 +27,8 @@ SECTION = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
 MAKE = re.compile(r"(?:`|^)make ([a-z-]+)", re.M)
 COMMAND = re.compile(r"`slime ([a-z][a-z-]*)(?=[ `])")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*)")
+MISTAKES = re.compile(r'^```(?:bash title="fails"|text title="output")$.*?^```$', re.M | re.S)
+"""Blocks of a page that show a mistake, and what slime says to it."""
 OF_LOOPS = {"--help", "--version", "--explain", "--override"}
 OF_DOCKER = {"--gpus", "--shm-size", "--ulimit", "--rm", "--target"}
 OF_OTHERS = {*OF_LOOPS, *OF_DOCKER, "--name", "--no-name", "--no-deps", "--index-url", "--local-dir", "--repo-type"}
@@ -75,7 +77,7 @@ def test_paths_links_targets_commands_and_flags_exist(document: Path) -> None:
     missing += [f"make {target}" for target in MAKE.findall(text) if target not in targets]
     missing += [f"slime {command}" for command in COMMAND.findall(text) if command not in subcommands()]
     known = known_flags()
-    taken = text.replace(refused_table(), "")  # whose flags are there to be found, and refused
+    taken = MISTAKES.sub("", text.replace(refused_table(), ""))  # whose flags are there to be found, and refused
     missing += [flag for flag in FLAG.findall(taken) if flag not in known and not flag.endswith("-")]
     assert not missing, f"{document.name} names what is not there: {missing}"
 
