@@ -11,6 +11,8 @@ PY          := $(VENV)/bin/python
 # work. All cores compile at the end, except what a run hardly imports.
 PIP         := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 UV          := $(or $(shell command -v uv),$(VENV)/bin/uv) pip install --quiet --python $(PY)
+# In a variable, because the comma would end an argument of call.
+OWN         := .[cpu,dev]
 INSTALL      = $(UV) $(1) || $(PIP) $(1)
 SELDOM      := transformers/models|anthropic|Cryptodome|fontTools|modelscope|mypy|numba|pandas
 COMPILE     := $(PY) -W ignore -m compileall -qq -j 0 -x 'site-packages/(.*/(tests?|multimodal_gen)|$(SELDOM))/'
@@ -36,7 +38,7 @@ $(STAMP): pyproject.toml $(PINS)
 	@echo "setting up $(VENV) (some minutes, once)"
 	$(PIP) 'pip>=25' uv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(call INSTALL,-c requirements/constraints.txt -e '.[cpu,dev]' '$(TORCH)')
+	$(call INSTALL,-c requirements/constraints.txt -e '$(OWN)' '$(TORCH)')
 	$(call INSTALL,--no-deps -r requirements/cpu-engines-no-deps.txt)
 	@$(COMPILE) "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true # some are templates
 	@touch $@

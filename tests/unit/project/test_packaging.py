@@ -76,3 +76,11 @@ def test_ci_is_executable_and_runs_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
+
+
+def test_make_hands_the_extras_to_the_installer_whole(tmp_path: Path) -> None:
+    """A comma in an argument of make's `call` would begin the next argument."""
+    command = ["make", "-n", "venv", f"VENV={tmp_path / 'venv'}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    line = next(line for line in shown.splitlines() if " -e " in line)
+    assert line.count("-e '.[cpu,dev]' 'torch==") == 2, line  # uv, and pip in its place
