@@ -28,5 +28,8 @@ run "$PY" -m slime train \
   "$DTYPE" \
   --override "$@"
 
-cat "$RUN_DIR/report.md"
-echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"
+# --explain and --help train nothing.
+if test -f "$RUN_DIR/report.md"; then
+  cat "$RUN_DIR/report.md"
+  echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"
+fi

@@ -278,18 +278,18 @@ def _options(command: Command, words: list[str]) -> argparse.Namespace:
 def _require_known(command: Command, words: Sequence[str]) -> None:
     """Raises `ConfigError` for a flag that belongs to a different command, or that misspells one of this command.
 
-    The loop knows neither. Flags of users' registry entries are known to it.
+    The loop knows neither. Only the loop knows the flags of users' registry entries.
     """
-    from slime.settings.all_flags import components, components_with, entries_named_on, flag_table
+    from slime.settings.all_flags import components, entries_named_on, flag_table
     from slime.settings.public_flags import FOREIGN_NAMES
     from slime.settings.schema import owned_spellings
 
     own = [name for name in parser_of(command)._option_string_actions if name.startswith("--")]
     names = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     suspects = {n: _with_own(n) for n in names if n not in own and (_with_own(n) or nearest(n, own))}
-    if not suspects or "--custom-config-path" in names:  # the file can name entries with more flags
-        return
-    table = flag_table(components_with(entries_named_on(words, components())))
+    if not suspects or "--custom-config-path" in names or any(entries_named_on(words, components()).values()):
+        return  # users' entries have more flags, and the file can name such entries
+    table = flag_table()
     for name, owner in suspects.items():
         if name in table.by_name or name[2:] in FOREIGN_NAMES or name in owned_spellings():
             continue

@@ -26,10 +26,12 @@ def run(options: argparse.Namespace) -> int:
     The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
     unknown recipe and for wrong flags, before anything is prepared.
     """
+    from slime.cli.loop_commands import import_from_here
     from slime.settings.command_line import EXPLAIN, parse_words
 
     if options.name not in names():
         raise ConfigError(f"there is no recipe {options.name}; choose from {', '.join(names())}")
+    import_from_here()
     parse_words([word for word in options.words if word != EXPLAIN])
     script = RECIPES / options.name / "run.sh"
     this_slime = str(Path(__file__).parents[2])  # the script's interpreter might import a different slime

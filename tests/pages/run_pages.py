@@ -46,7 +46,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1200.0
 UNPACK = "recipes.demo.prepare"
 GRACE_S = 30.0
 """How long the processes of a page may take to end by themselves once they are asked to."""

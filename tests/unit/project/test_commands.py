@@ -302,6 +302,30 @@ def test_a_module_with_a_name_of_pythons_own_is_refused(
     assert f"would import {here / 'random.py'} instead of" in capsys.readouterr().err
 
 
+ENTRY = """
+from dataclasses import dataclass
+from slime.algorithms.advantages import ESTIMATORS
+from slime.algorithms.advantages.grpo import GroupRelative
+
+@ESTIMATORS.register("mine")
+@dataclass(frozen=True, kw_only=True)
+class Mine(GroupRelative):
+    rank_scale: float = 1.0
+"""
+
+
+def test_a_registry_entry_is_imported_from_the_working_folder(here: Path, tmp_path: Path) -> None:
+    """Law: a module of the working folder is found by its name, as hooks are, and brings its own flags."""
+    (here / "my_pkg").mkdir()
+    (here / "my_pkg" / "__init__.py").write_text("")
+    (here / "my_pkg" / "mine.py").write_text(ENTRY)
+    command = [str(Path(sys.executable).with_name("slime")), "train", *complete(tmp_path), "--explain"]
+    command += ["--advantage-estimator", "my_pkg.mine:Mine", "--rank-scale", "0.5"]
+    shown = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "rank_scale = 0.5" in shown.stdout
+
+
 def test_serving_needs_no_data(tmp_path: Path) -> None:
     flags = complete(tmp_path)
     args = parse_args([*ONLY_SERVES, *flags[:2]])
