@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from slime.agent.parsers import known_format
 from slime.core.sample import Sample, Status
@@ -68,6 +69,20 @@ def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, An
 
     batch, metrics, tokenizer, turns = asyncio.run(with_manager(args, engine, work))
     return batch, metrics, tokenizer, turns, engine
+
+
+@pytest.mark.parametrize("content", ["First.", ""])
+def test_the_template_of_the_examples_writes_calls_as_qwen_does(content: str) -> None:
+    """The oracle is the template that comes with Qwen2.5, which is trained on calls in this format."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder("qwen2.5"))
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": 2}}} for a in (1, 3)]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+
+    def turn(template: str | None) -> str:
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return str(text).partition("<|im_start|>assistant\n")[2].rstrip("\n")
+
+    assert turn(Path("examples/tools.jinja").read_text()) == turn(None)
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, "qwen3"))
