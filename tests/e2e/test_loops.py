@@ -145,7 +145,7 @@ def test_the_start_is_told_by_phase_and_is_in_no_step(any_run: RealRun) -> None:
     for said in (
         "engines are up",
         "training ranks have loaded the model",
-        f"train {len(rows) - 1} ({num_steps(any_run)}/{num_steps(any_run)})",
+        f"train  step {len(rows) - 1} of 0..{num_steps(any_run) - 1}",
     ):
         assert said in log and said in any_run.output, said
 
