@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import ClassVar
+
+import pytest
 
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
@@ -33,3 +36,16 @@ class Watched(LocalSandbox):
             found = await self.exec(look)
             self.held.append(found.stdout)
         await super().__aexit__(*error)
+
+
+def require_confinement() -> None:
+    """Skips the test, with the sandbox's own reason, on a machine that cannot confine commands."""
+
+    async def look() -> None:
+        async with LocalSandbox():
+            pass
+
+    try:
+        asyncio.run(look())
+    except Unconfined as refusal:
+        pytest.skip(str(refusal))

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from recipes.coding_agent.tasks import TASKS, Task
-from slime.agent.sandbox.local import LocalSandbox
-from slime.core.errors import Unconfined
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import ScriptedModel
 from tests.support.chat_hooks import tokenizer_folder
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
-from tests.support.watched_sandbox import Watched
+from tests.support.watched_sandbox import Watched, require_confinement
 
 (ADD,) = [task for task in TASKS if task.function == "sums.add"]
 NOTHING = ""
@@ -43,14 +41,7 @@ class Answering(ScriptedModel):
 
 @pytest.fixture(autouse=True)
 def watched() -> None:
-    async def look() -> None:
-        async with LocalSandbox():
-            pass
-
-    try:
-        asyncio.run(look())
-    except Unconfined as refusal:
-        pytest.skip(str(refusal))
+    require_confinement()
     Watched.held, Watched.failing = [], 0
 
 

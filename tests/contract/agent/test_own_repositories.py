@@ -15,9 +15,10 @@ from recipes.coding_agent.generate import sandbox_of
 from recipes.coding_agent.prepare import main, require_room
 from recipes.coding_agent.repository import check, read_rows, row, write
 from slime.agent.sandbox.local import LocalSandbox
-from slime.core.errors import ConfigError, Unconfined
+from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
 from tests.support.marks import quick
+from tests.support.watched_sandbox import require_confinement
 
 SETTINGS = argparse.Namespace(coding_sandbox="local", coding_sandbox_settings={}, coding_max_sandboxes=2)
 ROOM = {"coding_max_context_tokens": 32768}
@@ -29,14 +30,7 @@ HIDDEN += "    def test(self):\n        self.assertEqual(double(4), 8)\n"
 
 @pytest.fixture
 def confined() -> None:
-    async def look() -> None:
-        async with LocalSandbox():
-            pass
-
-    try:
-        asyncio.run(look())
-    except Unconfined as refusal:
-        pytest.skip(str(refusal))
+    require_confinement()
 
 
 @pytest.fixture
