@@ -27,6 +27,15 @@ def register(model_type: str) -> None:
     """Registers a config class for `model_type`. Call it before SGLang reads the config. Idempotent."""
     import transformers
 
+    transformers.AutoConfig.register(model_type, __getattr__(f"{model_type.title()}Config"), exist_ok=True)
+
+
+def __getattr__(name: str) -> type:
+    """Makes the config classes attributes of this module, so that spawned schedulers can unpickle a config."""
+    model_type = name.removesuffix("Config").lower()
+    if name != f"{model_type.title()}Config" or model_type not in READ_AS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import transformers
+
     base = getattr(transformers, READ_AS[model_type])
-    own = type(f"{model_type.title()}Config", (base,), {"model_type": model_type, "__module__": __name__})
-    transformers.AutoConfig.register(model_type, own, exist_ok=True)
+    return globals().setdefault(name, type(name, (base,), {"model_type": model_type, "__module__": __name__}))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slime.models.qwen3_next.delta_rule import DeltaRule, chunked, fla_kernels, kernel_problems
+from tests.gpu.conftest import Figure
 from tests.support.qwen_next import write_qwen_next
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -51,7 +52,7 @@ def test_the_recurrence_equals_that_of_a_cpu(rule: DeltaRule, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
-def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str) -> None:
+def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str, figure: Figure) -> None:
     wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
     checkpoint = write_qwen_next(tmp_path / "model", family, **wide)
     devices: dict[str, dict] = {
@@ -60,6 +61,6 @@ def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str) -> Non
         "half_torch": {"args": {"device": "cuda", "qwen_gdn_backend": "torch"}, "megatron": {"bf16": True}},
         "half_auto": {"args": {"device": "cuda"}, "megatron": {"bf16": True}},
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices, figure)
     plain, kernels = far["half_torch"], far["half_auto"]
     assert kernels < 2 * plain + 1e-3, f"kernels are off by {kernels:.1e} on average, plain PyTorch by {plain:.1e}"

@@ -31,6 +31,7 @@ from slime.serving.server import ServerSpec, SGLangServer
 from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS
+from tests.gpu.conftest import Figure
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Ranks, TamperingChannel, Whole, disk_settings, transport_context
 
@@ -206,7 +207,9 @@ def served(case: Case) -> tuple[torch.Tensor, set[str], set[int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_engine_of_this_layout_serves_what_it_was_sent(cases: dict[str, Case], name: str, tmp_path: Path) -> None:
+def test_an_engine_of_this_layout_serves_what_it_was_sent(
+    cases: dict[str, Case], name: str, tmp_path: Path, figure: Figure
+) -> None:
     case = cases[name]
     try:
         ready(case)
@@ -226,6 +229,8 @@ def test_an_engine_of_this_layout_serves_what_it_was_sent(cases: dict[str, Case]
                 f"{costs['update_weights_time']:.3f} s, log-probs off by {gap.mean():.4f} (worst {gap.max():.3f})",
                 flush=True,
             )
+            figure("mean nats", float(gap.mean()))
+            figure("sync s", costs["update_weights_time"])
             assert versions == {str(version)} and lengths == {8}
             assert gap.mean() < MEAN_DIFFERENCE, f"{transport}: {gap}"
     except Exception:

@@ -26,6 +26,7 @@ from slime.ops.experts import (
     sum_rows,
     weighted_swiglu,
 )
+from tests.gpu.conftest import Figure
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -151,7 +152,7 @@ def test_no_operation_waits_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["whole", "adapters"])
-def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, lora: dict[str, Any]) -> None:
+def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, lora: dict[str, Any], figure: Figure) -> None:
     """float32 runs the reference there; bfloat16 the fused forms, against which stands the error of bfloat16 itself."""
     checkpoint = write_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_hidden_layers=2, head_dim=64)
     devices: dict[str, dict[str, Any]] = {
@@ -160,5 +161,5 @@ def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, lora: dict[str, Any
         "gpu": {"args": {"device": "cuda", **lora}},
         "half": {"args": {"device": "cuda", **lora}, "megatron": {"bf16": True}},
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices, figure)
     assert far["half"] < 2 * far["cpu_half"] + 1e-3, far

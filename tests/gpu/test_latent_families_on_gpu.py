@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.conftest import Figure
 from tests.support.families import write_family
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -35,8 +36,10 @@ DEVICES: dict[str, dict[str, Any]] = {
         ("glm_moe_dsa", {"index_n_heads": 8, "index_head_dim": 64}),
     ],
 )
-def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_a_trainer_on_a_gpu_is_that_on_a_cpu(
+    tmp_path: Path, family: str, changes: dict[str, Any], figure: Figure
+) -> None:
     checkpoint = write_family(tmp_path / "model", family, **{**WIDE, **changes})
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, DEVICES)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, DEVICES, figure)
     cpu, gpu = far["half_cpu"], far["half_gpu"]
     assert gpu < 2 * cpu + 1e-3, f"bfloat16 on a GPU is off by {gpu:.1e} on average, on a CPU by {cpu:.1e}"

@@ -19,6 +19,7 @@ from slime.core.topology import ONE_RANK
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from tests.contract.weights.test_families_on_engines import sync_state
+from tests.gpu.conftest import Figure
 from tests.support.engine_parity import one_rank, sampled
 from tests.support.engines import serving, spec_of
 from tests.support.families import write_family
@@ -46,7 +47,7 @@ MEAN_DIFFERENCE = 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Path) -> None:
+def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Path, figure: Figure) -> None:
     own, flags = FAMILIES[family]
     served, trained = (write_family(tmp_path / f"seed{seed}", family, seed, **own) for seed in (0, 1))
     table = table_for(read_hf_config(str(trained)))
@@ -65,5 +66,6 @@ def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Pa
     by_engine = np.concatenate([np.asarray(s.rollout_log_probs) for s in batch.samples])
     assert np.ptp(by_engine) > 0.5, "tokens likely and unlikely"
     difference = float(np.abs(got - by_engine).mean())
+    figure("mean nats", difference)
     print(f"{family}: {difference:.4f} nats on average")
     assert difference < MEAN_DIFFERENCE

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.ops import attention, norm, qk_rotary, select, swiglu
 from slime.ops.repeats import Repeats, repeated
+from tests.gpu.conftest import Figure
 from tests.support.families import write_family
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -195,7 +196,7 @@ def test_attention_behind_shared_prefixes(form: Any) -> None:
     require_near(op, plain, inputs, torch.bfloat16)
 
 
-def test_a_trainer_with_shared_prefixes_is_one_without(tmp_path: Path) -> None:
+def test_a_trainer_with_shared_prefixes_is_one_without(tmp_path: Path, figure: Figure) -> None:
     """Law: in float32 gradients and log-probs are those of whole samples on a CPU, in bfloat16 as near to them."""
     checkpoint = write_family(tmp_path / "model", "qwen3", head_dim=64)
     shared = {"device": "cuda", "global_batch_size": 12, "micro_batch_size": 4, "use_prefix_sharing": True}
@@ -205,12 +206,14 @@ def test_a_trainer_with_shared_prefixes_is_one_without(tmp_path: Path) -> None:
         "half_whole": {"args": {**shared, "use_prefix_sharing": False}, "megatron": {"bf16": True}},
         "half_shared": {"args": shared, "megatron": {"bf16": True}},
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, {name: {**own, "forked": True} for name, own in devices.items()})
+    far = run_on_cpu_and_gpu(
+        tmp_path, checkpoint, {name: {**own, "forked": True} for name, own in devices.items()}, figure
+    )
     assert far["half_shared"] < 2 * far["half_whole"] + 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "glm4", "glm4_moe", "minimax_m2", "gpt_oss"])
-def test_a_trainer_with_kernels_is_one_without(tmp_path: Path, family: str) -> None:
+def test_a_trainer_with_kernels_is_one_without(tmp_path: Path, family: str, figure: Figure) -> None:
     """Law: the whole model, with its gradients, in float32 as on a CPU; in bfloat16 as near to it as plain PyTorch."""
     checkpoint = write_family(tmp_path / "model", family, head_dim=64)
     devices: dict[str, dict[str, Any]] = {
@@ -219,6 +222,6 @@ def test_a_trainer_with_kernels_is_one_without(tmp_path: Path, family: str) -> N
         "half_plain": {"args": {"device": "cuda", "kernels": "reference"}, "megatron": {"bf16": True}},
         "half_fused": {"args": {"device": "cuda", "kernels": "fused"}, "megatron": {"bf16": True}},
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices, figure)
     plain, kernels = far["half_plain"], far["half_fused"]
     assert kernels < 2 * plain + 1e-3, f"kernels are off by {kernels:.1e} on average, plain PyTorch by {plain:.1e}"

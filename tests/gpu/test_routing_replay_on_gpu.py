@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slime.models.common.mlp import RowRouting
+from tests.gpu.conftest import Figure
 from tests.support.tiny import write_tiny_model
 from tests.support.training_ranks import run_on_cpu_and_gpu
 
@@ -25,7 +26,7 @@ def _on(device: str, **megatron: Any) -> dict[str, Any]:
     return {"args": {"device": device, **REPLAY}, "routed": (LAYERS, EXPERTS, TOPK), "megatron": megatron}
 
 
-def test_replayed_experts_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_replayed_experts_are_those_of_a_cpu(tmp_path: Path, figure: Figure) -> None:
     """The record is at random, and has holes: another token's experts would show in log-probs and gradients."""
     checkpoint = write_tiny_model(
         tmp_path / "model", "qwen3_moe", head_dim=64, num_experts=EXPERTS, num_experts_per_tok=TOPK
@@ -37,7 +38,7 @@ def test_replayed_experts_are_those_of_a_cpu(tmp_path: Path) -> None:
         "half_cpu": _on("cpu", bf16=True),
         "half_gpu": _on("cuda", bf16=True),
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices, figure)
     cpu, gpu = far["half_cpu"], far["half_gpu"]
     assert gpu < 2 * cpu + 1e-3, f"bfloat16 on a GPU is off by {gpu:.1e} on average, on a CPU by {cpu:.1e}"
 

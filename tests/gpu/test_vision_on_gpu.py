@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.conftest import Figure
 from tests.support.training_ranks import run_on_cpu_and_gpu
 from tests.support.vision import write_vision_model
 
@@ -23,7 +24,7 @@ def _on(device: str, folder: Path, **megatron: Any) -> dict[str, Any]:
     return {"args": settings, "seeing": str(folder / "images"), "megatron": megatron}
 
 
-def test_what_is_seen_on_a_gpu_is_what_is_seen_on_a_cpu(tmp_path: Path) -> None:
+def test_what_is_seen_on_a_gpu_is_what_is_seen_on_a_cpu(tmp_path: Path, figure: Figure) -> None:
     checkpoint = write_vision_model(tmp_path / "model", head_dim=64, rope_parameters=ROPE)
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     devices = {
@@ -32,6 +33,6 @@ def test_what_is_seen_on_a_gpu_is_what_is_seen_on_a_cpu(tmp_path: Path) -> None:
         "half_cpu": _on("cpu", tmp_path, bf16=True),
         "half_gpu": _on("cuda", tmp_path, bf16=True),
     }
-    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices)
+    far = run_on_cpu_and_gpu(tmp_path, checkpoint, devices, figure)
     cpu, gpu = far["half_cpu"], far["half_gpu"]
     assert gpu < 2 * cpu + 1e-3, f"bfloat16 on a GPU is off by {gpu:.1e} on average, on a CPU by {cpu:.1e}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,21 +147,47 @@ def first_rank_fails(*, pg_loss: Any, loss_masks: Any, **_others: Any) -> Any:
     return pg_loss, loss_masks, {}
 
 
-def run_on_cpu_and_gpu(folder: Path, checkpoint: Path, devices: dict[str, dict[str, Any]]) -> dict[str, float]:
+FLOAT32_LIMIT = 1e-3
+"""Of a float32 gradient's error, relative to its largest entry, unless plain PyTorch is worse than a third of it."""
+
+
+def run_on_cpu_and_gpu(
+    folder: Path, checkpoint: Path, devices: dict[str, dict[str, Any]], figure: Callable[[str, float], None]
+) -> dict[str, float]:
     """One rank for each of `devices` ("cpu" and "gpu" in float32, others as they like): how far each is
-    from the CPU's log-probs on average. The GPU's float32 gradients must be within 1e-3 of the CPU's, relative to the
-    largest entry, and its log-probs within 1e-4.
+    from the CPU's log-probs on average.
+
+    The GPU's float32 log-probs must be within 1e-4 of the CPU's. Each gradient must be within `FLOAT32_LIMIT` of the
+    CPU's or within three times the error that plain PyTorch makes on the GPU, since a gradient that is nearly zero
+    because its parts cancel is inexact in any form. No error above 1 % is accepted.
     """
-    layouts = {name: {"world_size": 1, "megatron": {}, **own} for name, own in devices.items()}
+    plain = {**devices["gpu"], "args": {**devices["gpu"]["args"], "kernels": "reference"}}
+    layouts = {name: {"world_size": 1, "megatron": {}, **own} for name, own in {**devices, "gpu_plain": plain}.items()}
     defaults = {"checkpoint": str(checkpoint), "scenarios": {"four": {}}, "rounds": 1, "provoke": False}
     outcomes: dict[str, Outcome] = {}
     for kind in ("cpu", "cuda"):  # in processes of their own: what helps Megatron on a CPU stays for a process's life
         own = {name: layout for name, layout in layouts.items() if layout["args"]["device"] == kind}
         with Ranks(fresh=True) as ranks:
             outcomes |= run_layouts(ranks, folder / kind, own, defaults=defaults)
-    for tensor, want in outcomes["cpu"].gradients["four"].items():
-        error = float((outcomes["gpu"].gradients["four"][tensor] - want).abs().max() / want.abs().max().clamp_min(1e-6))
-        assert error < 1e-3, f"gradient of {tensor} differs by {error:.1e} of its largest entry"
+    errors = {name: _errors_of_gradients(outcomes["cpu"], outcomes[name]) for name in ("gpu", "gpu_plain")}
     log_probs = {name: np.concatenate(outcome.result["log_probs"]) for name, outcome in outcomes.items()}
-    assert np.abs(log_probs["gpu"] - log_probs["cpu"]).max() < 1e-4, "float32 log-probs of GPU and CPU differ"
-    return {name: float(np.abs(own - log_probs["cpu"]).mean()) for name, own in log_probs.items()}
+    worst = float(np.abs(log_probs["gpu"] - log_probs["cpu"]).max())
+    figure("float32 gradients", max(errors["gpu"].values()))
+    figure("of plain PyTorch", max(errors["gpu_plain"].values()))
+    figure("float32 log-probs", worst)
+    for tensor, error in errors["gpu"].items():
+        limit = min(max(FLOAT32_LIMIT, 3 * errors["gpu_plain"][tensor]), 1e-2)
+        assert error < limit, f"gradient of {tensor} differs by {error:.1e} of its largest entry, limit {limit:.1e}"
+    assert worst < 1e-4, "float32 log-probs of GPU and CPU differ"
+    far = {name: float(np.abs(own - log_probs["cpu"]).mean()) for name, own in log_probs.items()}
+    for name in devices.keys() - {"cpu", "gpu"}:
+        figure(f"log-probs {name}", far[name])
+    return far
+
+
+def _errors_of_gradients(want: Outcome, got: Outcome) -> dict[str, float]:
+    """The largest error in each gradient, relative to its largest entry."""
+    return {
+        name: float((got.gradients["four"][name] - own).abs().max() / own.abs().max().clamp_min(1e-6))
+        for name, own in want.gradients["four"].items()
+    }

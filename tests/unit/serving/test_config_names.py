@@ -21,7 +21,10 @@ CODE = (
     "config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)\n"
     "assert config.model_type == 'mimo' and config.num_nextn_predict_layers == 1, config\n"
     "assert config.rope_parameters['rope_theta'] == 640000, config\n"
+    "import pickle\n"
+    "open(sys.argv[2], 'wb').write(pickle.dumps(config))\n"
 )
+SPAWNED = "import pickle, sys; assert pickle.load(open(sys.argv[1], 'rb')).rope_parameters['rope_theta'] == 640000"
 
 
 @pytest.mark.slow
@@ -30,7 +33,10 @@ def test_a_published_folder_is_read_without_its_code(tmp_path: Path) -> None:
     config = {"model_type": "mimo", "auto_map": REMOTE, "num_nextn_predict_layers": 1, "rope_theta": 640000}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert unnamed_type(str(tmp_path)) == "mimo"
-    subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], check=True, timeout=120)
+    passed_on = str(tmp_path / "config.pickle")
+    subprocess.run([sys.executable, "-c", CODE, str(tmp_path), passed_on], check=True, timeout=120)
+    # As a spawned scheduler gets it, which has registered nothing when it reads its arguments.
+    subprocess.run([sys.executable, "-c", SPAWNED, passed_on], check=True, timeout=120)
 
 
 def test_only_what_transformers_lacks_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Runs the tests of this folder side by side and writes a report: `python tests/gpu/run_gpu_tests.py [--out FOLDER]`.
+
+The report is a JSON file and the same as a Markdown table: the machine, the versions, and each test with its result,
+seconds and measured figures. A test that needs two GPUs and finds one is listed as not run. Everything after `--` goes
+to pytest, for example `-- -k partition`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "megatron-core", "transformers", "ray")
+SEVERAL = re.compile(r"\[.*\]$")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test of the report."""
+
+    file: str
+    test: str
+    outcome: str
+    """"passed", "failed" or "not run"."""
+    seconds: float
+    figures: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    """Why it failed or did not run."""
+
+
+def results_of(report: Path) -> list[Result]:
+    """The tests in a JUnit file of pytest, in the order of files and names."""
+    found = []
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        problem = next((e for e in case if e.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if problem is None else "not run" if problem.tag == "skipped" else "failed"
+        figures = {p.get("name", ""): float(p.get("value", "nan")) for p in case.iter("property")}
+        reason = "" if problem is None else (problem.get("message") or "").split("\n")[0][:300]
+        file = case.get("classname", "").split(".")[-1] + ".py"
+        found.append(Result(file, case.get("name", ""), outcome, float(case.get("time", 0)), figures, reason))
+    return sorted(found, key=lambda result: (result.file, result.test))
+
+
+def machine() -> dict[str, Any]:
+    """The GPUs, the driver and the versions of what runs on them."""
+    import torch
+
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    ).stdout.split("\n")[0]
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            installed[name] = "-"
+    return {
+        "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "packages": installed,
+    }
+
+
+def table_of(results: list[Result]) -> str:
+    """One row per test function: how many of its cases passed, seconds in all, and the largest of each figure."""
+    lines = ["| test | passed | s | figures |", "|---|---|---|---|"]
+    functions: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        functions.setdefault((result.file, SEVERAL.sub("", result.test)), []).append(result)
+    for (file, test), cases in functions.items():
+        passed = sum(case.outcome == "passed" for case in cases)
+        known = [case for case in cases if case.outcome != "not run"]
+        share = f"{passed} of {len(known)}" if known else f"not run: {cases[0].reason}"
+        largest: dict[str, float] = {}
+        for name, value in (figure for case in cases for figure in case.figures.items()):
+            largest[name] = max(value, largest.get(name, value))
+        figures = ", ".join(f"{name} {value:.2g}" for name, value in largest.items())
+        lines.append(f"| `{file}` {test} | {share} | {sum(case.seconds for case in cases):.0f} | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the report")
+    parser.add_argument("--jobs", type=int, default=6, help="tests at once; each takes up to 8 GB of a GPU")
+    parser.add_argument("pytest", nargs="*", help="after --: arguments of pytest")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    report = args.out / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(args.jobs), "--dist", "loadgroup"]
+    command += [f"--junitxml={report}", "--durations=15", str(Path(__file__).parent), *args.pytest]
+    began_s = time.monotonic()
+    code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "2", **os.environ}).returncode
+    seconds = time.monotonic() - began_s
+    results = results_of(report)
+    told = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "make test-gpu",
+        **machine(),
+        "seconds": round(seconds),
+        "tests": [asdict(result) for result in results],
+    }
+    (args.out / "gpu_tests.json").write_text(json.dumps(told, indent=1) + "\n")
+    table = table_of(results)
+    (args.out / "gpu_tests.md").write_text(table + "\n")
+    print(f"\n{table}\n\n{seconds:.0f} s on {', '.join(told['gpus'])}; the report is in {args.out}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
