@@ -158,9 +158,12 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 
 
 def be_deterministic() -> None:
-    """Makes PyTorch use deterministic kernels, and warn where it has none (`--deterministic-mode`)."""
+    """Makes PyTorch use deterministic kernels, and raise where it has none (`--deterministic-mode`).
+
+    With only a warning, FlashAttention's backward pass would keep adding up query gradients in any order.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS creates its first handle
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
 
 
 def destroy_process_groups() -> None:

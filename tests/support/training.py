@@ -94,12 +94,19 @@ def training_args(
     return args.replace(critic=Passthrough("critic", critic or {}))
 
 
-def random_batch(num_groups: int = 4, group_size: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:
+def random_batch(
+    num_groups: int = 4,
+    group_size: int = 2,
+    *,
+    seed: int = 0,
+    vocab_size: int = 128,
+    response_lengths: tuple[int, int] = (2, 14),
+) -> TrainBatch:
     """Samples of unequal prompts and responses, some tokens masked, log-probs near a uniform policy, version 1."""
     rng = np.random.default_rng(seed)
     samples = []
     for index in range(num_groups * group_size):
-        prompt, response = int(rng.integers(1, 9)), int(rng.integers(2, 14))
+        prompt, response = int(rng.integers(1, 9)), int(rng.integers(*response_lengths))
         mask = (rng.random(response) < 0.8).astype(np.float32)
         mask[0] = 1.0
         samples.append(

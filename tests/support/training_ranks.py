@@ -1,10 +1,10 @@
 """What the shared ranks (`tests.support.ranks`) do of training: layouts of a model, one after the other.
 
 A layout: checkpoint, world_size, out (a folder for what is saved), megatron and args (settings), scenarios ({name:
-{order, args}}), seed of the batch, forked (samples of a group begin alike), seeing (a folder for their images), routed
-(numbers of layers, experts and experts of a token, recorded at random), rounds (training steps after the scenarios),
-round_args (settings of the rounds alone), save_after (a round), load (a folder that `save` wrote), export (into the
-folder hf) and provoke (errors; true by default). Every rank writes its part of a checkpoint into `after_N` and, with
+{order, args}}), seed of the batch, lengths (from and to, of its responses), forked (samples of a group begin alike),
+seeing (a folder for their images), routed (numbers of layers, experts and experts of a token, recorded at random),
+rounds (training steps after the scenarios), round_args (settings of the rounds alone), save_after (a round), load (a
+folder that `save` wrote), export (into the folder hf) and provoke (errors; true by default). Every rank writes its part of a checkpoint into `after_N` and, with
 `save_end`, `end`.
 """
 
@@ -67,7 +67,8 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     backend.weight_version = 1
     if args.lora_rank:
         fill_b(backend)
-    batch = (forked_batch if spec.get("forked") else random_batch)(seed=spec.get("seed", 0))
+    made = {"seed": spec.get("seed", 0), **({"response_lengths": spec["lengths"]} if "lengths" in spec else {})}
+    batch = (forked_batch if spec.get("forked") else random_batch)(**made)
     if spec.get("seeing"):
         batch = seeing_batch(Path(spec["seeing"]), Path(spec["checkpoint"]), seed=spec.get("seed", 0))
     if spec.get("routed"):
