@@ -42,7 +42,8 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     Call it before importing SGLang. `token_versions`: whether responses contain each token's weight version.
     """
     on_cpu = bool(activate(value_of(arguments, "--device", "cuda")))
-    if unnamed := sglang_config_names.unnamed_type(value_of(arguments, sglang_config_names.PATH_FLAG, "")):
+    model_path = value_of(arguments, sglang_config_names.PATH_FLAG, "")
+    if unnamed := sglang_config_names.unnamed_type(model_path):
         sglang_config_names.register(unnamed)
     sglang_security.know_scheme()
     quantised = sglang_quantised.is_quantised(value_of(arguments, sglang_quantised.PATH_FLAG, ""))
@@ -58,6 +59,7 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
         (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
         (sglang_quantised, quantised),
         (sglang_flush_all, sglang_flush_all.FLAG in arguments),
+        (sglang_config_names, sglang_config_names.model_type_of(model_path) in sglang_config_names.FROM_CONFIG),
     ):
         if needed:
             register(module.HOOKS)

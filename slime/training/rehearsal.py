@@ -37,6 +37,7 @@ from slime.training.parallel import ParallelInfo
 from slime.training.state.rank_state import generator_state, set_generator_state
 from slime.training.step.loss import Objective
 from slime.training.step.micro_batch import PreparedBatch
+from slime.training.step.non_finite import KEPT_BYTES_PER_TOKEN
 from slime.training.step.optimizer import Trainable
 from slime.training.step.train_step import StepContext, micro_batch_multiple, rehearse_step
 
@@ -117,7 +118,7 @@ def training_peak(
     passes, largest = rehearse(context, objective, trainable, info), Largest.of(context.args, info.sizes.cp)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
     gpu_bytes = free_bytes + torch.cuda.memory_reserved(context.device)  # excludes CUDA contexts
-    kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes
+    kept_bytes = torch.cuda.memory_allocated(context.device) + later_bytes + kept_for_a_step(context.args, info.dp_size)
     peak = kept_bytes + passes.peak(largest.tokens)
     verdict = torch.tensor(
         [peak - gpu_bytes, -passes.fitting(gpu_bytes - kept_bytes)], dtype=torch.float64, device=context.device
@@ -131,6 +132,11 @@ def training_peak(
             *(peak / 1e9, f"{largest.tokens:,}", passes.bytes_per_token / 1e6, gpu_bytes / 1e9),
         )
     return peak
+
+
+def kept_for_a_step(args: Args, dp_size: int) -> int:
+    """Returns the bytes that a rank keeps until the end of a step, beside its pass, to name tokens in errors."""
+    return -(-args.global_batch_size // dp_size) * longest_sample(args) * KEPT_BYTES_PER_TOKEN
 
 
 def rehearse(context: StepContext, objective: Objective, trainable: Trainable, info: ParallelInfo) -> Passes:

@@ -102,7 +102,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     report = args.out / "report.xml"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", str(args.jobs), "--dist", "loadgroup"]
-    command += [f"--junitxml={report}", "--durations=15", str(Path(__file__).parent), *args.pytest]
+    command += [f"--junitxml={report}", "--durations=15", "-v", str(Path(__file__).parent), *args.pytest]
     began_s = time.monotonic()
     code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "2", **os.environ}).returncode
     seconds = time.monotonic() - began_s

@@ -4,8 +4,8 @@ A layout: checkpoint, world_size, out (a folder for what is saved), megatron and
 {order, args}}), seed of the batch, lengths (from and to, of its responses), forked (samples of a group begin alike),
 seeing (a folder for their images), routed (numbers of layers, experts and experts of a token, recorded at random),
 rounds (training steps after the scenarios), round_args (settings of the rounds alone), save_after (a round), load (a
-folder that `save` wrote), export (into the folder hf) and provoke (errors; true by default). Every rank writes its part of a checkpoint into `after_N` and, with
-`save_end`, `end`.
+folder that `save` wrote), export (into the folder hf) and provoke (errors; true by default). Every
+rank writes its part of a checkpoint into `after_N` and, with `save_end`, `end`.
 """
 
 from __future__ import annotations

@@ -133,6 +133,24 @@ def with_advantages(
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Which samples the response tokens of a micro-batch belong to. Small enough to keep until the step ends."""
+
+    positions: tuple[int, ...]
+    """Positions of the samples in the batch, in packing order."""
+    lengths: tuple[int, ...]
+    """Number of response tokens of each sample; R is their sum."""
+
+    def of_token(self, index: int) -> tuple[int, int]:
+        """Returns (position of the sample in the batch, offset in its response) of entry `index` in an [R] tensor."""
+        for position, length in zip(self.positions, self.lengths, strict=True):
+            if index < length:
+                return position, index
+            index -= length
+        raise AssertionError(f"the micro-batch has no response token {index}")
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The tensors of one forward pass, on the device. R is the total number of response tokens of its samples."""
 
@@ -184,6 +202,10 @@ class MicroBatch:
     """[R] float32: the critic's values before its update."""
     returns: Tensor | None
     """[R] float32: the values that the critic learns to predict."""
+
+    @property
+    def places(self) -> Places:
+        return Places(self.positions, self.lengths)
 
 
 def to_device(

@@ -20,7 +20,7 @@ from torch import Tensor
 from slime.core.batch import TrainBatch
 from slime.core.errors import NumericsError
 from slime.core.sample import NOT_SAMPLED
-from slime.training.step.micro_batch import MicroBatch
+from slime.training.step.micro_batch import MicroBatch, Places
 
 LIMITS: dict[torch.dtype, tuple[str, float]] = {
     torch.float32: ("max", 1e-3),
@@ -58,8 +58,8 @@ class MismatchMeter:
         self._device = device
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(_BINS, dtype=torch.float64, device=device)
-        self._pending: list[tuple[MicroBatch, Tensor]] = []
-        """(micro-batch, [4] float64: difference, index, trainer's and engine's log-prob of its worst token)."""
+        self._pending: list[tuple[Places, Tensor]] = []
+        """(places, [4] float64: difference, index, log-probs of trainer and engine of the worst token)."""
 
     def add(self, batch: MicroBatch, log_probs: Tensor) -> None:
         """Adds the trainer's detached `log_probs` [R]. Only `finish` waits for the device."""
@@ -83,7 +83,7 @@ class MismatchMeter:
         ranked = torch.where(current, diff, zero - 1)
         worst = ranked.argmax(keepdim=True)  # a 0-d index would be copied to the host
         found = [ranked.gather(0, worst), worst, log_probs.gather(0, worst), batch.rollout_log_probs.gather(0, worst)]
-        self._pending.append((batch, torch.cat([x.double() for x in found])))
+        self._pending.append((batch.places, torch.cat([x.double() for x in found])))
 
     def finish(
         self, batch: TrainBatch, *, dtype: torch.dtype, limit: float | None, group: dist.ProcessGroup
@@ -114,20 +114,11 @@ class MismatchMeter:
 
     def _worst(self, found: list[list[float]]) -> WorstToken:
         best = WorstToken()
-        for (micro_batch, _), (value, index, trainer, engine) in zip(self._pending, found, strict=True):
+        for (places, _), (value, index, trainer, engine) in zip(self._pending, found, strict=True):
             if value > best.diff or math.isnan(value):
-                position, offset = locate(micro_batch, int(index))
+                position, offset = places.of_token(int(index))
                 best = WorstToken(value, position, offset, trainer, engine)
         return best
-
-
-def locate(batch: MicroBatch, index: int) -> tuple[int, int]:
-    """Returns (position of the sample in the batch, offset in its response) of entry `index` in an [R] tensor."""
-    for position, length in zip(batch.positions, batch.lengths, strict=True):
-        if index < length:
-            return position, index
-        index -= length
-    raise AssertionError(f"the micro-batch has no response token {index}")
 
 
 def _percentile(histogram: Tensor, share: float) -> float:

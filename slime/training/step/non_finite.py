@@ -38,8 +38,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import NumericsError
 from slime.core.files import open_to_readers
 from slime.core.sample import NOT_SAMPLED
-from slime.training.step.micro_batch import MicroBatch, PreparedBatch
-from slime.training.step.mismatch import locate
+from slime.training.step.micro_batch import MicroBatch, Places, PreparedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +138,16 @@ Offsets = Mapping[int, list[int]]
 """Sample position -> response tokens."""
 
 
+KEPT_BYTES_PER_TOKEN = 5
+"""Device memory that `Suspects` holds per response token until the step ends: a float32 score and a mask."""
+
+
 class Suspects:
     """Non-finite values in one rank's micro-batches of a step. `add` and `any_found` do not wait for the device."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
-        """Micro-batch; mask of non-finite values, bool [R]; scores [R]."""
+        self._seen: list[tuple[Places, Tensor, Tensor]] = []
+        """Places of a micro-batch; mask of non-finite values, bool [R]; scores [R]."""
 
     def add(self, batch: MicroBatch, scores: Tensor, token_loss: Tensor) -> None:
         """Adds a micro-batch. scores [R]: the model's results. token_loss [R]: zero where masked. Both are detached."""
@@ -152,7 +155,7 @@ class Suspects:
         inputs = (scores, engine, batch.old_log_probs, batch.ref_log_probs, batch.advantages)
         bad = torch.stack([~torch.isfinite(x) for x in inputs if x is not None]).any(0) & (batch.mask > 0)
         bad = bad | ~torch.isfinite(token_loss)
-        self._seen.append((batch, bad, scores))
+        self._seen.append((batch.places, bad, scores))
 
     def any_found(self) -> Tensor | None:
         """Returns whether any value is not finite, as a bool on the device, or None if nothing was added."""
@@ -161,9 +164,9 @@ class Suspects:
     def offsets(self) -> dict[int, list[int]]:
         """Returns the tokens with non-finite values. Waits for the device per micro-batch; check `any_found` first."""
         out: dict[int, list[int]] = {}
-        for batch, bad, _ in self._seen:
+        for places, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():
-                position, offset = locate(batch, index)
+                position, offset = places.of_token(index)
                 out.setdefault(position, []).append(offset)
         return out
 
@@ -171,8 +174,8 @@ class Suspects:
         """Returns sample position -> the model's results [R]."""
         return {
             position: part.float().cpu().numpy()
-            for batch, _, scores in self._seen
-            for position, part in zip(batch.positions, scores.split(batch.lengths), strict=True)
+            for places, _, scores in self._seen
+            for position, part in zip(places.positions, scores.split(places.lengths), strict=True)
         }
 
 

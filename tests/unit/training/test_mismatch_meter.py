@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from slime.algorithms.from_settings import Algorithm
 from slime.core.errors import NumericsError
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device
 from slime.training.step.mismatch import MismatchMeter
-from slime.training.step.non_finite import Suspects
+from slime.training.step.non_finite import KEPT_BYTES_PER_TOKEN, Suspects
 from tests.support.training import random_batch, training_args
 
 CPU = torch.device("cpu")
@@ -38,6 +41,11 @@ def micro_batches(seed: int, size: int) -> tuple[PreparedBatch, list[MicroBatch]
     args = training_args(Path("model"), micro_batch_size=size)
     prepared = prepare(random_batch(seed=seed), args, Algorithm.of(args), dp_size=1)
     return prepared, [to_device(prepared, p, CPU) for p in (*prepared.schedule.steps[0].micro_batches[0], ())]
+
+
+def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
+    values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -95,3 +103,20 @@ def test_what_is_not_finite_at_a_trained_token_is_found_and_nothing_else(
     flag = suspects.any_found()
     assert flag is not None and bool(flag) == bool(bad) and suspects.offsets() == bad
     assert Suspects().any_found() is None and Suspects().offsets() == {}
+
+
+def test_nothing_of_a_micro_batch_is_kept_but_scores_and_masks(alone: Any) -> None:
+    """Law: memory of a step does not grow with the tensors of its micro-batches."""
+    _, batches = micro_batches(0, 2)
+    suspects, meter = Suspects(), MismatchMeter(1, CPU)
+    before = [weakref.ref(tensor) for batch in batches for tensor in tensors_of(batch)]
+    for batch in batches:
+        scores = batch.rollout_log_probs.clone()
+        suspects.add(batch, scores, torch.zeros_like(scores))
+        meter.add(batch, scores)
+    del batch, batches, scores
+    gc.collect()
+    assert not [ref() for ref in before if ref() is not None]
+    kept = [tensor for _, bad, scores in suspects._seen for tensor in (bad, scores)]
+    num_tokens = sum(scores.numel() for _, _, scores in suspects._seen)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in kept) == KEPT_BYTES_PER_TOKEN * num_tokens
