@@ -9,6 +9,7 @@ import pytest
 Figure = Callable[[str, float], None]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps tests that share engines in one worker of pytest-xdist."""
     for item in items:

@@ -58,8 +58,12 @@ def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Pa
     spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra={**FLAGS, **flags})
     with serving(spec, tmp_path) as server:
         control = HttpEngineControl(server.url, ONE_RANK, timeout_s=120)
-        sync_state(control, table, sent, version=2)
-        batch = sampled(server.url)
+        try:
+            sync_state(control, table, sent, version=2)
+            batch = sampled(server.url)
+        except Exception:
+            print(f"{family}: the log ends with\n{server.log_tail()}", flush=True)
+            raise
         control.close()
     with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
         got = np.concatenate([np.asarray(values) for values in backend.log_probs(batch)])
