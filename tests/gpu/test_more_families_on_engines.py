@@ -33,11 +33,18 @@ FLAGS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "max_total_tokens": 8192,
 }
-LATENT: dict[str, Any] = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 128}
+LATENT: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512}
+"""As released, because engines have kernels for these sizes."""
+WIDE: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128}
 LONG: dict[str, Any] = {"max_position_embeddings": 1024}
+DELTA: dict[str, Any] = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mimo": ({"head_dim": 64}, {}),
-    "kimi_k2": ({**LATENT, **LONG}, {}),
+    "kimi_k2": ({**LATENT, **LONG, **WIDE}, {}),
+    "deepseek_v3": ({**LATENT, **LONG, **WIDE}, {}),
+    "glm4_moe_lite": ({**LATENT, **LONG, **WIDE}, {}),
+    "glm4_moe": ({"head_dim": 64, **WIDE}, {}),
+    "qwen3_next": ({**DELTA, **WIDE}, {}),
     "minimax_m2": ({"head_dim": 64, "intermediate_size": 64}, {}),
     "gpt_oss": ({"head_dim": 64, "intermediate_size": 64, **LONG}, {"moe_runner_backend": "triton"}),
 }
