@@ -1,7 +1,8 @@
 """`slime rerun RUN [flags]`: repeats a run in a new folder, with the settings recorded in the run's folder.
 
 The recorded command line is parsed in its original working folder; additional flags override it. Outputs inside the run
-folder are redirected to the new folder. All differences from the recorded launch are listed before anything starts.
+folder, whether set by a flag or in a YAML file, are redirected to the new folder by flags after `--override`. All
+differences from the recorded launch are listed before anything starts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError, DataError
 from slime.core.text import HIDDEN, slime_command
@@ -31,8 +32,12 @@ from slime.observability.start_record import (
     environment,
     input_files,
 )
-from slime.settings.command_line import flag_value, groups, name_of, without
+from slime.settings.command_line import EXPLAIN, flag_value, groups, name_of, parse_words, without
+from slime.settings.custom_yaml import config_on
 from slime.settings.flag_parser import OVERRIDE
+
+if TYPE_CHECKING:
+    from slime.settings import Args
 
 _RECORDED = {
     **{"command": list, "cwd": str, "time": str, "code": list, "files": list},
@@ -87,16 +92,18 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     for name, value in start["environment"].items():
         os.environ.setdefault(name, value)
     _require_free("run_dir", target)
-    kept, dropped = without_hidden(without(recorded, "run_dir"))
-    goes_on = number > 0 and resumes_itself(kept) and flag_value(given, "load") is None
-    place = resumed_from(folder, number, kept, given) if goes_on else []
-    own = moved(without(kept, "load") if place else kept, given, folder, target)
+    kept, dropped = without_hidden(recorded)
     more = without(given, "run_dir")
-    words = [*own, *place, "--run-dir", str(target), *([OVERRIDE, *more] if more else [])]
+    then, chosen = set_by(kept), named_in(more)
+    goes_on = number > 0 and resumes_itself(then) and "load" not in chosen
+    place = resumed_from(folder, number, then, chosen) if goes_on else {}
+    new = {**moved(then, chosen, folder, target), **place, "run_dir": str(target)}
+    outputs = [word for name, value in new.items() for word in (_flag(name), value)]
+    words = [*without(kept, *new), OVERRIDE, *outputs, *more]
     settings = _json_object(folder / "starts" / str(number) / "args.json")
     if not isinstance(settings.get("run_dir"), str):
         raise DataError(f"args.json of start {number} of {folder} has no run_dir; restore the file from a backup")
-    told = differences(start, settings, words, synchronous=LOOPS[loop])
+    told = differences(start, settings, words, synchronous=LOOPS[loop], free=then.keys() - chosen)
     told += [f"{flag} was a secret and is not recorded; set it again if needed" for flag in dropped]
     heading = f"{folder}, start {number} of {num_starts(folder)}, {start['time']}"
     return Again(heading, loop, tuple(words), tuple(told))
@@ -172,27 +179,43 @@ def without_hidden(words: list[str]) -> tuple[list[str], list[str]]:
     return kept, [group[0].partition("=")[0] for group in hidden]
 
 
-def resumes_itself(words: list[str]) -> bool:
-    """Returns whether `--load` is the run's own `--save`."""
-    save = flag_value(words, "save")
-    return save is not None and flag_value(words, "load") == save
+def set_by(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings of slime and Megatron on a command line and in its `--custom-config-path` file.
 
-
-def resumed_from(folder: Path, number: int, words: list[str], given: list[str]) -> list[str]:
-    """Returns the flags that load the checkpoint that the recorded launch loaded; empty if that launch began at step 0.
-
-    Raises `DataError` if neither the record nor the arguments name the checkpoint.
+    Raises `ConfigError` for an invalid setting.
     """
-    load = ["--load", str(Path(str(flag_value(words, "load"))).absolute())]
-    if flag_value([*words, *given], "ckpt_step") is not None:
+    given = parse_words(_started(words)).given
+    return {name: value for (owner, name), value in given.items() if owner in ("slime", "megatron")}
+
+
+def named_in(words: Sequence[str]) -> set[str]:
+    """Returns the names of the settings on a command line and in its `--custom-config-path` file."""
+    config = config_on(words)
+    in_file = () if config is None else config[1]
+    return {name_of(group) for group in groups(words)} | {str(name).replace("-", "_") for name in in_file}
+
+
+def resumes_itself(then: Mapping[str, Any]) -> bool:
+    """Returns whether `load` is the run's own `save`."""
+    save, load = then.get("save"), then.get("load")
+    return save is not None and load is not None and Path(save).absolute() == Path(load).absolute()
+
+
+def resumed_from(folder: Path, number: int, then: Mapping[str, Any], chosen: set[str]) -> dict[str, str]:
+    """Returns the settings that load the checkpoint that the recorded launch loaded; empty if it began at step 0.
+
+    Raises `DataError` if neither the record nor the settings name the checkpoint.
+    """
+    load = {"load": str(Path(then["load"]).absolute())}
+    if then.get("ckpt_step") is not None or "ckpt_step" in chosen:
         return load
     step = _first_step(folder, number)
-    if step is None or without(words, "finetune") != words:
+    if step is None or then.get("finetune"):
         raise DataError(
-            f"{folder} does not record the checkpoint that --start {number} loaded; add {shlex.join(load)} --ckpt-step "
-            "N"
+            f"{folder} does not record the checkpoint that --start {number} loaded; add --load "
+            f"{shlex.quote(load['load'])} --ckpt-step N"
         )
-    return [*load, "--ckpt-step", str(step - 1)] if step > 0 else []
+    return {**load, "ckpt_step": str(step - 1)} if step > 0 else {}
 
 
 def _first_step(folder: Path, number: int) -> int | None:
@@ -205,34 +228,23 @@ def _first_step(folder: Path, number: int) -> int | None:
         return None
 
 
-def moved(words: list[str], given: list[str], old: Path, new: Path) -> list[str]:
-    """Returns the recorded arguments, with outputs in the run folder moved to the new folder.
+def moved(then: Mapping[str, Any], chosen: set[str], old: Path, new: Path) -> dict[str, str]:
+    """Returns the recorded outputs in the run folder, moved to the new folder. Leaves out what the user chose now.
 
-    Drops outputs that `given` sets. A `--load` of the run's own `--save` moves with `--save`. Raises `ConfigError` for
-    an existing output outside the run folder.
+    A `load` of the run's own `save` moves with it, and is dropped if the user chose a different `save`.
     """
-    again = {name for name in OUTPUTS if flag_value(given, name) is not None}
-    out: list[str] = []
-    for group in groups(words):
-        name = name_of(group)
-        own_load = name == "load" and resumes_itself(words)
-        if name in again or (own_load and "save" in again):
-            continue
-        if name in OUTPUTS or own_load:
-            place = moved_path(str(flag_value(words, name)), old, new)
-            if (own := _own_place(name, Path(place), [*words, *given])) is not None:
-                _require_free(name, own)
-            group = [group[0].partition("=")[0], place]
-        out += group
+    out = {}
+    for name in sorted(OUTPUTS - {"run_dir"} - chosen):
+        if then.get(name) is not None and (place := moved_path(then[name], old, new)) != then[name]:
+            out[name] = place
+    if resumes_itself(then) and "load" not in chosen:
+        load = "none" if "save" in chosen else out.get("save")
+        out |= {} if load is None else {"load": load}
     return out
 
 
-def _own_place(name: str, place: Path, words: list[str]) -> Path | None:
-    """Returns the path of an output that only this run may write; None if each launch uses a new path."""
-    if name not in SHARED_OUTPUTS:
-        return place
-    experiment = flag_value(words, "tb_experiment_name") if name == "tensorboard_dir" else None
-    return None if experiment is None else place / (flag_value(words, "tb_project_name") or "slime") / experiment
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def moved_path(value: str, old: Path, new: Path) -> str:
@@ -241,11 +253,22 @@ def moved_path(value: str, old: Path, new: Path) -> str:
     return str(new / path.relative_to(old)) if path.is_relative_to(old) else value
 
 
+def require_free(args: Args, names: Collection[str]) -> None:
+    """Raises `ConfigError` if one of the outputs in `names` exists. Of a shared folder, only the run's part counts."""
+    for name in sorted(OUTPUTS & set(names)):
+        place = getattr(args, name, None)  # of an entry that the run does not use
+        if name in SHARED_OUTPUTS:
+            experiment = args.tb_experiment_name if name == "tensorboard_dir" else None
+            place = experiment and place and Path(place) / (args.tb_project_name or "slime") / experiment
+        if place is not None:
+            _require_free(name, Path(place).absolute())
+
+
 def _require_free(name: str, path: Path) -> None:
     """Raises `ConfigError` for a path that is not empty."""
-    found = glob.glob(re.sub(r"\{\w+\}", "*", glob.escape(str(path))))
+    found = glob.glob(re.sub(r"\{[^{}]*\}", "*", glob.escape(str(path))))
     if any(not Path(one).is_dir() or any(Path(one).iterdir()) for one in found):
-        flag = "--" + name.replace("_", "-")
+        flag = _flag(name)
         raise ConfigError(
             f"{flag} {path} is not empty: the rerun would overwrite or mix its content; set a different {flag}"
         )
@@ -258,18 +281,22 @@ OF_THE_START = OUTPUTS | {"run_id", "origins", "idle", "load"}
 
 
 def differences(
-    start: Mapping[str, Any], settings: Mapping[str, Any], words: Sequence[str], *, synchronous: bool
+    start: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    words: Sequence[str],
+    *,
+    synchronous: bool,
+    free: Collection[str],
 ) -> list[str]:
     """Returns one line per difference, most important first.
 
-    `start`: the record in `run.json`; `settings`: `args.json` of that launch; `words`: the current flags. Raises the
-    loop's `ConfigError`.
+    `start`: the record in `run.json`; `settings`: `args.json` of that launch; `words`: the current flags; `free`:
+    outputs that must not exist. Raises the loop's `ConfigError`.
     """
     from slime.settings import check_hooks, parse_args
 
-    args = parse_args(
-        [w for w in words if w not in ("--explain", "--help", "-h", "--version")], synchronous=synchronous
-    )
+    args = parse_args(_started(words), synchronous=synchronous)
+    require_free(args, free)
     check_hooks(args)  # imports the users' modules, so that their files are compared
     now = plain(args.to_json_dict())
     return [
@@ -280,6 +307,11 @@ def differences(
         *_named("environment", _variables(start["environment"], start), _variables(environment(), start)),
         *_named("host", start["host"], host_facts()),
     ]
+
+
+def _started(words: Sequence[str]) -> list[str]:
+    """Returns the arguments without those that only print."""
+    return [word for word in words if word not in (EXPLAIN, "--help", "-h", "--version")]
 
 
 def _in_place_of(value: Any, old: Path, new: Path) -> Any:

@@ -16,13 +16,14 @@ import pytest
 
 from slime.cli.loop_commands import import_from_here
 from slime.cli.main import main
-from slime.cli.rerun import Again, moved, prepare
+from slime.cli.rerun import Again, prepare, require_free, set_by
 from slime.cli.serve import ONLY_SERVES, add_flags, words_of
 from slime.core.errors import ConfigError, DataError
 from slime.observability import start_record
 from slime.observability.run_folder import RunFolder
 from slime.observability.start_record import checkouts, environment, hide_secrets, input_files
 from slime.settings import Args, parse_args
+from slime.settings.command_line import without
 from slime.settings.flag_parser import OVERRIDE
 from tests.support.command_line import complete
 
@@ -113,28 +114,70 @@ NOT_OUTPUTS = {"update_weight_local_checkpoint_dir"}
 """On the hosts of engines, filled again by each run."""
 
 
-@pytest.mark.parametrize("name", sorted(start_record.OUTPUTS - {"run_dir"}))
-def test_each_output_moves_with_the_folder_and_elsewhere_is_not_written_over(name: str, tmp_path: Path) -> None:
+OF_ONE_RUN = sorted(start_record.OUTPUTS - {"run_dir"})
+
+
+@pytest.mark.parametrize("form", ["flag", "YAML"])
+@pytest.mark.parametrize("name", OF_ONE_RUN)
+def test_each_output_moves_with_the_folder(name: str, form: str, tmp_path: Path, here: Path) -> None:
+    """Law: however an output was set, a rerun writes it into its own folder, or to where it is told to now."""
+    run, flag = here / "runs" / "a", "--" + name.replace("_", "-")
+    (here / "mine.yaml").write_text(f"run_dir: runs/a\n{name}: runs/a/out_{{rollout_id}}\n")
+    words = complete(tmp_path)
+    own = ["--custom-config-path", "mine.yaml"]
+    if form == "flag":
+        own = ["--run-dir", "runs/a", flag, "runs/a/out_{rollout_id}"]
+    started([*without(words[:-1], "run_dir"), *own])
+    found = set_by(again(run).words)
+    assert found[name] == str(here / "runs" / "a-rerun" / "out_{rollout_id}")
+    assert found["run_dir"] == str(here / "runs" / "a-rerun")
+    assert set_by(again(run, flag, "elsewhere").words)[name] == "elsewhere"
+
+
+@pytest.mark.parametrize("name", OF_ONE_RUN)
+def test_an_output_elsewhere_is_not_written_over(name: str, tmp_path: Path) -> None:
     """Law: what many runs share is written to again; what is one run's is not, nor is an experiment in a shared one."""
-    run, elsewhere, flag = tmp_path / "run", tmp_path / "elsewhere", "--" + name.replace("_", "-")
-    words = [flag, str(run / "out")]
-    assert moved(words, [], run, tmp_path / "new") == [flag, str(tmp_path / "new" / "out")]
-    assert moved(words, [flag, "other"], run, tmp_path / "new") == []
-    for folder in (elsewhere / "slime" / "mine", elsewhere / "other"):
+    args, flag = parse_args(complete(tmp_path)), "--" + name.replace("_", "-")
+    for folder in (tmp_path / "out" / "slime" / "mine", tmp_path / "out" / "other"):
         folder.mkdir(parents=True)
         (folder / "file").write_text("")
-    words = [flag, str(elsewhere)]
+    args = args.replace(**{name: str(tmp_path / "out")})
     if name not in start_record.SHARED_OUTPUTS:
         with pytest.raises(ConfigError, match=f"{flag} .* is not empty"):
-            moved(words, [], run, tmp_path / "new")
+            require_free(args, {name})
+        require_free(args, {"lr"})
         return
-    assert moved(words, [], run, tmp_path / "new") == words
-    named = ["--tb-experiment-name", "mine"]
-    assert moved(words, ["--tb-experiment-name", "new"], run, tmp_path / "new") == words
+    require_free(args, {name})
+    require_free(args.replace(tb_experiment_name="new"), {name})
     if name == "tensorboard_dir":
-        for ours, theirs in ((named, []), ([], named)):
-            with pytest.raises(ConfigError, match="slime/mine is not empty"):
-                moved([*words, *ours], theirs, run, tmp_path / "new")
+        with pytest.raises(ConfigError, match="slime/mine is not empty"):
+            require_free(args.replace(tb_experiment_name="mine"), {name})
+
+
+def test_a_rerun_never_writes_into_the_checkpoints_of_a_run_from_a_file(tmp_path: Path, here: Path) -> None:
+    """Law: `save`, `load` and records of a YAML file are redirected or refused, as those of flags are."""
+    save, elsewhere = here / "runs" / "first" / "save", tmp_path / "elsewhere"
+    (here / "mine.yaml").write_text(
+        "run_dir: runs/first\nsave: runs/first/save\nload: runs/first/save\nsave_hf: runs/first/save/hf\n"
+        f"save_debug_train_data: {elsewhere}/train_{{rollout_id}}.npz\n"
+        f"save_debug_rollout_data: {elsewhere}/{{rollout_id}}.pt\n"
+    )
+    started([*without(complete(tmp_path)[:-1], "run_dir"), "--custom-config-path", "mine.yaml"])
+    (save / "step_000000").mkdir(parents=True)
+    (save / "step_000000" / "manifest.json").write_text("{}")
+    now = parse_args(again(here / "runs" / "first").words)
+    target = here / "runs" / "first-rerun"
+    assert (now.run_dir, now.save, now.save_hf) == (str(target), str(target / "save"), str(target / "save" / "hf"))
+    assert now.load is None, "it starts as the run did"
+    now = parse_args(again(here / "runs" / "first", "--save", str(tmp_path / "other")).words)
+    assert (now.save, now.load) == (str(tmp_path / "other"), None)
+    elsewhere.mkdir()
+    for name, flag in (("train_0.npz", "--save-debug-train-data"), ("0.jsonl.zst", "--save-debug-rollout-data")):
+        (elsewhere / name).write_text("")
+        with pytest.raises(ConfigError, match=f"{flag} .* is not empty"):
+            again(here / "runs" / "first")
+        again(here / "runs" / "first", flag, str(tmp_path / "new_{rollout_id}"))
+        (elsewhere / name).unlink()
 
 
 def test_another_start_of_a_resumed_run(tmp_path: Path) -> None:
