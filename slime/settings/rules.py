@@ -390,13 +390,29 @@ def _export_folders(template: str) -> re.Pattern[str]:
     return re.compile(re.escape(absolute.rstrip("/")).replace(re.escape(_ANY), r"\d+") + r"(/.*)?", re.DOTALL)
 
 
+_RECORDS = ("save_debug_rollout_data", "save_debug_train_data")
+
+
+def records_replace_nothing_else(args: Args) -> str | None:
+    """A record replaces its file, which must therefore be neither an input nor the other record."""
+    for name in _RECORDS:
+        if (template := getattr(args, name)) is None:
+            continue
+        own = re.escape(os.path.realpath(template)).replace(re.escape("{rollout_id}"), r"(\d+|eval_[^/]*)")
+        for other, path in _in_use(args):
+            if other != name and re.fullmatch(own, os.path.realpath(path)):
+                return f"{name} {template} would overwrite {other} {path}; use a different path"
+    return None
+
+
 def _in_use(args: Args) -> list[tuple[str, str]]:
     """Returns (name for messages, path) of every file and folder that a run reads or writes."""
     names = (
-        *("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load"),
-        *("load", "save", "run_dir", "update_weight_disk_dir"),
+        *("hf_checkpoint", "ref_load", "critic_load", "opd_teacher_load", "custom_config_path", "eval_config"),
+        *("load", "save", "run_dir", "update_weight_disk_dir", "load_debug_rollout_data", *_RECORDS),
     )
-    found = [(name, getattr(args, name)) for name in names if getattr(args, name, None)]
+    found = [(name, str(getattr(args, name))) for name in names if getattr(args, name, None)]
+    found = [(name, path.replace("{rollout_id}", "0")) for name, path in found]
     found += [(name, os.path.join(path, "step_000000")) for name, path in found if name in ("load", "save")]
     data = [*([args.prompt_data] if args.prompt_data else []), *(d.path for d in eval_datasets(args))]
     found += [("the data", str(path)) for spec in data if scheme_of(spec) is None for path in files_of(spec)]
@@ -446,6 +462,7 @@ RULES: tuple[Rule, ...] = (
         "the next step; drop it, or add --finetune to load only the weights",
     ),
     export_replaces_nothing_else,
+    records_replace_nothing_else,
     responses_fit_the_model,
     free_keys_have_a_reader,
 )

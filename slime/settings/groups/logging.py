@@ -97,8 +97,14 @@ def _why_trains_only(s: Any) -> str:
     return "supervised fine-tuning needs no engine, unless an evaluation samples"
 
 
+_GENERATES = Need(
+    lambda s: s.load_debug_rollout_data is None,
+    "generated rollouts; --load-debug-rollout-data replays recorded ones, which are not recorded again",
+)
+
+
 def _below_details(s: Any, kind: str, ending: str) -> str | None:
-    if s.dump_details is None:
+    if s.dump_details is None or (kind == "rollout" and not _GENERATES.acts(s)):
         return None
     return str(Path(s.dump_details) / f"{kind}_data" / f"{{rollout_id}}.{ending}")
 
@@ -127,10 +133,10 @@ class DebugSettings:
     debug_train_only: bool = derived(_trains_only, _why_trains_only, default=False)
     """Train without engines. Needs --load-debug-rollout-data, or an SFT rollout function."""
     save_debug_rollout_data: str | None = derived(
-        lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(_RECORD)
+        lambda s: _below_details(s, "rollout", "jsonl.zst"), "--dump-details", adjust=_as(_RECORD), needs=_GENERATES
     )
-    """Write every rollout to this path. {rollout_id} is replaced by the step, or by eval_STEP_NAME for an evaluation.
-    Files are compressed JSON lines; the suffix .pt becomes .jsonl.zst."""
+    """Write every generated rollout to this path. {rollout_id} is replaced by the step, or by eval_STEP_NAME for an
+    evaluation. Files are compressed JSON lines; the suffix .pt becomes .jsonl.zst."""
     save_debug_train_data: str | None = derived(
         lambda s: _below_details(s, "train", "npz"), "--dump-details", adjust=_as(".npz")
     )

@@ -407,7 +407,9 @@ def test_rewards_can_be_post_processed(tmp_path: Path) -> None:
 def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
     template = str(tmp_path / "dump" / "{rollout_id}.jsonl.zst")
     batches, *_ = run(tmp_path, *REWARD, "--save-debug-rollout-data", template, steps=2)
-    args = rollout_args(tmp_path, *REWARD, "--load-debug-rollout-data", template)
+    record = {path: path.read_bytes() for path in (tmp_path / "dump").iterdir()}
+    again_there = ["--save-debug-rollout-data", template, "--load-debug-rollout-data", template]
+    args = rollout_args(tmp_path, *REWARD, *again_there)
 
     async def replay() -> Any:
         manager = RolloutManager(args, engines=None)
@@ -421,6 +423,9 @@ def test_recorded_rollouts_replay_exactly(tmp_path: Path) -> None:
             assert a.tokens.tolist() == b.tokens.tolist() and a.reward == b.reward
             assert a.rollout_log_probs is not None and b.rollout_log_probs is not None
             assert a.rollout_log_probs.tobytes() == b.rollout_log_probs.tobytes()
+    half = rollout_args(tmp_path, *REWARD, *again_there, "--load-debug-rollout-data-subsample", "0.5")
+    asyncio.run(with_manager(half, FakeEngine(), lambda manager: manager.generate(0)))
+    assert {path: path.read_bytes() for path in (tmp_path / "dump").iterdir()} == record, "a replay writes no rollouts"
 
 
 def test_only_what_the_newest_weights_sampled_is_trained() -> None:

@@ -287,6 +287,36 @@ def test_an_export_has_a_folder_of_its_own(base: list[str], tmp_path: Path, expo
     assert parse_args([*words, "--save-hf", str(tmp_path / export)]).save_hf == str(tmp_path / export)
 
 
+@pytest.mark.parametrize("flag", ["--save-debug-rollout-data", "--save-debug-train-data"])
+def test_a_record_replaces_no_file_of_the_run(base: list[str], tmp_path: Path, flag: str) -> None:
+    (tmp_path / "7").mkdir()
+    data = tmp_path / "7" / "3"
+    data.write_text('{"input": "1+1"}\n')
+    (tmp_path / "mine.yaml").write_text("")
+    words = [*base, "--prompt-data", str(data)]
+    assert "would overwrite the data" in refused([*words, flag, f"{tmp_path}/7/../7/{{rollout_id}}"])
+    assert parse_args([*words, flag, f"{tmp_path}/7/step_{{rollout_id}}"]).prompt_data == str(data)
+    assert "overwrite custom_config_path" in refused(
+        [*words, "--custom-config-path", str(tmp_path / "mine.yaml"), flag, str(tmp_path / "mine.yaml")]
+    )
+    other = ["--save-debug-rollout-data", "a/{rollout_id}", "--save-debug-train-data", "b/../a/{rollout_id}"]
+    assert "would overwrite save_debug_train_data" in refused([*words, *other])
+    assert "contains save_debug_train_data" in refused(
+        [*words, "--save-hf", str(tmp_path / "hf"), "--save-debug-train-data", f"{tmp_path}/hf/{{rollout_id}}.npz"]
+    )
+
+
+def test_a_replay_writes_no_rollouts(base: list[str]) -> None:
+    """Law: a replay never replaces the record that it reads, whichever setting names the same files."""
+    words = [*base, "--load-debug-rollout-data", "dump/rollout_data/{rollout_id}.jsonl.zst"]
+    args = parse_args([*words, "--save-debug-rollout-data", "./dump/rollout_data/{rollout_id}.pt"])
+    assert args.save_debug_rollout_data is None and "which are not recorded again" in listed(args)
+    args = parse_args([*words, "--dump-details", "dump"])
+    assert args.save_debug_rollout_data is None and str(args.save_debug_train_data).startswith("dump/train_data")
+    said = refused([*words, "--save-debug-train-data", "dump/rollout_data/{rollout_id}.jsonl.zst"])
+    assert "would overwrite load_debug_rollout_data" in said
+
+
 def test_evaluation_data_is_evaluated(base: list[str]) -> None:
     data = ["--eval-prompt-data", "a", base[3]]
     assert "--eval-interval" in listed(parse_args([*base, *data])), "it would never be evaluated"
