@@ -43,7 +43,7 @@ from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError
 from slime.core.files import replace_text
 from slime.core.text import HIDDEN
-from slime.observability.samples import FILE_NAME
+from slime.observability.samples import DROPPED_ROWS, FILE_NAME
 from slime.observability.start_record import (
     NOT_READ,
     SECRET,
@@ -69,6 +69,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     @property
     def samples(self) -> Path:
@@ -122,6 +126,8 @@ class RunFolder:
         folder = cls(Path(path), run_id)
         if folder.path.exists() and any(folder.path.iterdir()):
             folder._join(start, own)
+            if settings.get("load") is None or not folder.has_metrics:
+                (folder.path / DROPPED_ROWS).unlink(missing_ok=True)  # of launches that this one does not continue
         else:
             folder._make(start, own)
         return folder
@@ -135,7 +141,7 @@ class RunFolder:
 
     def write_report(self) -> None:
         """Writes a report of everything logged so far. Errors are logged, never raised."""
-        if not self.metrics.is_file() or not self.metrics.stat().st_size:
+        if not self.has_metrics:
             logger.info("nothing was logged, so there is no report")
             return
         try:

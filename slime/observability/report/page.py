@@ -174,7 +174,7 @@ def starts_section(record: RunRecord) -> Markup | None:
 def _how(number_of: int, step: str, facts: Mapping[str, object]) -> str:
     if number_of == 0:
         return "first start"
-    how = "ended before a step" if step == "none" else "resumed"
+    how = {"none": "ended before a step", "0": "started at step 0"}.get(step, "resumed")
     restart = facts.get("restart")
     return f"{how} automatically after {restart.get('because')}" if isinstance(restart, dict) else how
 

@@ -69,8 +69,9 @@ class RunRecord:
 
     @property
     def resumed_at(self) -> list[int]:
-        """First step of each launch except the first."""
-        return [start.step for start in self.starts[1:] if start.step is not None]
+        """First step of each launch that continued another one; a launch that logged no step is not counted."""
+        logged = [start.step for start in self.starts if start.step is not None]
+        return [step for step in logged[1:] if step > 0]
 
 
 def read_run(path: Path) -> RunRecord:

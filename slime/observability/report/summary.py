@@ -53,7 +53,7 @@ class RunSummary:
     wall_s: float
     """Time from the first to the last logged step, including pauses between launches."""
     resumed_at: Sequence[int]
-    """First step of each launch after the first."""
+    """First step of each launch that continued another one."""
     findings: Sequence[Finding]
     once: frozenset[str] = frozenset()
     """Names in `before_and_after` with a single value, which is neither before nor after."""

@@ -17,7 +17,7 @@ from slime.observability.report import page as page_module
 from slime.observability.report import report_title, summarize, summary_text, write_report
 from slime.observability.report.figure import value_limits
 from slime.observability.report.markup import element, short, text
-from slime.observability.report.page import MAX_SAMPLES, chosen_samples
+from slime.observability.report.page import MAX_SAMPLES, chosen_samples, starts_section
 from slime.observability.report.panels import PANELS, drawn_panels
 from slime.observability.report.record import (
     MAX_POINTS,
@@ -31,6 +31,7 @@ from slime.observability.report.record import (
     step_times,
     thinned,
 )
+from slime.observability.report.summary import facts
 from slime.observability.report.timeline import Span, _covered, _inside, timelines
 from slime.observability.samples import FILE_NAME, SamplesFile, read_samples
 from tests.support.made_runs import HOSTILE, made_run
@@ -97,6 +98,17 @@ def test_steps_of_a_resumed_run_count_once_and_what_it_threw_away_is_gone(tmp_pa
     again = next(i for i, row in enumerate(rows) if "resumed" in row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[: again + 1]))
     assert curve(read_run(run).rows, "rollout/raw_reward").last == rows[again]["rollout/raw_reward"]
+
+
+def test_a_start_that_logged_no_step_is_not_resumed(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", num_steps=4)
+    record = json.loads((run / "run.json").read_text())
+    refused = {**record["starts"][0], "time": "2020-01-31T12:00:00+0000"}
+    (run / "run.json").write_text(json.dumps({"starts": [refused, *record["starts"]]}))
+    found = read_run(run)
+    assert [start.step for start in found.starts] == [None, 0] and found.resumed_at == []
+    assert "resumed with step" not in facts(summarize(run))
+    assert "started at step 0" in str(starts_section(found)) and "resumed" not in str(starts_section(found))
 
 
 def test_the_largest_mismatch_is_the_largest_of_all_rows_by_key(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from slime.core.errors import ConfigError, DataError
 from slime.core.text import HIDDEN
 from slime.observability.report import summarize, summary_text, write_report
 from slime.observability.run_folder import RunFolder, plain
+from slime.observability.samples import DROPPED_ROWS
 from slime.observability.sinks import ConsoleSink, StepRecord, TensorBoardSink, eval_name, read_jsonl
 from slime.observability.start_record import hide_secrets
 from slime.observability.tracker import Tracker
@@ -66,6 +67,20 @@ def test_a_folder_is_made_whole_and_joined_on_resume(tmp_path: Path) -> None:
     assert len(json.loads((folder.path / "run.json").read_text())["starts"]) == 2
     assert folder.logs.is_dir() and folder.traces.is_dir()
     assert [p.name for p in tmp_path.iterdir()] == ["run"], "the partial folder stayed behind"
+
+
+@pytest.mark.parametrize(
+    ("load", "steps", "kept"), [(None, 0, False), ("s", 0, False), (None, 1, False), ("s", 1, True)]
+)
+def test_dropped_rows_are_those_of_launches_that_count(
+    tmp_path: Path, load: str | None, steps: int, kept: bool
+) -> None:
+    """Law: what a refused start dropped is not said of the start after it."""
+    folder = make_folder(tmp_path / "run")
+    (folder.path / DROPPED_ROWS).write_text("{}\n")
+    folder.metrics.write_text('{"rollout/step": 0}\n' * steps)
+    RunFolder.create(folder.path, run_id="b", args={"load": load})
+    assert (folder.path / DROPPED_ROWS).exists() == kept
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
