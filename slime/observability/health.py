@@ -107,6 +107,20 @@ def empty_turns(seen: Series) -> str | None:
     )
 
 
+TRAINED_AGAIN = "rollout/num_tokens_trained_again"
+
+
+def trained_again(seen: Series) -> str | None:
+    num, tokens = seen[TRAINED_AGAIN], seen["rollout/response_tokens"]
+    if not num or not tokens or not num[-1]:
+        return None
+    return (
+        f"{num[-1]:.0f} of {tokens[-1]:.0f} trained tokens are repetitions, because several samples of an execution "
+        "train the same sampled tokens; in each sample, mask what an earlier one trains: sample.loss_mask = [0] * "
+        "start + list(sample.loss_mask[start:]), where start is the response_length before its own turn"
+    )
+
+
 def entropy_collapse(seen: Series) -> str | None:
     """Detects a policy that is certain of every token but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
@@ -152,12 +166,16 @@ DETECTORS: Mapping[str, Rule] = {
     "equal rewards": Rule(equal_rewards, "rollout/raw_reward_std", EQUAL_STEPS),
     "truncation": Rule(truncation, "rollout/truncated_ratio", TRUNCATED_STEPS),
     "turns without tokens": Rule(empty_turns, EMPTY, 1),
+    "tokens trained again": Rule(trained_again, TRAINED_AGAIN, 1),
     "entropy collapse": Rule(entropy_collapse, "train/entropy_loss", ENTROPY_STEPS),
     "rising mismatch": Rule(mismatch_rises(OF_BATCH), OF_BATCH, MISMATCH_STEPS),
     "rising mismatch of the probe": Rule(mismatch_rises(OF_PROBE), OF_PROBE, MISMATCH_STEPS),
 }
 NEEDED = frozenset(
-    {"rollout/raw_reward", "rollout/num_samples", *LIMITS, *(rule.metric for rule in DETECTORS.values())}
+    {
+        *("rollout/raw_reward", "rollout/num_samples", "rollout/response_tokens", *LIMITS),
+        *(rule.metric for rule in DETECTORS.values()),
+    }
 )
 
 

@@ -49,7 +49,7 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import RolloutContext
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
-from slime.rollout.sample_metrics import count_empty_turns
+from slime.rollout.sample_metrics import count_empty_turns, count_siblings
 from slime.rollout.traces import traced, traced_execution
 from slime.rollout.transcript import TRANSCRIPT, Transcript
 from slime.rollout.types import DynamicFilterOutput
@@ -191,6 +191,8 @@ async def run_execution(
         return _interrupted(before)
     if ended.outcome in (Outcome.FINISHED, Outcome.UNSCORED):
         count_empty_turns(ended.samples[0], limits.spent)
+        if len(ended.samples) > 1:
+            count_siblings(ended.samples, transcript.of_siblings(ended.samples))
     if ended.reason:
         context.progress.failed(ended.reason)
     return ended

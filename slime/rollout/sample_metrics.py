@@ -4,9 +4,10 @@
     count_tool_call(sample, failed=True)     # the call was malformed, raised or timed out
 
 The counts are plain numbers in `sample.metadata["turn_counts"]`: `tool_calls`, `tool_errors` and, optionally, `turns`.
-Without `turns`, each run of sampled tokens counts as one turn. Counts stay with the sample across retries, checkpoints
-and recordings; a sample that starts over loses them. Metrics sum the counts of fan-out siblings, so siblings that share
-turns or calls must report them only once (`slime.agent.session` does).
+Without `turns`, each run of sampled tokens counts as one turn, and a run that fan-out siblings share counts once
+(`count_siblings`). Counts stay with the sample across retries, checkpoints and recordings; a sample that starts over
+loses them. Metrics sum the counts of siblings, so siblings that share calls must report them only once
+(`slime.agent.session` does).
 
 Invariants
 1. The same samples, seed and step always lead to the same choice, and no sample is shown twice.
@@ -59,6 +60,21 @@ def count_empty_turns(sample: Sample, spent: Mapping[str, int]) -> None:
     """Adds the turns of an execution that got no token. `spent`: limit (of `EMPTY_TURNS`) -> number of turns."""
     if spent:
         sample.metadata.setdefault(TURN_COUNTS, {}).update({f"empty_by_{name}": num for name, num in spent.items()})
+
+
+def count_siblings(samples: Sequence[Sample], counts: Sequence[tuple[int, int]]) -> None:
+    """Stores the result of `Transcript.of_siblings` in the samples. Turns that the generate function reports stay."""
+    for sample, (turns, again) in zip(samples, counts, strict=True):
+        own = sample.metadata.setdefault(TURN_COUNTS, {})
+        if isinstance(own, dict):
+            own |= {"turns": own.get("turns", turns), "trained_again": again}
+
+
+def _trained_again(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns how many tokens siblings train that an earlier sibling also trains; {} if no execution has siblings."""
+    counts = [_counts(sample) for sample in samples if not sample.remove_sample]
+    found = [one["trained_again"] for one in counts if "trained_again" in one]
+    return {"rollout/num_tokens_trained_again": float(sum(found))} if found else {}
 
 
 def empty_turn_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
@@ -196,7 +212,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         "rollout/response_tokens": float(sum(s.effective_response_length for s in samples)),
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }
-    metrics |= empty_turn_metrics("rollout/num_empty_turns", samples)
+    metrics |= {**empty_turn_metrics("rollout/num_empty_turns", samples), **_trained_again(samples)}
     metrics |= {**turn_metrics("rollout", samples), **_optional_metrics(args, groups)}
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)

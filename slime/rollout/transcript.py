@@ -226,6 +226,33 @@ class Transcript:
         version = int(versions[place])
         return f"{what} weight version {version}, but another version sampled it; use the version from the engine"
 
+    def of_siblings(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
+        """Returns for each sample of an execution: its turns that no earlier sibling has, and how many of its trained
+        tokens an earlier sibling already trains.
+
+        A token that siblings share is the same one unless engines sampled it once for each of them.
+        """
+        counts, earlier = list[tuple[int, int]](), list[tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]()
+        for sample in samples:
+            tokens, first = np.asarray(sample.column("tokens"), np.int32), sample.prompt_length
+            num_answers, num_held, num_trained = (np.zeros(len(tokens), np.int32) for _ in range(3))
+            for answer, ours, own in self._answers_in(sample):
+                num_answers[first:][own] += answer.sampled[ours]
+            for other, sampled, trained in earlier:
+                shared = _agreement(tokens, other)
+                num_held[:shared] += sampled[:shared]
+                num_trained[:shared] += trained[:shared]
+            known, mask, versions = num_answers > 0, *(sample.column(n) for n in ("loss_mask", "token_versions"))
+            sampled, trained = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.bool_)
+            sampled[first:] = False if versions is None else versions != NOT_SAMPLED
+            trained[first:] = not sample.remove_sample and (True if mask is None else mask > 0)
+            starts = sampled & ~np.concatenate([[False], sampled[:-1]])
+            own_turns = starts & ~(known & (num_held >= num_answers))
+            again = trained & known & (num_trained >= num_answers)
+            counts.append((int(own_turns.sum()), int(again.sum())))
+            earlier.append((tokens, sampled, trained))
+        return counts
+
     def num_sampled(self) -> int:
         """Returns how many tokens engines have sampled for the execution so far, whether used or not."""
         under_way = sum(len(call.answer().tokens) for call in self._calls)

@@ -17,6 +17,7 @@ from tests.support.made_runs import made_run
 STD, REWARD, TRUNCATED = "rollout/raw_reward_std", "rollout/raw_reward", "rollout/truncated_ratio"
 ENTROPY, MISMATCH = "train/entropy_loss", "train/train_rollout_logprob_abs_diff_current"
 EMPTY, SPENT, SAMPLES = "rollout/num_empty_turns", "rollout/num_empty_turns/max_context_len", "rollout/num_samples"
+AGAIN, TOKENS = "rollout/num_tokens_trained_again", "rollout/response_tokens"
 PROBE = "probe/train_rollout_logprob_abs_diff_mean"
 
 
@@ -31,6 +32,7 @@ WRONG = {
     "equal rewards": rows("rollout/step", STD=[0.4, 0, 0], REWARD=[0.5, 0, 0]),
     "truncation": rows("rollout/step", TRUNCATED=[0.2, 0.6, 0.7, 0.8]),
     "turns without tokens": rows("rollout/step", EMPTY=[0, 9], SPENT=[0, 9], SAMPLES=[64, 64]),
+    "tokens trained again": rows("rollout/step", TOKENS=[60, 64], AGAIN=[0, 16]),
     "entropy collapse": rows("train/step", ENTROPY=[0.8, 0.9, 0.7, 0.3, 0.01, 0.01, 0.01]),
     "rising mismatch": rows("train/step", MISMATCH=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),
     "rising mismatch of the probe": rows("rollout/step", PROBE=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),
@@ -40,6 +42,7 @@ WELL = {
     "half of a small batch is truncated, twice": rows("rollout/step", TRUNCATED=[0.9, 0.8, 0.5, 0.9, 0.2]),
     "always truncated to exactly half": rows("rollout/step", TRUNCATED=[0.5] * 9),
     "a few long executions": rows("rollout/step", EMPTY=[3] * 9, SPENT=[3] * 9, SAMPLES=[64] * 9),
+    "samples that share no trained token": rows("rollout/step", TOKENS=[60] * 9, AGAIN=[0] * 9),
     "entropy falls while the task is learnt": rows("train/step", ENTROPY=[0.8, 0.5, 0.3, 0.2, 0.15, 0.1, 0.09]),
     "a sharp policy from the start": rows("train/step", ENTROPY=[0.02] * 9),
     "float32 rounds": rows("train/step", MISMATCH=[1e-7, 1e-7, 1e-7, 5e-7, 9e-7, 2e-6, 5e-6]),

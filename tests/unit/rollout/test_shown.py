@@ -214,6 +214,26 @@ def test_counts_of_siblings_are_of_one_execution() -> None:
     assert (metrics["rollout/tool_calls/mean"], metrics["rollout/tool_calls/max"]) == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(("masks", "num_again"), [(True, 0), (False, 8 * (4 + 8))])
+def test_samples_of_one_turn_each_count_each_turn_once(tmp_path: Path, masks: bool, num_again: int) -> None:
+    """The example of the documentation: 8 executions of 3 turns of 4 tokens. Without its mask, the two later samples
+    train one and two turns again."""
+    page = (Path(__file__).parents[3] / "docs" / "customization.md").read_text()
+    code = page.split("### A reward for each turn")[1].split("```python\n")[1].split("```")[0]
+    (line,) = (one for one in code.splitlines() if "one.loss_mask =" in one)
+    file = tmp_path / "turns.py"
+    file.write_text(code if masks else code.replace(line, ""))
+
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(0)
+
+    args = rollout_args(tmp_path, "--custom-generate-function-path", f"{file}:generate")
+    batch, metrics = asyncio.run(with_manager(args, FakeEngine(stop_after=3), work))
+    assert len(batch.samples) == 24 and metrics["rollout/num_turns/mean"] == metrics["rollout/num_turns/max"] == 3
+    assert metrics["rollout/num_tokens_trained_again"] == num_again
+    assert sum(int(s.loss_mask.sum()) for s in batch.samples) == 8 * 3 * 4 + num_again
+
+
 def test_one_turn_without_tools_has_no_such_metrics() -> None:
     sample = Sample(token_versions=[1, 1], status=Status.COMPLETED, metadata={"turn_counts": ["a column", "of data"]})
     assert turn_metrics("rollout", [sample]) == {} and tool_counts(sample) == {}

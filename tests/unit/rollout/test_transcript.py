@@ -99,6 +99,38 @@ def test_of_two_answers_to_the_same_ids_a_sample_is_one() -> None:
         assert "weight version" in said.problem(sample), "the version of the one with the log-probs of the other"
 
 
+def sibling(num_masked: int, *tokens: int, first: int = 1) -> Sample:
+    """One in whose turns the tokens 8 and 9 are context."""
+    sampled = [int(t not in (8, 9)) for t in tokens[first:]]
+    mask = [0 if i < num_masked else one for i, one in enumerate(sampled)]
+    versions = [3 if one else NOT_SAMPLED for one in sampled]
+    said = [-0.5 * t if one else 0.0 for t, one in zip(tokens[first:], sampled, strict=True)]
+    sample = Sample(tokens=list(tokens), response_length=len(sampled), loss_mask=mask, token_versions=versions)
+    sample.rollout_log_probs = said
+    return sample
+
+
+def test_turns_and_trained_tokens_that_siblings_share_are_counted() -> None:
+    said = transcript_of(([1], generated(5, 6)), ([1, 5, 6, 8], generated(4)), ([1, 5, 6, 8, 4, 9], generated(7, 2)))
+    turns = [(1, 5, 6), (1, 5, 6, 8, 4), (1, 5, 6, 8, 4, 9, 7, 2)]
+    assert said.of_siblings([sibling(0, *one) for one in turns]) == [(1, 0), (1, 2), (1, 3)]
+    masked = [sibling(num, *one) for num, one in zip((0, 3, 5), turns, strict=True)]
+    assert said.of_siblings(masked) == [(1, 0), (1, 0), (1, 0)]
+    left_out = sibling(0, *turns[1])
+    left_out.remove_sample = True
+    assert said.of_siblings([sibling(0, *turns[0]), left_out]) == [(1, 0), (1, 0)]
+    own = [sibling(0, *one, first=first) for one, first in zip(turns, (1, 4, 6), strict=True)]
+    assert said.of_siblings(own) == [(1, 0), (1, 0), (1, 0)], "earlier turns are in the prompt"
+
+
+def test_equal_answers_that_engines_sampled_separately_are_no_repetition() -> None:
+    """Two attempts at one prompt may begin alike, or be the same altogether."""
+    said = transcript_of(([1], generated(5, 6)), ([1], generated(5, 6)), ([1], generated(5, 7)))
+    attempts = [sibling(0, 1, 5, 6), sibling(0, 1, 5, 6), sibling(0, 1, 5, 7)]
+    assert said.of_siblings(attempts) == [(1, 0)] * 3
+    assert said.of_siblings([*attempts, sibling(0, 1, 5, 7)])[-1] == (0, 2)
+
+
 def test_what_an_earlier_try_sampled_was_checked_then() -> None:
     held = {"loss_mask": [1, 0], "rollout_log_probs": [-2.5, 0.0], "token_versions": [2, NOT_SAMPLED]}
     said = Transcript.behind(Sample(tokens=[1, 5, 8], response_length=2, **held))
