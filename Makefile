@@ -19,12 +19,14 @@ COMPILE     := $(PY) -W ignore -m compileall -qq -j 0 -x 'site-packages/(.*/(tes
 STAMP       := $(VENV)/.complete
 PINS        := requirements/cpu-engines-no-deps.txt requirements/constraints.txt
 PYTEST      := $(PY) -m pytest
+# .venv has a CPU build of torch. On a machine with GPUs, this is the Python in which slime[gpu,dev] is installed.
+GPU_PY      ?= $(or $(shell command -v python),$(PYTHON))
 # Two threads leave room for engine and trainer on a small machine.
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-recipes test-pages test-wheel check format docs clean
+.PHONY: help venv demo test test-all test-gpu test-recipes test-pages test-wheel check format docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +74,9 @@ test: $(STAMP) ## all tests but the slow ones, real engines included
 test-all: SELECT := --hypothesis-profile=explore
 test-all: $(STAMP) ## all tests, and new examples for property tests
 	$(SESSIONS)
+
+test-gpu: ## tests/gpu on one GPU or two, side by side, with a report in build/gpu; needs slime[gpu,dev]
+	$(GPU_PY) tests/gpu/run_gpu_tests.py
 
 test-recipes: $(STAMP) ## the recipes for GPUs, made tiny, each through one real step on this machine
 	$(PYTEST) -p no:cacheprovider tests/e2e/test_recipes_for_gpus.py

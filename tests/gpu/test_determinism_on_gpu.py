@@ -18,7 +18,6 @@ from tests.support.ranks import Ranks
 from tests.support.training_ranks import Outcome, run_layouts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 STEPS = 10
 MATRIX = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
 """As large as kernels need to split a sum."""
@@ -67,8 +66,8 @@ def numbers_that_differ(a: Outcome, b: Outcome) -> list[str]:
         ("qwen3_moe", "one GPU"),
         ("qwen3_next", "one GPU"),
         ("deepseek_v3", "one GPU"),
-        pytest.param("qwen3", "TP 2", marks=needs_two),
-        pytest.param("qwen3_moe", "EP 2", marks=needs_two),
+        pytest.param("qwen3", "TP 2", marks=pytest.mark.two_gpus),
+        pytest.param("qwen3_moe", "EP 2", marks=pytest.mark.two_gpus),
     ],
 )
 def test_two_trainers_are_equal_to_the_bit(tmp_path: Path, family: str, layout: str, figure: Figure) -> None:

@@ -36,10 +36,7 @@ from tests.support.tiny import write_tiny_model
 from tests.support.weights import Ranks, TamperingChannel, Whole, disk_settings, transport_context
 
 GPUS = (0, 1)
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < len(GPUS), reason="needs two GPUs"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.two_gpus, pytest.mark.timeout(400)]
 START_LIMIT_S = 300.0
 SYNC_LIMIT_S = 120.0
 """Of a training rank's wait for the other one, which compiles what it takes digests with."""
