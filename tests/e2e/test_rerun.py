@@ -24,7 +24,7 @@ def first(runs: Path, recorded: Recorded) -> Path:
     """A run fed with recorded rollouts, whose checkpoints and export lie in its folder."""
     run_dir = runs / "first"
     feed = ["--load-debug-rollout-data", recorded.rollouts]
-    saves = ["--save", run_dir / "save", "--save-hf", run_dir / "export"]
+    saves = ["--save", run_dir / "save", "--save-interval", "1", "--save-hf", run_dir / "export"]
     started_and_finished(run_dir, [*recorded.flags, *feed, *saves])
     return run_dir
 
@@ -32,7 +32,11 @@ def first(runs: Path, recorded: Recorded) -> Path:
 @pytest.fixture(scope="module")
 def rerun(first: Path) -> subprocess.CompletedProcess[str]:
     """It again, by the command alone."""
-    command = [sys.executable, "-m", "slime", "rerun", str(first)]
+    return repeated(first)
+
+
+def repeated(first: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slime", "rerun", str(first), *given]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
@@ -59,3 +63,13 @@ def test_the_weights_are_the_same(first: Path, rerun: subprocess.CompletedProces
     assert (first / "export" / "model.safetensors").read_bytes() == (
         again / "export" / "model.safetensors"
     ).read_bytes()
+
+
+def test_one_step_is_repeated_alone(first: Path) -> None:
+    """Law: from the checkpoint before it, a recorded step gives the weights that it gave in the run, to the bit."""
+    step, again = 5, first.with_name("first-one")
+    before = ["--load", str(first / "save"), "--ckpt-step", str(step - 1), "--num-rollout", str(step + 1)]
+    done = repeated(first, *before, "--lr-decay-iters", str(NUM_STEPS), "--run-dir", str(again))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in sorted((again / "save").glob("step_*"))] == [f"step_{step:06d}"]
+    assert rank_files(again / "save", step) == rank_files(first / "save", step)
