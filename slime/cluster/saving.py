@@ -43,19 +43,22 @@ def compared_settings(args: Args) -> dict[str, Any]:
     return {name: args.megatron[name] for name in names} | {name: getattr(args, name) for name in _COMPARED}
 
 
-def changed_settings(args: Args, before: Mapping[str, Any], step: int) -> str | None:
-    """Returns which settings differ from those of the checkpoint, and what takes effect from `step` on, else None.
+def changed_settings(args: Args, before: Mapping[str, Any], step: int) -> tuple[int, str] | None:
+    """Returns (log level, which settings differ from those of the checkpoint, and what takes effect from `step` on).
 
-    `before`: the settings of the checkpoint; {} if it was written without them.
+    `before`: the settings of the checkpoint; {} if it was written without them. A run is usually made longer with
+    `num_rollout`, so its change alone is no warning. Returns None if nothing changed.
     """
     now = compared_settings(args)
-    changed = [f"{name} {before[name]} -> {now[name]}" for name in now if name in before and before[name] != now[name]]
-    if not changed:
+    names = [name for name in now if name in before and before[name] != now[name]]
+    if not names:
         return None
+    changed = ", ".join(f"{name} {before[name]} -> {now[name]}" for name in names)
+    level = logging.INFO if names == ["num_rollout"] else logging.WARNING
     kept = "weights and data position come from the checkpoint, and moments and schedule start over (--no-load-optim)"
     if not args.no_load_optim:
         kept = "weights, moments, data position and the position in the learning-rate schedule come from the checkpoint"
-    return f"changed since the checkpoint: {', '.join(changed)}; the new values apply from step {step} on, while {kept}"
+    return level, f"changed since the checkpoint: {changed}; the new values apply from step {step} on, while {kept}"
 
 
 class Saver:
@@ -111,7 +114,7 @@ class Saver:
         if over and num_rollout:
             logger.warning("this run trains nothing, because num_rollout is only %d; raise --num-rollout", num_rollout)
         elif told := changed_settings(self._args, checkpoint.settings_of(found.path), following):
-            logger.warning("%s", told)
+            logger.log(*told)
 
     def save(self, rollout_id: int) -> None:
         """Writes a checkpoint, in the background with `--async-save`. Raises the previous save's error, if any."""

@@ -154,10 +154,13 @@ class _Conversation:
         if missing == [REASONING] and no_thought:
             return _Turn(prompt, text, is_thoughtless=True)
         if missing:
+            has_no_calls = missing[-1].startswith("tool call") and _spelling_of(self._chat).calls is None
+            is_ready = has_no_calls and "<|im_start|>" in self._plain(prompt)
+            ready = "; examples/tools.jinja of slime is one, see docs/fine_tuning.md" if is_ready else ""
             raise DataError(
                 f"the chat template omits {', '.join(missing)} of message {self._rows[number]}, which it renders as "
-                f"{self._plain(text)[:200]!r}; use a template that writes it (--chat-template FILE), or store the "
-                "message in the format that this template reads (for example, reasoning in <think> tags)"
+                f"{self._plain(text)[:200]!r}; use a template that writes it (--chat-template FILE{ready}), or store "
+                "the message in the format that this template reads (for example, reasoning in <think> tags)"
             )
         return _Turn(prompt, text, is_thoughtless=False)
 

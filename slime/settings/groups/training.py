@@ -61,6 +61,11 @@ def longest_sample(s: Any) -> int:
     return int(s.rollout_max_context_len or (s.rollout_max_prompt_len or 0) + sampled)
 
 
+def _longest_shown(s: Any) -> str:
+    without = "" if s.rollout_max_context_len or s.rollout_max_prompt_len else " without the prompt, which has no limit"
+    return f"{longest_sample(s)} tokens{without}"
+
+
 def _room(s: Any) -> int | None:
     if not s.use_dynamic_batch_size:
         return None
@@ -113,7 +118,7 @@ class TrainingSettings:
     micro_batch_size is set or there are pipeline stages."""
     max_tokens_per_gpu: int | None = derived(
         _room,
-        lambda s: f"the longest sample that the limits allow, {longest_sample(s)} tokens, and at least {LEAST_ROOM}",
+        lambda s: f"the longest sample that the limits allow, {_longest_shown(s)}, and at least {LEAST_ROOM}",
         needs=_DYNAMIC,
         within=TOKENS,
         first="Length",

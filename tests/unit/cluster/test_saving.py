@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,11 +57,14 @@ def test_a_resumed_run_says_which_settings_changed_and_what_comes_from_the_check
     assert changed_settings(rollout_args(tmp_path, "--lr", "1e-6"), kept, 4) is None
     new = ["--lr", "5e-7", "--num-rollout", "20"]
     assert changed_settings(rollout_args(tmp_path, *new), kept, 4) == (
+        logging.WARNING,
         "changed since the checkpoint: lr 1e-06 -> 5e-07, num_rollout 9 -> 20; the new values apply from step 4 on, "
-        "while weights, moments, data position and the position in the learning-rate schedule come from the checkpoint"
+        "while weights, moments, data position and the position in the learning-rate schedule come from the checkpoint",
     )
+    longer = changed_settings(rollout_args(tmp_path, "--lr", "1e-6", "--num-rollout", "20"), kept, 4)
+    assert longer is not None and longer[0] == logging.INFO and "num_rollout 9 -> 20" in longer[1]
     told = changed_settings(rollout_args(tmp_path, *new, "--load", str(tmp_path / "save"), "--no-load-optim"), kept, 4)
-    assert told is not None and "moments and schedule start over (--no-load-optim)" in told
+    assert told is not None and "moments and schedule start over (--no-load-optim)" in told[1]
     assert changed_settings(rollout_args(tmp_path, *new), {}, 4) is None, "an older checkpoint names no settings"
 
 

@@ -106,8 +106,9 @@ def test_of_calls_at_once_none_is_lost_where_a_template_writes_one_a_turn(second
 
 @pytest.mark.parametrize("family", ["llama3", "smollm2", "glm4", "kimi-k2 before calls"])
 def test_a_call_that_a_template_does_not_write_is_refused(family: str) -> None:
-    with pytest.raises(DataError, match="omits tool call add of message 1"):
+    with pytest.raises(DataError, match="omits tool call add of message 1") as refusal:
         trained(family, calling(("add", {"a": 1})), tools=None)
+    assert ("examples/tools.jinja" in str(refusal.value)) == (family == "smollm2"), "it writes messages as ChatML"
 
 
 @pytest.mark.parametrize("family", ["llama3.1", "deepseek-v3"])

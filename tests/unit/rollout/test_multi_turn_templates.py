@@ -82,7 +82,13 @@ def test_the_template_of_the_examples_writes_calls_as_qwen_does(content: str) ->
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
         return str(text).partition("<|im_start|>assistant\n")[2].rstrip("\n")
 
-    assert turn(Path("examples/tools.jinja").read_text()) == turn(None)
+    ours = Path("examples/tools.jinja").read_text()
+    assert turn(ours) == turn(None)
+    messages += [{"role": "tool", "content": "3"}]
+    messages = [{"role": "system", "content": "Be brief."}, *messages]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, chat_template=ours, tokenize=False)
+    assert text.count("<|im_start|>system") == 2 and "<|im_start|>tool\n3" in text, "docs/fine_tuning.md says so"
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, "qwen3"))

@@ -44,6 +44,8 @@ def test_samples_are_counted_where_that_is_meant(base: list[str], flags: str) ->
 
 def test_the_reason_is_explained_and_what_does_not_act_is_told(base: list[str]) -> None:
     text = explain(parse_args([*base, "--rollout-max-response-len", "5000"]))
-    assert "the longest sample that the limits allow, 5000 tokens" in text
+    assert "the longest sample that the limits allow, 5000 tokens without the prompt, which has no limit, and" in text
+    text = explain(parse_args([*base, "--rollout-max-response-len", "5000", "--rollout-max-prompt-len", "100"]))
+    assert "the longest sample that the limits allow, 5100 tokens, and" in text
     args = parse_args([*base, "--micro-batch-size", "2", "--use-dynamic-batch-size"])
     assert args.use_dynamic_batch_size and "micro_batch_size 2, which needs --no-use-dynamic" in listed(args)
