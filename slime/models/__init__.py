@@ -32,6 +32,7 @@ __all__ = [
     "load_family",
     "mtp_problem",
     "prefix_problem",
+    "split_problem",
     "table_for",
 ]
 
@@ -91,6 +92,11 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 def prefix_problem(hf_config: HfConfig) -> str | None:
     """Returns a clause for an error message if samples of this model cannot share a prefix, else None."""
     return family_of(hf_config).prefix_problem(hf_config)
+
+
+def split_problem(hf_config: HfConfig, num_tokens: int) -> str | None:
+    """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""
+    return family_of(hf_config).split_problem(hf_config, num_tokens)
 
 
 def images_problem(hf_config: HfConfig) -> str | None:

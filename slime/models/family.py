@@ -74,6 +74,10 @@ class Family(ABC):
         """Returns a clause for an error message if samples cannot share a prefix, else None."""
         return None if self.shares_prefixes else f"the layers of {hf_config.get('model_type')} do not support it"
 
+    def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
+        """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""
+        return None
+
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         """Returns a config whose layer 0 is the checkpoint's MTP layer, or None if there is none.
 

@@ -24,8 +24,6 @@ ACTING = frozenset(
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
         *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "optimizer_cpu_offload"),
         *("optimizer", "use_precision_aware_optimizer", "recompute_granularity"),
-        *("fine_grained_activation_offloading",),
-        *("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
     }
 )
 """Megatron flags that take effect in every run, or that a rule refuses where they cannot."""
@@ -59,6 +57,10 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "which changes nothing: interleaved pipeline stages always overlap P2P communication, others never do": (
         "overlap_p2p_comm",
+    ),
+    "CUDA graphs of layers, which the trainer does not use": ("cuda_graph_",),
+    "offloading of single activations, which the trainer does not use": (
+        *("min_offloaded_tensor_size", "offload_modules"),
     ),
     "sequences of equal length; slime packs samples of any length": ("seq_length",),
 }
@@ -97,11 +99,6 @@ def _recomputes_modules(s: Any) -> bool:
 def _has_plain_stages(s: Any) -> bool:
     m = s.megatron
     return (m["pipeline_model_parallel_size"] or 1) > 1 and (m["virtual_pipeline_model_parallel_size"] or 1) == 1
-
-
-def _uses_cuda_graphs(s: Any) -> bool:
-    m = s.megatron
-    return bool(m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none")
 
 
 _CONDITIONAL: Mapping[Need, str] = {
@@ -170,12 +167,6 @@ _CONDITIONAL: Mapping[Need, str] = {
         "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov "
         "muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode muon_use_nesterov"
     ),
-    Need(_is_on("fine_grained_activation_offloading"), "--fine-grained-activation-offloading"): (
-        "min_offloaded_tensor_size offload_modules"
-    ),
-    Need(_uses_cuda_graphs, "--cuda-graph-impl"): (
-        "cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps"
-    ),
 }
 """Condition -> flags that take effect only if it holds."""
 
@@ -192,6 +183,9 @@ def need_of(name: str) -> Need | None:
     text = next((text for text, starts in _UNUSED_PARTS.items() if name.startswith(starts)), _UNUSED)
     return Need(lambda s: False, text)
 
+
+RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "shared_experts")
+"""The values of `--recompute-modules` that the trainer's layers know."""
 
 # Settings that slime fixes, and its own defaults: name -> (value, reason). --explain shows the reason.
 
@@ -277,10 +271,19 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 """Settings whose value the trainer fixes, with the reason. A flag with a different value is refused."""
 
+_GRAPHS = "a CUDA graph replays rows of one length, and the trainer packs rows of any length"
+
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose precision in bf16"),
     **dict.fromkeys(("fp8", "fp4"), (None, "not supported in this release")),
     "cpu_offloading": (False, "needs Transformer Engine"),
+    "enable_cuda_graph": (False, _GRAPHS),
+    "external_cuda_graph": (False, _GRAPHS),
+    "cuda_graph_impl": ("none", _GRAPHS),
+    "fine_grained_activation_offloading": (
+        False,
+        "the trainer's layers do not offload single activations; --recompute-granularity saves their memory",
+    ),
 }
 """The same as `FIXED`, for settings that the trainer leaves at Megatron's default."""
 

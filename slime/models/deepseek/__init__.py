@@ -38,6 +38,14 @@ class DeepSeek(Family):
             return "its indexer selects keys over whole sequences"
         return super().prefix_problem(hf_config)
 
+    def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
+        if not indexer_kinds(hf_config) or num_tokens <= int(hf_config["index_topk"]):
+            return None
+        return (
+            f"sparse attention supports at most index_topk {hf_config['index_topk']} tokens per sequence with context "
+            f"parallelism, and the length limits allow {num_tokens}"
+        )
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         _refuse(hf_config)
         heads, nope, rope = (int(hf_config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))

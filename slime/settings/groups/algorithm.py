@@ -384,11 +384,6 @@ def a_layer_runs_again_with_its_row(args: Args) -> str | None:
             f"{flag} does not work with selective recompute of experts, which cannot tell which row's choices to "
             "replay; use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         )
-    if m["enable_cuda_graph"] or m["external_cuda_graph"] or m["cuda_graph_impl"] != "none":
-        return (
-            f"{flag} does not work with CUDA graphs of layers, which would replay the choices of one row for all "
-            "rows; disable the graphs"
-        )
     return None
 
 

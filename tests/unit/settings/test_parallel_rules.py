@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from slime.settings import parse_args
 from tests.support.command_line import refused
+from tests.support.published import SYNCED
 
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -32,7 +36,23 @@ def test_a_layout_that_divides_is_taken(base: list[str], flags: str) -> None:
         (f"--actor-num-gpus-per-node 2 {PP2} --virtual-pipeline-model-parallel-size 2", "2 layers"),
         ("--actor-num-gpus-per-node 2 --expert-model-parallel-size 2", "0 experts"),
         ("--variable-seq-lengths", "drop the flag"),
+        ("--enable-cuda-graph", "rows of any length"),
+        ("--cuda-graph-impl local", "rows of any length"),
+        ("--fine-grained-activation-offloading --offload-modules core_attn", "do not offload single activations"),
+        ("--recompute-granularity selective --recompute-modules moe_act", "recompute_modules moe_act does not exist"),
+        ("--recompute-granularity selective --recompute-modules mlp mla_up_proj", "mla_up_proj does not exist"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(base: list[str], flags: str, said: str) -> None:
     assert said in refused([*base, *flags.split()])
+
+
+def test_sparse_attention_is_split_only_where_it_attends_to_everything(base: list[str]) -> None:
+    """Law: a length that the limits allow fails before anything starts, not in the middle of a step."""
+    config, _ = SYNCED["GLM-5"]
+    (Path(base[1]) / "config.json").write_text(json.dumps(config))
+    flags = "--actor-num-gpus-per-node 2 --context-parallel-size 2 --rollout-max-response-len"
+    split = [*base, *flags.split()]
+    assert parse_args([*split, str(config["index_topk"])]).megatron["context_parallel_size"] == 2
+    message = refused([*split, str(config["index_topk"] + 1)])
+    assert f"at most index_topk {config['index_topk']} tokens" in message and "--context-parallel-size" in message

@@ -50,7 +50,6 @@ def test_a_dense_model_has_no_choice(flag: str, base: list[str]) -> None:
     ("flags", "because"),
     [
         ("--recompute-granularity selective --recompute-modules moe", "use --recompute-granularity full"),
-        ("--cuda-graph-impl local", "choices of one row for all"),
     ],
 )
 def test_a_layer_that_runs_again_alone_is_refused(flags: str, because: str, flag: str, experts: list[str]) -> None:
