@@ -186,6 +186,13 @@ def own_settings_without_effect(settings: Resolver, components: Components) -> d
     return out
 
 
+def derived_without_effect(settings: Any, components: Components) -> dict[str, str]:
+    """Returns the origin, with the reason, of each derived setting of slime and registry entries without effect."""
+    derived = [n for n in (*components.own, *components.of_entries()) if settings.origins[n].startswith("derived: ")]
+    missing = ((name, what_is_missing(name, settings, components)) for name in derived)
+    return {name: f"derived, but without effect: {text.removeprefix('which ')}" for name, text in missing if text}
+
+
 def what_is_missing(name: str, settings: Any, components: Components) -> str | None:
     """Returns why a setting has no effect, as a clause ("which needs ..."); None if it takes effect.
 
@@ -415,7 +422,14 @@ def resolve(
         router=Passthrough("router", router),
         custom=Passthrough("custom", custom),
         idle=Passthrough("idle", {**idle, **{n: text for n, text in where.items() if n.startswith(FREE)}}),
-        origins=Passthrough("origins", {**args.origins, **{f"router.{n}": where[f"router.{n}"] for n in router}}),
+        origins=Passthrough(
+            "origins",
+            {
+                **args.origins,
+                **derived_without_effect(args, components),
+                **{f"router.{n}": where[f"router.{n}"] for n in router},
+            },
+        ),
     )
     validate(args, components, synchronous=synchronous, problems=problems)
     return args

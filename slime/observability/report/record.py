@@ -110,11 +110,16 @@ def _facts_of_starts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def report_title(settings: Mapping[str, Any]) -> str:
     """Returns a short title with model, data and method. `settings`: from `args.json`."""
     model = Path(str(settings.get("hf_checkpoint") or "")).name
-    method = (
-        "SFT" if settings.get("loss_type") == "sft_loss" else str(settings.get("advantage_estimator") or "").upper()
-    )
+    method = "SFT" if settings.get("loss_type") == "sft_loss" else _method(settings.get("advantage_estimator"))
     parts = [model, _data_name(settings.get("prompt_data")), method]
     return ", ".join(p for p in parts if p) or "slime run"
+
+
+def _method(estimator: object) -> str:
+    """Returns a short name: "GRPO" for `grpo`, "mad" for `my/mad.py`, `my.mad` and `my.py:mad`."""
+    given = str(estimator or "")
+    name = re.split(r"[/:.]", given.removesuffix(".py"))[-1]
+    return name.upper() if name == given else name
 
 
 DULL_STEMS = re.compile(r"(train|training|data|prompts|rollout)(-\d+-of-\d+)?", re.I)

@@ -324,6 +324,12 @@ def test_the_title_names_data_that_says_something(data: str, name: str) -> None:
     assert title == f"tiny, {name}, GRPO"
 
 
+@pytest.mark.parametrize("given", ["mad", "my/mad.py", "my.mad", "my.py:mad"])
+def test_the_title_names_an_own_estimator_without_its_path(given: str) -> None:
+    title = report_title({"prompt_data": "chats.jsonl", "advantage_estimator": given})
+    assert title == ("chats, MAD" if given == "mad" else "chats, mad")
+
+
 def test_numbers_are_short() -> None:
     assert [short(v) for v in (0, 0.12345, 1234.5, 5e-5, 1.5e7)] == ["0", "0.123", "1,234", "5e-5", "1.5e7"]
 

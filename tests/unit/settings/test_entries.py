@@ -207,6 +207,20 @@ def test_help_shows_names_and_settings_of_entries() -> None:
     assert "Used by disk." in text
 
 
+def test_a_derived_value_of_an_estimator_that_is_not_chosen_has_no_effect(base: list[str], tmp_path: Path) -> None:
+    """With the estimator of the documentation, and with rewards that a hook normalises."""
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    code = page.split("A `GroupEstimator` needs one method")[1].split("```python\n")[1].split("```")[0]
+    (file := tmp_path / "rank_in_group.py").write_text(code)
+    name = "grpo_std_normalization = True    (derived, but without effect: needs"
+    own = parse_args([*base, "--advantage-estimator", str(file)])
+    assert f"{name} advantage_estimator cispo or grpo" in explain(own)
+    assert "advantage_scale = group    (derived, but without effect: needs advantage_estimator" in explain(own)
+    hook = parse_args([*base, "--custom-reward-post-process-path", "a.b"])
+    assert f"{name} rewards_normalization)" in explain(hook)
+    assert "(derived: rewards are divided by the standard deviation" in explain(parse_args(base))
+
+
 @pytest.mark.parametrize(
     ("given", "means"), [("nccl", "distributed"), ("distributed", "distributed"), ("auto", "tensor")]
 )
