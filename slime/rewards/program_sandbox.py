@@ -140,6 +140,10 @@ class Sandbox:
         self._num_runs = 0
 
     def __enter__(self) -> Self:
+        if self._user != os.getuid() and (closed := closed_to_others()):
+            raise OSError(
+                f"sandboxed programs run as another user, who cannot read {closed}; run: chmod -R o+rX {closed}"
+            )
         self._folder = tempfile.TemporaryDirectory(prefix=scratch_prefix("code-"))
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **FEW_THREADS}
         command = [sys.executable, "-I", "-S", "-X", "utf8", __file__, self._folder.name, *self._limits]
@@ -233,6 +237,12 @@ class Sandbox:
             raise OSError(f"the sandbox supervisor returned no verdict within {self._reply_limit_s:g} s: {problem}")
         verdict: dict[str, Any] = json.loads(said)
         return verdict
+
+
+def closed_to_others() -> str:
+    """Returns the first folder of Python and its packages that other users cannot read, or ""."""
+    folders = (sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), str(Path(__file__).parent))
+    return next((folder for folder in folders if os.stat(folder).st_mode & 0o005 != 0o005), "")
 
 
 def readable() -> list[str]:

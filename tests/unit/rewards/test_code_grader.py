@@ -418,3 +418,12 @@ def test_a_virtual_environment_in_the_temporary_folder_can_confine(tmp_path: Pat
     command = [tmp_path / "env" / "bin" / "python", "-c", PROBE]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.split("\n")[-2] == "() 0", ran.stdout + ran.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="programs run as this user")
+def test_an_environment_that_other_users_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Law: with a strict umask, the message says what to do instead of blaming the load."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(OSError, match=f"another user, who cannot read {tmp_path}; run: chmod -R"):
+        ended("print(1)")
