@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.core.errors import ConfigError
-from slime.models.qwen3_next.delta_rule import chunked, delta_rule
+from slime.models.qwen3_next.delta_rule import CHUNK, chunked, delta_rule
 
 HEADS, KEY_DIM, VALUE_DIM = 3, 5, 7
 
@@ -71,3 +74,32 @@ def test_kernels_are_refused_where_they_cannot_run() -> None:
     assert delta_rule(cpu, torch.float32) is chunked, "auto must fall back on a CPU"
     with pytest.raises(ConfigError, match=r"need a GPU.*use torch or auto"):
         delta_rule(cpu, torch.bfloat16, "fla")
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that are not views, each of which is at least one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not operation.is_view
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_chunk_costs_a_few_kernels_of_its_own_in_each_direction() -> None:
+    """Law: what grows with the length is one product per chunk forward, and one with its copy backward."""
+
+    def counted(num_chunks: int) -> tuple[int, int]:
+        lengths = (num_chunks * CHUNK,)
+        q, k, v = (torch.randn(lengths[0], 2, 8, requires_grad=True) for _ in range(3))
+        g, beta = -torch.rand(lengths[0], 2), torch.rand(lengths[0], 2)
+        with Kernels() as forward:
+            out = chunked(q, k, v, g, beta, lengths)
+        with Kernels() as backward:
+            out.sum().backward()
+        return forward.num, backward.num
+
+    (few_forward, few_backward), (forward, backward) = counted(5), counted(25)
+    assert forward - few_forward <= 20 and backward - few_backward <= 2 * 20
