@@ -46,8 +46,8 @@ def compared_settings(args: Args) -> dict[str, Any]:
 def changed_settings(args: Args, before: Mapping[str, Any], step: int) -> tuple[int, str] | None:
     """Returns (log level, which settings differ from those of the checkpoint, and what takes effect from `step` on).
 
-    `before`: the settings of the checkpoint; {} if it was written without them. A run is usually made longer with
-    `num_rollout`, so its change alone is no warning. Returns None if nothing changed.
+    `before`: the settings of the checkpoint; {} if it was written without them. Returns None if nothing changed. A new
+    `num_rollout` alone is the usual way to continue, and not worth a warning.
     """
     now = compared_settings(args)
     names = [name for name in now if name in before and before[name] != now[name]]
