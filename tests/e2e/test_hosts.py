@@ -181,14 +181,16 @@ def test_asynchronous_data_parallel_ranks_on_two_of_three_hosts(three: FakeClust
         assert f"({host.address}) has {has}" in log, log
 
 
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
 def test_colocated_ranks_of_two_hosts_share_their_slots_with_one_engine(
-    three: FakeCluster, shared: Path, flags: Flags
+    transport: str, three: FakeCluster, shared: Path, flags: Flags
 ) -> None:
     """Law: data-parallel ranks and the ranks of a tensor-parallel engine take turns on the slots of two hosts."""
     where = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--colocate"]
-    with HostedRun(three, shared / "colocated-two", [*flags, *where, "--rollout-num-gpus-per-engine", "2"]) as run:
+    where += ["--rollout-num-gpus-per-engine", "2", *(["--update-weight-transport", "disk"] * (transport == "disk"))]
+    with HostedRun(three, shared / f"colocated-{transport}", [*flags, *where]) as run:
         finished(run)
-    assert json.loads((run.run_dir / "args.json").read_text())["update_weight_transport"] == "distributed"
+    assert json.loads((run.run_dir / "args.json").read_text())["update_weight_transport"] == transport
     log = (run.run_dir / "logs" / "driver.log").read_text()
     assert f"({three.hosts[1].address}) has training ranks [1], engines [0]" in log, log
 

@@ -10,6 +10,7 @@ PLACEMENTS: dict[str, list[str]] = {
     "colocated": ["--colocate"],
     "colocated, with additional engines": ["--colocate", "--rollout-num-gpus", "2"],
     "several hosts, decoupled": ["--ray-address", "10.0.0.1:6379"],
+    "several hosts, colocated": ["--ray-address", "10.0.0.1:6379", "--colocate", "--actor-num-nodes", "2"],
     "engines that run already": ["--rollout-external-engine-addrs", "10.0.0.2:30000"],
 }
 """Name in the table -> flags that mean it, with one training rank and one GPU per engine."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.core.processes import new_run_id
+from slime.core.registry import load_object
 from slime.settings.fields import UNSET, Adjusted, Need, Rule, derived, internal, opt, refuse_if
 from slime.settings.flags import COUNT, COUNT_OR_NONE, PORT, SECONDS, SECONDS_OR_NONE
 from slime.settings.topology_yaml import topology_of
@@ -185,10 +186,36 @@ def engines_divide(args: Args) -> str | None:
     )
 
 
+def engines_fit_on_training_hosts(args: Args) -> str | None:
+    """Raises the `ConfigError` of the placement plan if an engine could share only some of its slots."""
+    if not args.colocate or args.debug_train_only or engines_divide(args):
+        return None
+    host, demand = (load_object(f"slime.cluster.placement:{name}") for name in ("Host", "EngineDemand"))
+    per_host = args.actor_num_gpus_per_node
+    load_object("slime.cluster.placement:plan_placement")(
+        num_nodes=args.actor_num_nodes,
+        num_per_node=per_host,
+        engines=[demand(engine.num_gpus, engine.runs) for engine in topology_of(args).wanted()],
+        colocate=True,
+        hosts=[host("", "", per_host + args.rollout_num_gpus, 1)] * args.actor_num_nodes,  # more would also do
+    )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     ray_address_is_one,
     variables_can_be_set,
     engines_divide,
+    engines_fit_on_training_hosts,
+    refuse_if(
+        lambda s: (
+            s.num_gpus_per_node is not None
+            and s.actor_num_gpus_per_node > s.num_gpus_per_node
+            and not s.debug_rollout_only
+        ),
+        "actor_num_gpus_per_node {s.actor_num_gpus_per_node} is above num_gpus_per_node {s.num_gpus_per_node}, the "
+        "most that the run uses on a host; lower --actor-num-gpus-per-node and raise --actor-num-nodes",
+    ),
     refuse_if(
         lambda s: s.actor_num_nodes > 1 and s.ray_address is None,
         "actor_num_nodes {s.actor_num_nodes} needs a Ray cluster of several hosts, but the run would start Ray only on "

@@ -43,6 +43,26 @@ def test_an_engine_that_reaches_to_another_host_has_no_shared_memory_there(base:
         require_reach(args, plan)
 
 
+JOINED = ["--device", "cuda", "--ray-address", "10.0.0.1:6379", "--actor-num-nodes", "2"]
+
+
+@pytest.mark.parametrize("size", ["1", "2", "4"])
+def test_a_colocated_engine_may_span_whole_hosts(size: str, base: list[str]) -> None:
+    """Law: on GPUs, each rank of such an engine maps the memory of the training rank on its own GPU."""
+    more = ["--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", size]
+    args = parse_args([*base, *JOINED, "--colocate", *more])
+    assert args.update_weight_transport == "tensor" and args.rollout_num_gpus == 4
+
+
+def test_a_plan_without_places_is_refused_before_there_are_hosts(base: list[str]) -> None:
+    """Law: what no cluster could place is refused by the settings, so `--explain` refuses it, too."""
+    command = [*base, *JOINED, "--actor-num-gpus-per-node", "3"]
+    with pytest.raises(ConfigError, match="cannot place 3 engines of 2 slots on 2 hosts with 3 training slots each"):
+        parse_args([*command, "--colocate", "--rollout-num-gpus-per-engine", "2"])
+    with pytest.raises(ConfigError, match="actor_num_gpus_per_node 3 is above num_gpus_per_node 2"):
+        parse_args([*command, "--num-gpus-per-node", "2"])
+
+
 def test_a_frozen_judge_may_be_where_no_memory_is_shared(base: list[str], tmp_path: Path) -> None:
     """Law: only who gets weights has to see the memory that they come through."""
     models = [{"name": name, "server_groups": [{"num_gpus": 1, "num_gpus_per_engine": 1}]} for name in ("a", "judge")]
@@ -63,6 +83,13 @@ def accepted(command: list[str]) -> Args:
     if args.ray_address is not None:
         hosts = [Host(name, f"10.0.0.{i}", num_slots=1, num_cores=1) for i, name in enumerate("ab", start=1)]
         require_reach(
-            args, plan_placement(num_nodes=1, num_per_node=1, engines=[EngineDemand(1)], colocate=False, hosts=hosts)
+            args,
+            plan_placement(
+                num_nodes=args.actor_num_nodes,
+                num_per_node=1,
+                engines=[EngineDemand(1)] * args.rollout_num_gpus,
+                colocate=args.colocate,
+                hosts=hosts,
+            ),
         )
     return args
