@@ -4,8 +4,9 @@
     second sandbox ── the resulting files, and the calls of the hidden tests
 
 Consumes: a row of `tasks.py`. Produces: the samples of one execution with their reward, and in
-`metadata["coding"]` how the agent ended. Waits for: one of `coding_max_sandboxes` sandboxes, then the agent, at most
-`coding_time_limit_s`. Ended by: cancellation, which also ends the sandboxes.
+`metadata["coding"]` how the agent ended and, in `graded`, how the hidden tests did. Waits for: one of
+`coding_max_sandboxes` sandboxes, then the agent, at most `coding_time_limit_s`. Ended by: cancellation, which also ends
+the sandboxes.
 
 Invariants
 1. If an agent runs out of time, its files are graded as they are, and its samples are TRUNCATED.
@@ -28,14 +29,13 @@ from slime.core.errors import ConfigError, Unconfined
 from slime.core.sample import Sample, Status
 
 from . import grading
+from .grading import SAID
 
 SMALL_AGENT = "small_agent"
 PROGRAMS: dict[str, Harness] = {h.name: h for h in (ClaudeCodeHarness(), CodexHarness(), OpenCodeHarness())}
 NEEDS = {"memory_bytes": 8 << 30, "processes": 512}
 """Defaults for the sandbox of npm programs, whose runtimes reserve more addresses than they use."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
-SAID = 2000
-"""Characters kept of the program's output."""
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -117,10 +117,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             if agent.adapter.session(agent.key).aborted:
                 return agent.samples(sample)
             async with sandbox_of(args) as fresh:
-                reward = await grading.grade(fresh, files, sample.metadata["hidden"])
+                reward, graded = await grading.grade(fresh, files, sample.metadata["hidden"])
         except (Unconfined, CommandFailed, OSError) as problem:
             return failed(sample, f"sandbox: {problem}")
-        coding = {"code": ended.code, "timed_out": ended.timed_out, "said": ended.output[-SAID:]}
+        coding = {"graded": graded, "code": ended.code, "timed_out": ended.timed_out, "said": ended.output[-SAID:]}
         samples = agent.samples(sample, reward=reward, metadata={"coding": coding})
     if samples[0].status is Status.FAILED:
         return failed(sample, f"the agent got no answer (status {ended.code}): {ended.output[-300:]}")

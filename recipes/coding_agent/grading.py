@@ -10,7 +10,8 @@ Hidden tests have one of two forms:
 
 Invariants
 1. No part of a task's hidden tests is written to a sandbox in which an agent ran.
-2. From a sandbox in which an agent ran, only files are copied; their sizes and their number are limited.
+2. What the hidden tests print is in the samples' metadata, for people. No model reads it.
+3. From a sandbox in which an agent ran, only files are copied; their sizes and their number are limited.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CALL_S = 10.0
 """Time limit of one hidden test."""
 TESTS_S = 60.0
 """Time limit of a command that runs hidden tests, unless the row has one."""
+SAID = 1500
+"""Characters kept of the end of an output."""
 REPOSITORY = "repository"
 """Name of the repository's folder inside the sandbox's folder."""
 ASK = """\
@@ -78,33 +81,44 @@ async def run_tests(sandbox: Sandbox, files: Mapping[str, str | bytes], hidden: 
     )
 
 
-async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected: Any) -> bool:
-    """Returns whether a call returns the expected value."""
+async def passes(sandbox: Sandbox, function: str, arguments: list[Any], expected: Any) -> tuple[bool, dict[str, Any]]:
+    """Returns whether a call returns the expected value, and how it ended."""
     call = json.dumps({"function": function, "arguments": arguments})
     environment = {"CALL": call, "PYTHONDONTWRITEBYTECODE": "1"}
     command = f'cd {sandbox.folder}/{REPOSITORY} && python3 ../ask.py "$CALL"'
     ended = await sandbox.exec(command, env=environment, timeout_s=CALL_S)
     lines = ended.stdout.splitlines()
+    told = how(ended, f"{function}(*{arguments}) should return {expected!r}, but said:\n")
     try:
         returned = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
-        return False
-    return ended.code == 0 and bool(lines) and same_value(returned, expected)
+        return False, told
+    return ended.code == 0 and bool(lines) and same_value(returned, expected), told
 
 
-async def grade(sandbox: Sandbox, files: Mapping[str, str | bytes], hidden: Mapping[str, Any]) -> float:
-    """Returns the fraction of `fixes` that pass, or 0 if one of `keeps` fails; for a command, 1 if it succeeds, else 0.
+def how(ended: ExecResult, before: str = "") -> dict[str, Any]:
+    """Returns how hidden tests ended, for `metadata["coding"]["graded"]`."""
+    said = before + (ended.stdout + ended.stderr).strip()
+    return {"code": ended.code, "timed_out": ended.timed_out, "said": said[-SAID:]}
 
-    `sandbox` must be fresh.
+
+async def grade(
+    sandbox: Sandbox, files: Mapping[str, str | bytes], hidden: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """Returns the reward, and the reason: how the command ended, or the first call that fails (empty if none does).
+
+    The reward is the fraction of `fixes` that pass, or 0 if one of `keeps` fails; for a command, 1 if it succeeds, else
+    0. `sandbox` must be fresh.
     """
     if "command" in hidden:
         ended = await run_tests(sandbox, files, hidden)
-        return float(ended.code == 0 and not ended.timed_out)
+        return float(ended.code == 0 and not ended.timed_out), how(ended)
     await lay_out(sandbox, files)
     await sandbox.write_file(f"{sandbox.folder}/ask.py", ASK)
     function, fixes = str(hidden["function"]), hidden["fixes"]
     for arguments, expected in hidden["keeps"]:
-        if not await passes(sandbox, function, arguments, expected):
-            return 0.0
+        passed, told = await passes(sandbox, function, arguments, expected)
+        if not passed:
+            return 0.0, told
     results = [await passes(sandbox, function, arguments, expected) for arguments, expected in fixes]
-    return sum(results) / len(results)
+    return sum(passed for passed, _ in results) / len(results), next((told for ok, told in results if not ok), {})

@@ -56,7 +56,7 @@ def install(name: str, programs: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m recipes.coding_agent.prepare`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, default=Path("assets/coding_agent"), help="folder of train.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("assets/coding_agent/train.jsonl"), help="the dataset")
     parser.add_argument("--model", type=Path, default=Path("assets/smollm2-135m-instruct"), help="folder of the model")
     parser.add_argument("--programs", type=Path, default=Path("assets/agents"), help="folder for npm programs")
     parser.add_argument("--data", type=Path, help="tasks of your own; without it, the recipe's")
@@ -74,7 +74,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def prepare(options: argparse.Namespace) -> None:
     """Prepares what is missing. Raises `SlimeError`."""
-    out = options.out / "train.jsonl"
     custom = read_yaml(str(options.config), "CONFIG").get("custom", {})
     require_room(options.harness, custom)
     rows = None if options.data is None else read_rows(options.data)
@@ -84,7 +83,9 @@ def prepare(options: argparse.Namespace) -> None:
     if options.harness in PROGRAMS:
         print(f"program: {install(options.harness, Path(custom.get('coding_programs', options.programs)))}")
     print(f"model: {unpack(options.model)}")
-    written = write_rows(out, options.harness) if rows is None else write_own(out, options.harness, rows)
+    written = (
+        write_rows(options.out, options.harness) if rows is None else write_own(options.out, options.harness, rows)
+    )
     print(f"repositories: {written}")
 
 

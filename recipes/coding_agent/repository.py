@@ -147,7 +147,7 @@ async def _check(args: Any, one: Mapping[str, Any], number: int) -> str:
     hidden, files = data["hidden"], data["files"]
     async with places(args), sandbox_of(args) as sandbox:
         if "command" not in hidden:
-            if reward := await grading.grade(sandbox, files, hidden):
+            if reward := (await grading.grade(sandbox, files, hidden))[0]:
                 raise ConfigError(_passes(name, f"{reward:.0%} of its hidden tests pass"))
             return f"{name}: the hidden tests fail, as they should before the repair"
         before = await grading.run_tests(sandbox, files, hidden)

@@ -6,9 +6,10 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 CONFIG=$(realpath "${CONFIG:-$here/settings.yaml}") DATA=${DATA:+$(realpath "$DATA")} # host.sh may change the folder
 . "$here/../host.sh"
-RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)}
+RUN_DIR=${RUN_DIR:-runs/coding_agent-$(date +%Y%m%d-%H%M%S)} HARNESS=${HARNESS:-small_agent}
+TASKS=assets/coding_agent/$(basename "${DATA:-train}" .jsonl)-$HARNESS.jsonl # a run with other tasks keeps its own
 
-run "$PY" -m slime.cli.recipes.coding_agent.prepare --out assets/coding_agent --harness "${HARNESS:-small_agent}" \
+run "$PY" -m slime.cli.recipes.coding_agent.prepare --out "$TASKS" --harness "$HARNESS" \
   --config "$CONFIG" ${DATA:+--data "$DATA"}
 
 run "$PY" -m slime train \
@@ -17,7 +18,7 @@ run "$PY" -m slime train \
   --device auto --colocate \
   --seed "$SEED" --rollout-seed "$SEED" \
   \
-  --prompt-data assets/coding_agent/train.jsonl --input-key prompt --label-key label --metadata-key metadata \
+  --prompt-data "$TASKS" --input-key prompt --label-key label --metadata-key metadata \
   --rollout-shuffle \
   --custom-generate-function-path slime.cli.recipes.coding_agent.generate:generate \
   --custom-config-path "$CONFIG" \
@@ -29,9 +30,3 @@ run "$PY" -m slime train \
   --lr 1e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
   "$DTYPE" \
   --override "$@"
-
-# --explain and --help train nothing.
-if test -f "$RUN_DIR/report.md"; then
-  cat "$RUN_DIR/report.md"
-  echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"
-fi

@@ -20,9 +20,11 @@ MAX_SHOWN = 1500
 """Characters of the tests' output that the model sees."""
 ANSWER_S, TESTS_S = 600, 60
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+OPENED = re.compile(r"```(?:python|py)?[ \t]*\n")
 NAMED = re.compile(r"\A\s*#\s*(\S+\.py)[ \t]*\n")
 ASKED = "Answer with the whole mended file in one ```python block, with its name as a comment in the first line: # {}"
 WITHOUT_BLOCK = "There is no ```python block in that. " + ASKED
+UNCLOSED = "The ```python block in that is not closed. " + ASKED
 
 
 def source_files() -> list[Path]:
@@ -87,8 +89,9 @@ def main() -> int:
                 return 0
             reply = f"The tests fail:\n```\n{said}```\n{ASKED.format(usual)}"
         else:
-            print(f"turn {turn}: no code block")
-            reply = WITHOUT_BLOCK.format(usual)
+            opened = OPENED.search(answer) is not None
+            print(f"turn {turn}: {'a code block that is not closed' if opened else 'no code block'}")
+            reply = (UNCLOSED if opened else WITHOUT_BLOCK).format(usual)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
     return 1
 

@@ -27,9 +27,3 @@ run "$PY" -m slime train \
   --lr 5e-5 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
   "$DTYPE" \
   --override "$@"
-
-# --explain and --help train nothing.
-if test -f "$RUN_DIR/report.md"; then
-  cat "$RUN_DIR/report.md"
-  echo "page: $RUN_DIR/report.html, picture: $RUN_DIR/report.png"
-fi

@@ -142,7 +142,12 @@ def _show(samples: Sequence[ShownSample], console: Console, *, full: bool) -> No
 
 
 def _entry(name: str, value: object, *, full: bool) -> str:
-    """Returns an entry of the metadata: on one line with a note of what was left out, or whole (`full`)."""
+    """Returns an entry of the metadata: on one line with a note of what was left out, or whole (`full`).
+
+    A whole mapping has its entries below each other, so that text in it keeps its lines.
+    """
+    if full and isinstance(value, dict) and value:
+        return "\n".join(_entry(f"{name}.{key}", one, full=True) for key, one in value.items())
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{name}: {text if full else one_line(text, METADATA_CHARS)}"
 

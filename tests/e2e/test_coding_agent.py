@@ -34,6 +34,7 @@ def test_a_coding_agent_is_trained_by_one_command(runs: Path) -> None:
     for sample in (one for group in groups for one in group):
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED) and isinstance(sample.reward, float)
         assert 0.0 <= sample.reward <= 1.0 and sample.metadata["coding"]["code"] in (0, 1), sample.metadata["coding"]
+        assert (sample.reward < 1) == bool(sample.metadata["coding"]["graded"]), "what failed is the reason"
         assert sample.loss_mask and sample.rollout_log_probs and sample.token_versions, "set by the adapter"
         rows = zip(sample.loss_mask, sample.rollout_log_probs, sample.token_versions, strict=True)
         assert all((log_prob <= 0 and version == 1) if kept else version == -1 for kept, log_prob, version in rows)

@@ -148,14 +148,13 @@ def test_hidden_tests_are_neither_read_nor_changed(cheat: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_what_the_tests_say_is_read_and_not_trained(tmp_path: Path) -> None:
     """Law: three turns are one sample; the agent's words between them are context."""
-    answers = {False: "I do not know.", True: block(ADD.files["sums.py"])}
-    samples, engine = played(tmp_path, lambda prompt: answers["no ```python block" in prompt], ADD)
+    answers = ["I do not know.", "So:\n```python\ndef add(", block(ADD.files["sums.py"])]
+    asked = ("no ```python block", "python block in that is not closed")
+    samples, engine = played(tmp_path, lambda prompt: answers[sum(text in prompt for text in asked)], ADD)
     assert [sample.reward for sample in samples] == [0.0, 0.0] and len(engine.requests) == 6
     end = "<|im_end|>"
     for sample in samples:
-        said = [answers[False], answers[True], answers[True]]
-        assert trained(sample, engine.tokenizer) == "".join(text + end for text in said)
-        assert "The tests fail" in engine.tokenizer.decode(sample.tokens)
+        assert trained(sample, engine.tokenizer) == "".join(text + end for text in answers)
 
 
 @pytest.mark.slow

@@ -130,13 +130,34 @@ REWARDS = {
 def test_a_command_is_the_reward(case: str, repository: Path) -> None:
     """Law: hidden files replace the agent's, and the exit status alone decides."""
     files, reward = REWARDS[case]
+    if case == "code that does not end":
+        reason = {"code": 137, "timed_out": True}
+    else:
+        reason = {"code": int(reward == 0), "timed_out": False}
     hidden = own(repository, timeout_s=3)["metadata"]["hidden"]
 
-    async def grade() -> float:
+    async def grade() -> tuple[float, dict[str, Any]]:
         async with LocalSandbox() as sandbox:
             return await grading.grade(sandbox, files, hidden)
 
-    assert asyncio.run(grade()) == reward
+    got, graded = asyncio.run(grade())
+    assert got == reward and reason.items() <= graded.items()
+    assert graded["timed_out"] or ("OK" if reward else "AssertionError") in graded["said"]
+
+
+@pytest.mark.usefixtures("confined")
+def test_the_first_call_that_fails_is_the_reason_for_a_reward() -> None:
+    """Law: of hidden calls, too, a sample says which one decided, and what it said."""
+    hidden = {"function": "sums.add", "keeps": [[[7, 0], 7]], "fixes": [[[4, 9], 13], [[1, "a"], 2]]}
+
+    async def grade(text: str) -> tuple[float, dict[str, Any]]:
+        async with LocalSandbox() as sandbox:
+            return await grading.grade(sandbox, {"sums.py": f"def add(a, b):\n    return {text}\n"}, hidden)
+
+    reward, graded = asyncio.run(grade("a + b"))
+    assert reward == 0.5 and graded["code"] == 1 and "TypeError" in graded["said"]
+    assert graded["said"].startswith("sums.add(*[1, 'a']) should return 2, but said:\n")
+    assert asyncio.run(grade("5"))[1]["said"] == "sums.add(*[7, 0]) should return 7, but said:\n5"
 
 
 @pytest.mark.usefixtures("confined")

@@ -210,11 +210,15 @@ def test_the_command_shows_metadata_short_unless_asked_for_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     judged = dataclasses.replace(BEST, metadata={"judge": "right\n" + "x" * 999, "trace": [{"tool": "ls\x1b"}]})
+    nested = {"coding": {"graded": {"code": 1, "said": "FAIL: a\nOK: b"}}}
+    judged = dataclasses.replace(judged, metadata={**judged.metadata, **nested})
     run = str(write(tmp_path / "run", [judged]))
     short = printed(capsys, run)
     assert "metadata  judge: right⏎xxx" in short and "805 characters left out" in short
     assert 'trace: [{"tool": "ls\\u001b"}]' in short and "\x1b" not in short
-    assert "x" * 999 in printed(capsys, run, "--full")
+    full = printed(capsys, run, "--full")
+    assert "x" * 999 in full and "coding.graded.code: 1\n" in full, "entries below each other"
+    assert "coding.graded.said: FAIL: a\n            OK: b\n" in full
 
 
 def test_the_command_says_what_there_is_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -112,6 +113,33 @@ def test_a_cpu_takes_bfloat16_only_if_it_is_clearly_faster(
     assert recipes.dtype_flag() == flag
     monkeypatch.undo()
     assert recipes.products_per_s("float32", (2, 3, 4), 0.0) > 0
+
+
+def started(recipe: str, folder: Path, **environment: str) -> str:
+    """What a recipe's script prints, with a Python that prints its arguments; the run's report exists already."""
+    python = folder / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    (folder / "report.md").write_text("the summary")
+    env = {**os.environ, "PY": str(python), "RUN_DIR": str(folder), **environment}
+    script = Path(recipes.__file__).parent / recipe / "run.sh"
+    return subprocess.run(["bash", str(script)], env=env, check=True, capture_output=True, text=True).stdout
+
+
+def test_coding_agents_with_other_tasks_have_datasets_of_their_own(tmp_path: Path) -> None:
+    """Law: a run never trains on the tasks that another run has prepared meanwhile."""
+    names = []
+    for data, harness in (("", "small_agent"), ("shop.jsonl", "small_agent"), ("shop.jsonl", "codex")):
+        prepared, trained = started("coding_agent", tmp_path, DATA=data, HARNESS=harness).splitlines()
+        (name,) = re.findall(r"--out (\S+)", prepared)
+        assert f"--prompt-data {name} " in trained
+        names.append(Path(name).name)
+    assert names == ["train-small_agent.jsonl", "shop-small_agent.jsonl", "shop-codex.jsonl"]
+
+
+@pytest.mark.parametrize("recipe", ["demo", "game", "lora", "coding_agent"])
+def test_the_summary_of_a_run_is_printed_by_the_run_alone(recipe: str, tmp_path: Path) -> None:
+    assert "the summary" not in started(recipe, tmp_path)
 
 
 @pytest.mark.slow
