@@ -283,6 +283,9 @@ class Run:
             if self.args.save_hf:
                 folder = self.args.save_hf.format(rollout_id=rollout_id)
                 self._actors.on_trainers("save_hf", folder, limit_s=self.args.save_timeout_s, flag=SAVE_FLAG)
+                adapter = Path(folder, "adapter")
+                also = f", and the adapters alone in {adapter}" if adapter.is_dir() else ""
+                logger.info("the Hugging Face export is in %s%s", folder, also)
 
     def finish_save(self, *, limit_s: float) -> None:
         """Waits for the background save, if any. Raises its error, or `DeadlineExceeded`."""

@@ -50,7 +50,7 @@ class Finding:
     """A problem detected in the metrics."""
 
     kind: str
-    """A key of `DETECTORS`."""
+    """A key of `DETECTORS`, or `nothing trained`, which is only known at the end."""
     step: int
     """Step at which the problem was detected."""
     text: str

@@ -95,8 +95,13 @@ def _meant(text: str, file: str, hf_checkpoint: str, num_gpus_per_engine: int, t
     if trains and len(policies) != 1:
         raise ConfigError(
             f"{file}: update_weights is true for {', '.join(policies) or 'no model'}, but the trainer sends weights "
-            "to exactly one model; set it to true for the model whose path is --hf-checkpoint, and to false for "
-            "others"
+            "to exactly one model; "
+            + (
+                "models with the path of --hf-checkpoint get them by default, so set `update_weights: false` for the "
+                "frozen one"
+                if policies
+                else "set it to true for the model whose path is --hf-checkpoint, and to false for others"
+            )
         )
     return Topology(models)
 

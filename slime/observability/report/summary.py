@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from slime.core.text import listed, step_name
 from slime.observability.health import Finding, findings, learns_from_rewards
@@ -95,7 +96,10 @@ def summary_of(record: RunRecord) -> RunSummary:
         step_s=sum(seconds) / len(seconds) if seconds else None,
         wall_s=max(times) - min(times) if times else 0.0,
         resumed_at=record.resumed_at,
-        findings=findings(rows, learns_from_rewards=learns_from_rewards(record.settings)),
+        findings=[
+            *findings(rows, learns_from_rewards=learns_from_rewards(record.settings)),
+            *_untrained(rows, record.settings),
+        ],
         not_finite={key: steps for key in sorted({k for row in rows for k in row}) if (steps := _lost(rows, key))},
         dropped_rows=_dropped_rows(record.path),
     )
@@ -107,6 +111,21 @@ def summary_of(record: RunRecord) -> RunSummary:
 
 def _lost(rows: Sequence[Row], key: str) -> Sequence[int]:
     return () if key == "time" else steps_not_finite(rows, key)
+
+
+def _untrained(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Finding]:
+    """Returns a finding if no step had a gradient. Only known at the end: a first step without one is harmless."""
+    norms = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+    if not norms or any(norms):
+        return []
+    decay = settings.get("megatron", {}).get("weight_decay")
+    outcome = (
+        f"only weight decay (--weight-decay {decay}) changed weights"
+        if decay and not settings.get("lora_rank")  # a new adapter is zero, with or without decay
+        else "no weight changed; an export equals the initial model"
+    )
+    text = f"the gradient norm was 0 in every step, so {outcome}. Check the rewards and advantages of the samples"
+    return [Finding("nothing trained", len(norms) - 1, text)]
 
 
 def _dropped_rows(run_dir: Path) -> dict[str, list[str]]:

@@ -532,7 +532,13 @@ class ParameterSettings:
     lora_rank: int | None = opt(None, within=COUNT)
     """Freeze the model and train adapters of this rank on its linear layers (LoRA, arXiv:2106.09685). Exports and
     weight syncs merge them."""
-    lora_alpha: float | None = opt(None, needs=_ADAPTERS, gt=0, le=100_000)
+    lora_alpha: float | None = derived(
+        lambda s: None if s.lora_rank is None else 2.0 * s.lora_rank,
+        "2 x lora_rank",
+        needs=_ADAPTERS,
+        gt=0,
+        le=100_000,
+    )
     """Adapters are scaled by lora_alpha / lora_rank. Default: twice the rank, so the scale is always 2."""
     lora_target_modules: tuple[str, ...] | None = opt(None, needs=_ADAPTERS)
     """Linear layers that get an adapter. Default: all of attention and MLP, including experts. If one routed expert of

@@ -11,6 +11,7 @@ import pytest
 
 from slime.cluster.launch_run import saves_nothing
 from slime.cluster.saving import Saver, changed_settings, compared_settings
+from slime.cluster.training_run import Run
 from slime.training.state import checkpoint
 from tests.support.rollout import rollout_args
 
@@ -46,6 +47,18 @@ def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str
 def test_a_run_says_if_its_weights_will_be_lost(tmp_path: Path, flags: list[str], lost: bool) -> None:
     flags = [str(tmp_path / word) if not word.startswith("-") else word for word in flags]
     assert saves_nothing(rollout_args(tmp_path, *flags)) is lost
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_run_says_where_its_export_is(tmp_path: Path, adapter: bool, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "step_3" / "adapter" if adapter else tmp_path).mkdir(parents=True, exist_ok=True)
+    run: Any = object.__new__(Run)
+    run.args = SimpleNamespace(save=None, save_hf=str(tmp_path / "step_{rollout_id}"), save_timeout_s=1.0)
+    run._actors = SimpleNamespace(on_trainers=lambda *_given, **_named: None)
+    with caplog.at_level(logging.INFO):
+        run.save(3)
+    also = f", and the adapters alone in {tmp_path}/step_3/adapter" if adapter else ""
+    assert [record.message for record in caplog.records] == [f"the Hugging Face export is in {tmp_path}/step_3{also}"]
 
 
 def test_a_resumed_run_says_which_settings_changed_and_what_comes_from_the_checkpoint(tmp_path: Path) -> None:

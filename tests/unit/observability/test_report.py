@@ -401,6 +401,28 @@ def test_what_was_measured_once_has_no_change(tmp_path: Path, without_picture: N
     assert "measured once" in report.page.read_text() and "→" not in report.page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("norms", "settings", "said"),
+    [
+        ([0.0, 0.0], {}, "no weight changed; an export equals the initial model"),
+        ([0.0], {"megatron": {"weight_decay": 0.1}, "lora_rank": 4}, "no weight changed; an export"),
+        ([0.0], {"megatron": {"weight_decay": 0.1}}, "only weight decay (--weight-decay 0.1) changed weights"),
+        ([0.0, 0.5], {}, None),
+        ([0.0, "nan"], {}, None),
+        ([], {}, None),
+    ],
+)
+def test_a_run_without_any_gradient_has_trained_nothing(
+    norms: list[float | str], settings: dict[str, object], said: str | None, tmp_path: Path
+) -> None:
+    """Law: the end of a run says so, on the console (the summary) and in the report."""
+    rows = [{"train/step": i, "train/grad_norm": norm} for i, norm in enumerate(norms)]
+    run = run_with(tmp_path / "run", {"rollout/step": 0, "rollout/raw_reward": 0.25}, *rows)
+    (run / "args.json").write_text(json.dumps(settings))
+    told = summary_text(summarize(run))
+    assert ("nothing trained" in told) == (said is not None) and (said or "- warnings: none") in told
+
+
 def test_nan_is_named_where_it_cannot_be_drawn(tmp_path: Path, without_picture: None) -> None:
     norms = [1.0, "nan", 2.0, "inf"]
     run = run_with(tmp_path / "run", *({"train/step": i, "train/grad_norm": norm} for i, norm in enumerate(norms)))

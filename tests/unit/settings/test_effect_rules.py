@@ -254,6 +254,12 @@ def test_what_has_no_effect_is_told_once_with_the_flag_that_was_given(base: list
     assert args.to_json_dict()["idle"] == dict(args.idle)
 
 
+def test_the_scale_of_adapters_is_shown_as_it_is_used(base: list[str]) -> None:
+    args = parse_args([*base, "--lora-rank", "4", "--lr", "1e-4"])
+    assert args.lora_alpha == 8.0 and "lora_alpha = 8.0    (derived: 2 x lora_rank)" in explain(args)
+    assert parse_args(base).lora_alpha is None
+
+
 def test_what_has_no_effect_is_as_if_it_had_not_been_given(base: list[str]) -> None:
     plain, words = (
         parse_args(base),

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "two policies": (
         [{"name": "a", "server_groups": [group()]}, {"name": "b", "server_groups": [group()]}],
-        "update_weights is true for a, b",
+        "update_weights is true for a, b, .* set `update_weights: false` for the frozen one",
     ),
     "training of another model": (
         [{"name": "a", "model_path": "/m/x", "update_weights": True, "server_groups": [group()]}],
