@@ -224,7 +224,7 @@ def advantages_and_returns(
         made = postprocessed(args, view, Estimate(advantages, made.returns))
         advantages = made.advantages
     named = {"train/kl_in_reward": kl, "train/advantages": advantages, "train/returns": made.returns}
-    metrics = {name: _mean(x, masks) for name, x in named.items() if x is not None}
+    metrics = {name: _mean(x, masks) for name, x in named.items() if x is not None} | _spread(advantages, masks)
     return AdvantagesAndReturns(advantages, made.returns, metrics)
 
 
@@ -252,6 +252,18 @@ def _rewarded(
 def _mean(values: Arrays, masks: Arrays) -> float:
     """Averages over trained tokens. The values must be zero elsewhere."""
     return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
+
+
+def _spread(advantages: Arrays, masks: Arrays) -> dict[str, float]:
+    """Returns how the advantages of the trained tokens differ; {} without trained tokens."""
+    trained = np.concatenate([a[m > 0] for a, m in zip(advantages, masks, strict=True)])
+    if not len(trained):
+        return {}
+    return {
+        "train/advantages_std": float(trained.std()),
+        "train/advantages_min": float(trained.min()),
+        "train/advantages_max": float(trained.max()),
+    }
 
 
 def _kl_to_reference(masks: Arrays, args: Args, estimator: KLEstimator, log_probs: BatchLogProbs) -> Arrays:

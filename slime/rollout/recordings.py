@@ -57,8 +57,8 @@ def save_train_batch(path: Path, batch: TrainBatch) -> None:
     for position, sample in enumerate(batch.samples):
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
         arrays |= {f"{position}/{name}": np.asarray(value) for name, value in values.items() if value is not None}
-    other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biuf")
-    assert not other, f"{other[:5]} are not numeric and would be pickled"
+    other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biufU")
+    assert not other, f"{other[:5]} would be pickled"
     content = io.BytesIO()
     np.savez_compressed(content, **cast(Any, arrays))
     _write(path, content.getvalue())

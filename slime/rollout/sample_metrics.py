@@ -169,6 +169,21 @@ def pass_rates(groups: Sequence[Sequence[Sample]], reward_key: str | None, num_s
     return out
 
 
+def _scores(sample: Sample) -> dict[str, float]:
+    """Returns the finite numbers in a dict reward; {} for other rewards."""
+    found = sample.reward.items() if isinstance(sample.reward, dict) else ()
+    return {str(k): float(v) for k, v in found if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def _score_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns the mean of each number in dict rewards over the samples that have it, for `MAX_SCORES` keys."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for key, value in _scores(sample).items():
+            values.setdefault(key, []).append(value)
+    return {f"rollout/score/{key}": statistics.fmean(values[key]) for key in sorted(values)[:MAX_SCORES]}
+
+
 def _optional_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """Returns the metrics of `--log-passrate`, `--log-correct-samples` and `--log-reward-category`."""
     metrics: dict[str, float] = {}
@@ -213,7 +228,7 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         "rollout/zero_std/ratio": len(constant) / len(groups),
     }
     metrics |= {**empty_turn_metrics("rollout/num_empty_turns", samples), **_trained_again(samples)}
-    metrics |= {**turn_metrics("rollout", samples), **_optional_metrics(args, groups)}
+    metrics |= {**turn_metrics("rollout", samples), **_score_means(samples), **_optional_metrics(args, groups)}
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)
         metrics["rollout/raw_reward_std"] = statistics.pstdev(flat)
@@ -357,8 +372,7 @@ def _more(sample: Sample) -> dict[str, Any]:
     if trained != sample.response_length:
         more["trained_tokens"] = trained
     if isinstance(sample.reward, dict):
-        numbers = {str(k): float(v) for k, v in sample.reward.items() if isinstance(v, int | float)}
-        more["scores"] = {k: v for k, v in list(numbers.items())[:MAX_SCORES] if math.isfinite(v)}
+        more["scores"] = dict(list(_scores(sample).items())[:MAX_SCORES])
     for name in ("unscored", "ungradable"):
         if reason := getattr(sample, name):
             more[name] = shorten(visible(reason), MAX_LABEL_CHARS)

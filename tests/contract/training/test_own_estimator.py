@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +75,9 @@ def test_it_trains_and_a_resume_equals_not_stopping(tiny_qwen3: Path, tmp_path: 
     trained = [(s.reward - 0.25, int(s.loss_mask.sum())) for s in batches[0].samples]
     mean = sum(score * num for score, num in trained) / sum(num for _, num in trained)
     assert first["train/advantages"] == pytest.approx(mean), "the user's formula, with the user's setting"
+    scores = np.repeat([score for score, _ in trained], [num for _, num in trained])
+    spread = [first[f"train/advantages_{name}"] for name in ("std", "min", "max")]
+    assert spread == pytest.approx([scores.std(), scores.min(), scores.max()])
     assert not torch.equal(before["model.norm.weight"], end["model.norm.weight"])
     with trainer(words) as resumed:
         resumed.load(tmp_path / "mid")

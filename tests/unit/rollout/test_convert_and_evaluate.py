@@ -308,7 +308,7 @@ def test_pass_rates_and_kinds_of_a_step_are_logged_where_they_are_asked_for(tmp_
     def group(index: int, *scores: float) -> list[Sample]:
         kinds = {1.0: "right", 0.0: "wrong"}
         return [
-            finished(index, 4 * index + i, reward={"score": score, "kind": kinds[score]})
+            finished(index, 4 * index + i, reward={"score": score, "kind": kinds[score], "form": score / 2 + i})
             for i, score in enumerate(scores)
         ]
 
@@ -318,3 +318,7 @@ def test_pass_rates_and_kinds_of_a_step_are_logged_where_they_are_asked_for(tmp_
     metrics = sample_metrics(args.replace(log_passrate=True, log_reward_category="kind"), groups)
     assert {k: metrics[f"passrate/pass@{k}"] for k in (1, 2, 4)} == {1: 0.625, 2: 0.75, 4: 1.0}
     assert (metrics["rollout/error_cat/right"], metrics["rollout/error_cat/wrong"]) == (0.625, 0.375)
+    scores = {name: value for name, value in metrics.items() if name.startswith("rollout/score/")}
+    assert scores == {"rollout/score/score": 0.625, "rollout/score/form": 0.3125 + 1.5}, "numbers of a dict, no words"
+    many = [[finished(0, 0, reward={f"key {i}": float(i) for i in range(99)} | {"score": 1.0})]]
+    assert sum(name.startswith("rollout/score/") for name in sample_metrics(args, many)) == 20

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples import second_try
+from slime.core.batch import TrainBatch
 from slime.core.errors import ConfigError, EngineError, RequestRejected
 from slime.core.sample import Sample
 from slime.core.text import EngineKeys
 from slime.rollout.client.teacher_client import TeacherClient, parse_log_probs
 from slime.rollout.manager import RolloutManager
-from slime.rollout.recordings import head_and_tail, load_rollout
+from slime.rollout.recordings import head_and_tail, load_rollout, save_train_batch
 from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
@@ -177,6 +179,27 @@ def test_a_dump_holds_rollouts_batches_evaluations_and_the_tokenizer(tmp_path: P
         for i, sample in enumerate(batch.samples):
             np.testing.assert_array_equal(arrays[f"{i}/tokens"], sample.tokens)
             np.testing.assert_array_equal(arrays[f"{i}/rollout_log_probs"], sample.rollout_log_probs)
+
+
+def test_the_program_of_the_documentation_shows_what_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reproducibility.md").read_text()
+    code = page.split("## Which tokens are trained")[1].split("```python\n")[1].split("```")[0]
+    code = code.replace("assets/smollm2-135m-instruct", str(tmp_path / "model"))
+    record = str(tmp_path / "train_{rollout_id}.npz")
+    hint = ("--custom-generate-function-path", "examples.second_try:generate")
+    args = rollout_args(tmp_path, "--save-debug-train-data", record, *hint)
+
+    async def work(manager: RolloutManager) -> Any:
+        return (await manager.generate(0))[0]
+
+    batch = asyncio.run(with_manager(args, FakeEngine(stop_after=2), work))
+    images = dataclasses.replace(batch.samples[0], images=("ab12", "cd"))
+    save_train_batch(tmp_path / "train_0.npz", TrainBatch(0, (images, *batch.samples[1:])))
+    exec(code.replace("train_0.npz", str(tmp_path / "train_0.npz")), {})
+    said = capsys.readouterr().out
+    assert said.startswith("0 0 0.0 45<eos>[") and said.count(f"[{second_try.HINT}]45<eos>") == 4
 
 
 def test_a_part_of_a_rollout_is_its_head_and_its_tail(tmp_path: Path) -> None:
