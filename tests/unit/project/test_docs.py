@@ -34,6 +34,7 @@ MISTAKES = re.compile(r'^```(?:bash title="fails"|text title="output")$.*?^```$'
 OF_LOOPS = {"--help", "--version", "--explain", "--override"}
 OF_DOCKER = {"--gpus", "--shm-size", "--ulimit", "--rm", "--target"}
 OF_OTHERS = {*OF_LOOPS, *OF_DOCKER, "--name", "--no-name", "--no-deps", "--index-url", "--local-dir", "--repo-type"}
+OF_OTHERS |= {"--no-index", "--find-links"}
 """Placeholders, what argparse brings, and flags of pip and hf."""
 OF_SERVERS = {
     *("--model-path", "--tp-size", "--incremental-streaming-output", "--disable-shared-experts-fusion"),
