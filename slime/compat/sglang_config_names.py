@@ -38,7 +38,7 @@ HOOKS = (Hook("AFTER", "sglang.srt.configs.model_config.ModelConfig.__init__", s
 
 
 def model_type_of(model_path: str) -> str | None:
-    """Returns the checkpoint's `model_type`, or None if it is no local folder with a config."""
+    """Returns the checkpoint's `model_type`, or None for a path without a config."""
     config = Path(model_path) / "config.json"
     return json.loads(config.read_text()).get("model_type") if config.is_file() else None
 
