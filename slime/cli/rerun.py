@@ -86,8 +86,8 @@ def prepare(folder: Path, number: int, given: list[str]) -> Again:
     _, loop, *recorded = start["command"]
     if not Path(start["cwd"]).is_dir():
         raise DataError(f"{folder} was started in {start['cwd']}, but that folder no longer exists; create it")
-    chosen = flag_value(given, "run_dir")
-    target = new_folder(folder) if chosen is None else Path(chosen).absolute()  # relative to the current folder
+    run_dir = flag_value(given, "run_dir")
+    target = new_folder(folder) if run_dir is None else Path(run_dir).absolute()  # relative to the current folder
     os.chdir(start["cwd"])
     for name, value in start["environment"].items():
         os.environ.setdefault(name, value)
