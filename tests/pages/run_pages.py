@@ -260,6 +260,9 @@ def main(words: list[str] | None = None) -> int:
     pages = given.pages or sorted((ROOT / "docs" / "path").glob("*.md"))
     if not pages:
         parser.error(f"there are no pages in {ROOT / 'docs' / 'path'}")
+    # What a page left running is ended in any case, also where a shell made this process ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed: list[Path] = []
     for page in pages:
         above = Path(tempfile.mkdtemp(prefix="page-"))

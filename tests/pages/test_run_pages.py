@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.pages import run_pages
 from tests.pages.run_pages import PageError, main, run_page
 
 GOOD = """# A page
@@ -95,9 +100,23 @@ def test_a_page_has_a_time_limit_and_leaves_nothing_running(tmp_path: Path) -> N
     text = "```bash\nsleep 4321.5 &\necho $! > started\n```\n\n```bash\nsleep 4321.6\n```\n"
     told = error_of(text, tmp_path, timeout_s=0.5)
     assert "not ended after 0.5 s" in told and "sleep 4321.6" in told
-    pid = (tmp_path / "above" / "path" / "started").read_text().strip()
-    ended = not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
-    assert ended, f"process {pid}, which the page started in the background, still runs"
+    pid = int((tmp_path / "above" / "path" / "started").read_text())
+    assert not runs(pid), f"process {pid}, which the page started in the background, still runs"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_runner_that_is_asked_to_end_ends_its_page(number: signal.Signals, tmp_path: Path) -> None:
+    page, _ = page_of(f"```bash\necho $$ > {tmp_path}/started\nsleep 4321.7\n```\n", tmp_path)
+    runner = subprocess.Popen([sys.executable, run_pages.__file__, str(page)], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
+        time.sleep(0.05)
+    runner.send_signal(number)
+    assert runner.wait() != 0
+    assert not runs(int((tmp_path / "started").read_text()))
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("fence", ["```", "```text", "```python", '```bash title="sometimes"', "```bash hl_lines=2"])
