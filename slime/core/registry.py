@@ -36,6 +36,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 import threading
@@ -199,6 +200,8 @@ class Registry(Generic[T]):
         missing = sorted(getattr(found, "__abstractmethods__", ()))
         if missing:
             raise ConfigError(f"{self.flag} {path} does not define {', '.join(missing)}; implement them")
+        if problem := _wrong_parameters(found):
+            raise ConfigError(f"{self.flag} {path}: {problem}")
         return found
 
     def _class_or_module(self, path: str) -> Any:
@@ -214,9 +217,27 @@ class Registry(Generic[T]):
     def _only_entry_of(self, path: str) -> Any:
         module = load_module(path)
         entries = {id(e): e for e in self._entries.values() if e.__module__ == module.__name__}
+        if not entries:
+            raise LoadingFailed(f"{path} registers no entry; add the decorator to its class, or use {path}:ClassName")
         if len(entries) != 1:
             raise LoadingFailed(f"{path} registers {len(entries)} entries; select one with {path}:ClassName")
         return next(iter(entries.values()))
+
+
+def _wrong_parameters(entry: type[Any]) -> str | None:
+    """Returns which method that an entry must define cannot be called as slime calls it, or None."""
+    for name in dir(entry):
+        declared = next(vars(kind)[name] for kind in reversed(entry.__mro__) if name in vars(kind))
+        if not getattr(declared, "__isabstractmethod__", False) or not callable(declared):
+            continue
+        wanted, own = inspect.signature(declared), inspect.signature(getattr(entry, name))
+        by_name = {n: None for n, p in wanted.parameters.items() if p.kind is p.KEYWORD_ONLY}
+        try:
+            own.bind(*(n for n in wanted.parameters if n not in by_name), **by_name)
+        except TypeError:
+            named = ", ".join(wanted.parameters)
+            return f"{name}({', '.join(own.parameters)}) must take the parameters ({named})"
+    return None
 
 
 def _is_module(path: str) -> bool:

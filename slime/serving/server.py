@@ -172,15 +172,15 @@ CPU_DEFAULTS: Mapping[str, Any] = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
-    "mem_fraction_static": 0.5,
+    "mem_fraction_static": 0.9,
     "max_total_tokens": 16384,
     "max_running_requests": 64,
     "watchdog_timeout": 3600.0,
 }
 """ServerArgs of a CPU server. By default, SGLang's watchdog kills a server if a batch takes five minutes, which can
-happen on a busy machine; `ServerWatch` is more accurate. `max_total_tokens` bounds the pool, because
-`mem_fraction_static` is a fraction of the memory that is free at startup, and small fractions fail on a busy machine.
-Without `sleep_on_idle`, an idle scheduler uses 75 % of a core."""
+happen on a busy machine; `ServerWatch` is more accurate. `max_total_tokens` bounds the pool. `mem_fraction_static` only
+has to pass a check: what is free after loading must exceed 1 - fraction of what was free before, and other processes
+take memory in between. Without `sleep_on_idle`, an idle scheduler uses 75 % of a core."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
 _OWNED |= {"api_key", "admin_api_key"}  # fields of the spec that are passed in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")

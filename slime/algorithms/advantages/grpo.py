@@ -62,6 +62,13 @@ class GroupEstimator(AdvantageEstimator):
         """Returns each reward minus its baseline [S]; 0 if there is nothing to compare."""
 
     def check(self, args: Args) -> str | None:
+        own = not type(self).__module__.startswith("slime.") and type(self).estimate is GroupEstimator.estimate
+        if own and not self.rewards_normalization:
+            flag = _hook_of_rewards(args) or "--disable-rewards-normalization"
+            return (
+                f"{flag} makes the rewards final, so compared() of advantage_estimator {args.advantage_estimator} "
+                "would never be called; drop one of the two"
+            )
         if not (args.custom_reward_post_process_path and self.rewards_normalization):
             return None
         return (

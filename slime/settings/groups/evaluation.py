@@ -50,6 +50,12 @@ _EVALUATES_LATER = Need(
 )
 
 
+_HAS_ENGINES = Need(
+    lambda s: fine_tunes(s) or not s.debug_train_only,
+    "engines; --debug-train-only and --load-debug-rollout-data start none",
+)
+
+
 UNNAMED = "aime"
 """Name of a single evaluation dataset for which the user sets no name."""
 
@@ -84,7 +90,7 @@ def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need
 class EvalSettings:
     """Evaluation. Most settings default to the rollout's values."""
 
-    eval_interval: int | None = opt(None, within=STEPS, first="Evaluation")
+    eval_interval: int | None = opt(None, within=STEPS, needs=_HAS_ENGINES, first="Evaluation")
     """Steps between evaluations. Default: no evaluation."""
     skip_eval_before_train: bool = opt(False, needs=_EVALUATES_LATER)
     """Do not evaluate before the first step."""

@@ -45,7 +45,7 @@ OF_AGENTS = {"--bare", "--tools"}
 """Flags of Claude Code."""
 OF_RAY = {"--head", "--port", "--address", "--node-ip-address", "--num-gpus", "--num-cpus", "--block"}
 OF_SLURM = {"--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--gpus-per-node", "--cpus-per-task", "--time"}
-OF_SLURM |= {"--nodelist", "--overlap"}
+OF_SLURM |= {"--nodelist", "--overlap", "--mem"}
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(

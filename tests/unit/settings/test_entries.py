@@ -249,3 +249,41 @@ def test_a_check_that_answers_otherwise_is_refused(base: list[str], tmp_path: Pa
     path.write_text(TRANSPORT.replace('return "got', 'return ["got').replace('more" if', 'more"] if'))
     words = [*base, "--update-weight-transport", f"{path}:Pigeon"]
     assert "returned a list; it must return a message or None" in refused([*words, "--num-pigeons", "13"])
+
+
+OWN_GROUPS = """
+from dataclasses import dataclass
+from slime.algorithms.advantages import ESTIMATORS
+from slime.algorithms.advantages.grpo import GroupEstimator
+
+@ESTIMATORS.register("own_{name}")
+@dataclass(frozen=True, kw_only=True)
+class Own(GroupEstimator):
+    def compared({parameters}):
+        return rewards
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "flags", "said"),
+    [
+        (
+            "self, rewards, groups",
+            "",
+            "(self, rewards, groups) must take the parameters (self, rewards, groups,",
+        ),
+        ("self, rewards, groups, others", "--disable-rewards-normalization", "compared() of advantage_estimator"),
+        (
+            "self, rewards, groups, others",
+            "--custom-reward-post-process-path json.loads",
+            "--custom-reward-post-process-path makes the rewards final",
+        ),
+    ],
+)
+def test_an_estimator_that_could_not_be_called_is_refused(
+    parameters: str, flags: str, said: str, base: list[str], tmp_path: Path
+) -> None:
+    """Law: an estimator of the user is used, or the start says why it cannot be; not step 0."""
+    file = tmp_path / f"own_{tmp_path.name}.py"
+    file.write_text(OWN_GROUPS.format(name=tmp_path.name, parameters=parameters))
+    assert said in refused([*base, "--advantage-estimator", str(file), *flags.split()])

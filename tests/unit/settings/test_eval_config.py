@@ -97,3 +97,10 @@ def test_functions_of_datasets_are_checked_with_all_others(tmp_path: Path) -> No
     args = parsed(tmp_path, {"eval": {"datasets": {"a": entry}}})
     with pytest.raises(HookError, match=r"no.such[\s\S]*getcwd"):
         check_hooks(args)
+
+
+def test_a_replay_does_not_evaluate_because_it_has_no_engines(tmp_path: Path) -> None:
+    data = ("--eval-prompt-data", "held", str(write_prompts(tmp_path / "held.jsonl", 2)))
+    replay = ("--load-debug-rollout-data", str(tmp_path / "{rollout_id}.jsonl.zst"))
+    args = rollout_args(tmp_path, "--eval-interval", "1", *data, *replay)
+    assert args.eval_interval is None and "which needs engines" in args.idle["eval_interval"]
