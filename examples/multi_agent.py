@@ -84,7 +84,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 def by_role(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """`--custom-reward-post-process-path`: each reward minus the mean of its role in its group."""
-    raw = [float(sample.get_reward_value(args.reward_key) or 0.0) for sample in samples]
+    raw = [float(sample.get_reward_value(args.reward_key) or 0.0) for sample in samples]  # none is unscored here
     roles = [(sample.group_index, sample.metadata.get("role")) for sample in samples]
     found: dict[Any, list[float]] = defaultdict(list)
     for role, reward in zip(roles, raw, strict=True):

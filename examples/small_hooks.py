@@ -61,7 +61,7 @@ def log_longest(args: Any, all_groups: list[list[Sample]], data_source: Any) -> 
 
 def clip_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """`--custom-reward-post-process-path`: returns raw rewards, and the rewards to train on (without normalisation)."""
-    raw = [s.get_reward_value(args.reward_key) or 0.0 for s in samples]
+    raw = [s.get_reward_value(args.reward_key) or 0.0 for s in samples]  # none is unscored here
     return raw, [max(-1.0, min(1.0, r)) for r in raw]
 
 
