@@ -71,7 +71,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """[T] prompt and response ids, exactly as the engine received or sampled them."""
     response: str = ""
-    """The response text, for graders and display. It is never re-tokenized."""
+    """The response text, for graders and display, without the end-of-sequence token, which `slime samples` shows. It is
+    never re-tokenized."""
     response_length: int = 0
     """R: number of tokens after the initial prompt, including tool results."""
     loss_mask: list[int] | None = None

@@ -268,7 +268,9 @@ class PlainTrainer:
             flat = torch.cat(self.advantages)[trained]
             scale = (flat.var() + 1e-8).sqrt()
             self.advantages = [(a - flat.mean()) / scale * m for a, m in zip(self.advantages, self.masks, strict=True)]
-        self.tell(advantages=torch.cat(self.advantages)[trained].mean())
+        every_one = torch.cat(self.advantages)[trained]
+        self.tell(advantages=every_one.mean(), advantages_std=every_one.std(correction=0))
+        self.tell(advantages_min=every_one.min(), advantages_max=every_one.max())
         if s["kl_coef"]:
             self.tell(kl_in_reward=torch.cat([self.kl_before(i) for i in range(len(every))])[trained].mean())
         if self.values:
