@@ -8,11 +8,12 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from slime.observability.run_folder import versions as installed_versions
 
 PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "GH200": 989.4, "B200": 2250.0, "A100": 312.0}
 """Part of a device's name -> dense bf16 10^12 FLOP/s of its data sheet, the base of model FLOPs utilisation."""
@@ -137,11 +138,5 @@ def peak_tflops(device: torch.device) -> float | None:
 
 def versions(device: torch.device) -> dict[str, Any]:
     """Returns the versions of the packages that affect speed."""
-    out: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in PACKAGES:
-        try:
-            out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            out[name] = None
-    out["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return out
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"cuda": torch.version.cuda, **installed_versions(PACKAGES), "device": name}

@@ -218,10 +218,10 @@ def plain(value: Any, name: str = "") -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def versions() -> dict[str, str | None]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Returns the installed versions by package name (None: not installed), without importing the packages."""
     out: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from slime.observability.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "megatron-core", "transformers", "ray")
@@ -65,17 +65,12 @@ def machine() -> dict[str, Any]:
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.split("\n")[0]
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = "-"
+    installed = versions(PACKAGES)
     return {
         "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
         "driver": driver,
         "cuda": torch.version.cuda,
-        "python": platform.python_version(),
+        "python": installed.pop("python"),
         "packages": installed,
     }
 

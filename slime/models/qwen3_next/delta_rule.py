@@ -128,7 +128,7 @@ class _States(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kept: Tensor, added: Tensor, plan: _Plan) -> Tensor:
         states = torch.zeros_like(added)
-        for now, then in plan.steps():
+        for now, then in plan.steps:
             torch.baddbmm(*(x[now].flatten(0, 1) for x in (added, kept, states)), out=states[then].flatten(0, 1))
         ctx.save_for_backward(kept, states)
         ctx.plan = plan
@@ -139,7 +139,7 @@ class _States(torch.autograd.Function):
         kept, states = ctx.saved_tensors
         whole = grads[0].clone(memory_format=torch.contiguous_format)
         back = torch.zeros_like(whole)  # gradient of the state after each chunk; zero after the last of a sequence
-        for now, then in reversed(ctx.plan.steps()):
+        for now, then in reversed(ctx.plan.steps):
             back[now] = whole[then]
             whole[now].flatten(0, 1).baddbmm_(kept[now].flatten(0, 1).mT, whole[then].flatten(0, 1))
         return back @ states.mT, back, None
@@ -175,8 +175,9 @@ class _Plan:
     widths: tuple[int, ...]
     """Number of chunks in each loop iteration. Never increases."""
 
+    @functools.cached_property
     def steps(self) -> list[tuple[slice, slice]]:
-        """Returns, per loop iteration but the last, the chunks whose sequences continue, and their next chunks."""
+        """Per loop iteration but the last: the chunks whose sequences continue, and their next chunks."""
         found, start = [], 0
         for width, continuing in itertools.pairwise(self.widths):
             found.append((slice(start, start + continuing), slice(start + width, start + width + continuing)))
