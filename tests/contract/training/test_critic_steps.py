@@ -57,6 +57,7 @@ def test_settings_of_the_critic_are_the_critic_s_alone(tiny_qwen3: Path, make_ba
     assert same == {"policy": True, "critic": False}
 
 
+@pytest.mark.slow
 def test_a_critic_of_two_ranks_learns_as_that_of_one(tiny_qwen3: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Law 3 for the critic: each rank has the whole head, and the hidden states feel it once. At first they do not: the
     head begins at zero."""

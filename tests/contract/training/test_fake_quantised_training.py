@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.families import write_family
+from tests.support.marks import quick
 from tests.support.quantised import write_quantised
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
@@ -36,7 +37,7 @@ def plain_copy(folder: Path, target: Path, weights: dict[str, torch.Tensor]) -> 
     return target
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", quick(["fp8", "int4"], "fp8"))
 def test_log_probs_are_those_of_the_dequantised_weights(
     tmp_path: Path, make_backend: Callable[..., Any], kind: str
 ) -> None:

@@ -50,9 +50,8 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
     "cp2": (2, CP),
 }
-QUICK = (("qwen3", "one"), ("gpt_oss", "one"), ("deepseek_v3", "sp2ep2"), ("qwen3_next", "cp2"))
-"""A dense family, one with attention sinks, one with everything that there is to split, and a recurrence through
-sequences that are split; the others are slow."""
+QUICK = (("deepseek_v3", "sp2ep2"), ("qwen3_next", "cp2"))
+"""One with everything that there is to split, and a recurrence through split sequences; the others are slow."""
 
 
 def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "critic": ({}, {"advantage_estimator": "ppo", "critic_lr": 1e-3}),
 }
 
-FAST = ("tied", "experts")
+FAST = ("tied",)
 
 
 def _force(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.marks import quick
 from tests.support.ranks import Ranks
 from tests.support.training import random_batch
 from tests.support.training_ranks import run_layouts
@@ -28,7 +29,7 @@ def _weights(backend: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.iter_hf_tensors()}
 
 
-@pytest.mark.parametrize("dtype", [{}, HALF], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick([{}, HALF], {}), ids=["float32", "bfloat16"])
 def test_the_offloaded_optimizer_makes_the_same_steps(
     dtype: dict[str, Any], tiny_qwen3: Path, make_backend: Callable[..., Any]
 ) -> None:
@@ -45,7 +46,11 @@ def test_the_offloaded_optimizer_makes_the_same_steps(
         torch.testing.assert_close(got[name], tensor, rtol=limit, atol=limit * float(tensor.abs().max()), msg=name)
 
 
-@pytest.mark.parametrize("settings", [OFFLOAD, PRECISE, {**OFFLOAD, **PRECISE}], ids=["offload", "precise", "both"])
+@pytest.mark.parametrize(
+    "settings",
+    quick([OFFLOAD, PRECISE, {**OFFLOAD, **PRECISE}], {**OFFLOAD, **PRECISE}),
+    ids=["offload", "precise", "both"],
+)
 def test_resume_equals_not_stopping(
     settings: dict[str, Any], tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
 ) -> None:

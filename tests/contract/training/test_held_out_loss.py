@@ -38,6 +38,7 @@ def measured(seat: Seat, checkpoint: str, megatron: dict[str, Any], settings: di
     return {**found, "by_hand": -float(np.concatenate(trained).astype(np.float64).mean())}
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_does_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     checkpoint = str(write_tiny_model(tmp_path / "model"))
     losses = {}

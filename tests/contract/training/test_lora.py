@@ -196,13 +196,14 @@ def _check(one: Outcome, other: Outcome, layout: str) -> None:
     ("family", "layouts"),
     [
         ("qwen3", DENSE),
-        pytest.param("llama", MORE, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", SHARDS, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", SHARDS, marks=pytest.mark.slow),
+        ("llama", MORE),
+        ("qwen3_moe", EXPERTS),
+        ("qwen3_next", SHARDS),
+        ("deepseek_v3", SHARDS),
     ],
     ids=["dense", "more", "experts", "delta", "latent"],
 )
+@pytest.mark.slow
 def test_no_adapter_feels_the_partition(family: str, layouts: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
     if layouts is SHARDS:
         checkpoint = write_family(tmp_path / "model", family)

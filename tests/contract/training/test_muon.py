@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slime.core.errors import CheckpointError
 from tests.support.families import write_family
+from tests.support.marks import quick
 from tests.support.ranks import Ranks
 from tests.support.tiny import write_tiny_model
 from tests.support.training import MUON, random_batch
@@ -102,7 +103,7 @@ def _weights(backend: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.iter_hf_tensors()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, "qwen3"))
 def test_weights_are_those_of_torch(
     case: str, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

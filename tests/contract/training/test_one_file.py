@@ -15,6 +15,7 @@ import transformers
 
 from examples import one_file
 from slime.core.batch import TrainBatch
+from tests.support.marks import quick
 from tests.support.training import random_batch, with_samples
 from tests.support.walks import ROOT, called_on, walks
 
@@ -69,8 +70,8 @@ def recorded(model: Any) -> TrainBatch:
     )
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
-@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_llama"])
+@pytest.mark.parametrize("num_steps", quick([1, 2], 2))
+@pytest.mark.parametrize("family", quick(["tiny_qwen3", "tiny_llama"], "tiny_qwen3"))
 def test_a_step_of_the_trainer_is_that_of_the_one_file(
     family: str, num_steps: int, request: pytest.FixtureRequest, make_backend: Callable[..., Any]
 ) -> None:

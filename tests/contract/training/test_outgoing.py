@@ -16,6 +16,7 @@ from slime.training.state.outgoing import MESSAGE_TIMES, MESSAGES, PARAMETER_TIM
 from slime.weights.send_plan import Buffers
 from tests.support.adapters import fill_b
 from tests.support.families import write_family
+from tests.support.marks import quick
 from tests.support.qwen_next import write_qwen_next
 from tests.support.ranks import Ranks, Seat
 from tests.support.tiny import write_tiny_model
@@ -102,7 +103,7 @@ def peak_bytes(backend: MegatronBackend, outgoing: TrainerWeights, rank: int) ->
     return total("peak") - before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "pp2_tied", "ep2_lora"))
 def test_every_tensor_is_sent_once_and_is_what_an_export_has(layout: str, tmp_path: Path, ranks: Ranks) -> None:
     world_size, family, megatron, args = LAYOUTS[layout]
     model = write(tmp_path / "model", family, tied="tied" in layout)
@@ -145,6 +146,7 @@ def break_an_export(seat: Seat, model: str, megatron: dict[str, Any], broken: st
     return raised, sent, [spec.name for turn in turns for spec in turn.specs if turn.sender == seat.rank]
 
 
+@pytest.mark.slow
 def test_a_parameter_that_cannot_be_put_together_is_told_by_its_sender_once_all_of_its_turn_were_given(
     tmp_path: Path, ranks: Ranks
 ) -> None:

@@ -189,8 +189,8 @@ def _check(runs: Runs, layout: str, one: str = "one") -> None:
     _check_training(runs[one], runs[layout], layout)
 
 
-QUICK = ("one", "dp2", "sp2", "pp2", "ep2")
-"""On two ranks, each kind of group once; the others are slow."""
+QUICK = ("one", "pp2")
+"""The layout that quick tests of formulas, families and shared prefixes do not have; the others are slow."""
 
 
 def _marked(layouts: Iterable[str]) -> list[Any]:
@@ -202,7 +202,8 @@ def test_a_dense_model_does_not_feel_the_partition(dense: Runs, layout: str) -> 
     _check(dense, layout)
 
 
-@pytest.mark.parametrize("layout", _marked(EXPERTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EXPERTS)
 def test_experts_do_not_feel_the_partition(experts: Runs, layout: str) -> None:
     _check(experts, layout)
 

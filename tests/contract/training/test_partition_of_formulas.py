@@ -8,7 +8,6 @@ every loss meets every aggregation in several layouts; the slow test runs all of
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.formulas import Case, run_cases
+from tests.support.marks import quick
 from tests.support.ranks import Ranks
 
 TOLERANCE = 1e-6
@@ -74,6 +74,8 @@ LAYOUTS: tuple[tuple[int, int, int, str], ...] = (
     (4, 1, 1, "balanced"),
 )
 """(DP, TP, CP, cut into micro-batches)"""
+QUICK = (2, 1, 2, "by_tokens")
+"""Every loss over samples and tokens of several ranks; the model's own tests have tensor-parallel ranks."""
 VALUES: tuple[tuple[Any, ...], ...] = ((1, 2, 4), (1, 2), (1, 2), ("single", "four", "by_tokens"))
 CASES = tuple(itertools.product(LOSSES, AGGREGATIONS))
 
@@ -132,13 +134,7 @@ def runs(ranks: Ranks) -> Runs:
     return Runs(ranks, _in_turn())
 
 
-def _on_up_to(num_ranks: int) -> list[Any]:
-    """The layouts; those of more ranks are slow."""
-    large = [layout for layout in LAYOUTS if math.prod(layout[:3]) > num_ranks]
-    return [pytest.param(layout, marks=pytest.mark.slow) if layout in large else layout for layout in LAYOUTS]
-
-
-@pytest.mark.parametrize("layout", _on_up_to(4), ids=_name)
+@pytest.mark.parametrize("layout", quick([(layout,) for layout in LAYOUTS], (QUICK,)), ids=_name)
 def test_loss_and_gradient_are_those_of_one_rank(runs: Runs, layout: tuple[int, int, int, str]) -> None:
     _check(runs, _name(layout), _in_turn()[_name(layout)])
 

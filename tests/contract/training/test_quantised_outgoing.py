@@ -11,6 +11,7 @@ import torch
 from slime.training.backend import MegatronBackend
 from slime.weights.quantised.formats import format_of_folder
 from slime.weights.quantised.sending import quantised_outgoing
+from tests.support.marks import quick
 from tests.support.quantised import equal, write_quantised
 from tests.support.ranks import Ranks, Seat
 from tests.support.tiny import write_tiny_model
@@ -48,7 +49,7 @@ def send(seat: Seat, folder: str, megatron: dict[str, Any]) -> tuple[dict[str, t
     return {name: tensor.view(torch.uint8) for name, tensor in sent.items()}, wrong, len(turns)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", quick(["fp8", "int4"], "fp8"))
 def test_parts_do_not_depend_on_the_layout(tmp_path: Path, ranks: Ranks, kind: str) -> None:
     source = write_tiny_model(
         tmp_path / "m", "qwen3_moe", hidden_size=256, head_dim=64, num_key_value_heads=4, moe_intermediate_size=128

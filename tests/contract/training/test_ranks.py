@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.marks import quick
 from tests.support.ranks import RankError, Ranks, Seat
 
 
@@ -52,10 +53,14 @@ def test_processes_are_kept_for_the_next_function(own: Ranks) -> None:
     assert [told[0] for told in second[:2]] == [told[0] for told in first]
 
 
-@pytest.mark.parametrize(
-    ("function", "limit_s", "message"),
-    [(raises_on_rank_1, 60, "a mistake on rank 1"), (dies_on_rank_1, 60, "rank 1 died"), (hangs, 5, "no answer of")],
+FAILURES = (
+    (raises_on_rank_1, 60, "a mistake on rank 1"),
+    (dies_on_rank_1, 60, "rank 1 died"),
+    (hangs, 5, "no answer of"),
 )
+
+
+@pytest.mark.parametrize(("function", "limit_s", "message"), quick(FAILURES, FAILURES[0]))
 def test_a_failure_ends_all_and_is_told(
     own: Ranks, function: Callable[[Seat], None], limit_s: float, message: str
 ) -> None:

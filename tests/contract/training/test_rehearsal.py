@@ -13,6 +13,7 @@ import torch
 from slime.training.rehearsal import rehearsed_batch
 from slime.training.step.loss import objective_of
 from slime.training.step.train_step import rehearse_step
+from tests.support.marks import quick
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 
@@ -28,7 +29,7 @@ def tokens_of_passes(backend: Any) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", quick(["qwen3", "qwen3_moe"], "qwen3_moe"))
 def test_training_after_a_rehearsal_gives_the_same_bits(
     tmp_path: Path, make_backend: Callable[..., Any], family: str
 ) -> None:

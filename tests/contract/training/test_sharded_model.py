@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.training.backend import MegatronBackend
+from tests.support.marks import quick
 from tests.support.ranks import Ranks, Seat
 from tests.support.tiny import write_tiny_model
 from tests.support.training import training_args
@@ -33,7 +34,7 @@ def describe(seat: Seat, model: str, megatron: dict[str, Any], args: dict[str, A
     return shared, own
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, "tp2ep2_lora"))
 def test_ranks_agree_on_every_parameter_and_each_element_is_written_once(
     layout: str, tmp_path: Path, ranks: Ranks
 ) -> None:

@@ -90,7 +90,7 @@ def check(want: Outcome, got: Outcome, tolerance: float = TOLERANCE) -> None:
         assert after[f"train/{name}"] == pytest.approx(before[f"train/{name}"], rel=1e-4, abs=1e-6), name
 
 
-QUICK, SLOW = ("one", "tp2", "cp2"), ("sp2cp2", "pp2", "dp2", "recompute", "recompute_core")
+QUICK, SLOW = ("tp2",), ("one", "cp2", "sp2cp2", "pp2", "dp2", "recompute", "recompute_core")
 
 
 def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.state import hf_weights
 from tests.support.experts import by_checkpoint_name
+from tests.support.marks import quick
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch, with_samples
 
@@ -93,7 +94,7 @@ def plain_steps(model: Any, batches: list[TrainBatch]) -> Iterator[float]:
             step += 1
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", quick(["qwen3", "qwen3_moe"], "qwen3_moe"))
 def test_weights_and_norms_are_those_of_torch(family: str, tmp_path: Path, make_backend: Callable[..., Any]) -> None:
     """Law: one norm over all parameters (experts have an optimizer of their own), gradients of this step alone."""
     checkpoint = write_tiny_model(tmp_path / "model", family)
@@ -179,6 +180,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a policy that lags": {"keep_old_actor": True, "use_tis": True, "tis_clip": 1.3, "entropy_coef": 0.1},
 }
 """Settings by their public names; `unsampled`: some trained tokens have no version."""
+QUICK = ("token weights", "rejection and veto", "teacher and KL in the reward", "steps of unequal size", "a critic")
+"""Between them, most of the terms that can be in a loss."""
 FOLDERS = {"kl_coef": "ref_load", "use_kl_loss": "ref_load", "use_opd": "opd_teacher_load"}
 UNTOLD = ("lr-pg_0", "top_p_outside", "_clamped", "abs_diff_", "stale_tokens", "skipped_updates")
 """Metrics that other tests look at, by the end or a part of their name."""
@@ -467,7 +470,7 @@ def two_batches(plain: PlainTrainer, settings: dict[str, Any]) -> list[TrainBatc
     return batches
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, *QUICK))
 def test_losses_come_from_the_right_weights_tokens_and_steps(
     case: str, tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory, make_backend: Callable[..., Any]
 ) -> None:

@@ -113,21 +113,15 @@ def test_megatrons_own_model_computes_what_transformers_does(shape: str, made: d
     ("shape", "layout"),
     [
         pytest.param("dense", Layout(tp=2), id="two tensor-parallel ranks, layers stacked"),
-        pytest.param(
-            "experts",
-            Layout(ep=2),
-            marks=pytest.mark.slow,
-            id="two expert-parallel ranks, layers and experts stacked",
-        ),
-        pytest.param("tied", Layout(tp=2), marks=pytest.mark.slow, id="tied"),
-        pytest.param("dense", Layout(pp=2), marks=pytest.mark.slow, id="two stages, layers stacked"),
-        pytest.param(
-            "dense", Layout(pp=2, metadata=LAYERS_APART), marks=pytest.mark.slow, id="two stages, layers apart"
-        ),
-        pytest.param("experts", Layout(tp=2, metadata=ALL_APART), marks=pytest.mark.slow, id="all apart, halves too"),
-        pytest.param("experts", Layout(pp=2, te_names=False), marks=pytest.mark.slow, id="names of local layers"),
+        pytest.param("experts", Layout(ep=2), id="two expert-parallel ranks, layers and experts stacked"),
+        pytest.param("tied", Layout(tp=2), id="tied"),
+        pytest.param("dense", Layout(pp=2), id="two stages, layers stacked"),
+        pytest.param("dense", Layout(pp=2, metadata=LAYERS_APART), id="two stages, layers apart"),
+        pytest.param("experts", Layout(tp=2, metadata=ALL_APART), id="all apart, halves too"),
+        pytest.param("experts", Layout(pp=2, te_names=False), id="names of local layers"),
     ],
 )
+@pytest.mark.slow
 def test_what_ranks_wrote_is_read(
     shape: str, layout: Layout, made: dict[str, Made], ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.models import family_of
 from slime.training.step.vision_encoder import placeholder_starts
+from tests.support.marks import quick
 from tests.support.measured_backend import MeasuredBackend
 from tests.support.ranks import Ranks, Seat
 from tests.support.training import random_batch, training_args, with_samples
@@ -50,7 +51,7 @@ def _measure(
     return log_probs, gradients
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=quick([False, True], False), ids=["untied", "tied"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, TrainBatch]:
     root = tmp_path_factory.mktemp("vision")
     checkpoint = write_vision_model(root / "model", tied=request.param)
@@ -132,6 +133,7 @@ def test_positions_of_tokens_are_those_of_transformers(world: tuple[Path, Path, 
         assert np.array_equal(processor.positions(starts, grids, sample.num_tokens), want)
 
 
+@pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_partition(world: tuple[Path, Path, TrainBatch], ranks: Ranks) -> None:
     root, checkpoint, batch = world
     ((_, whole),) = ranks.run(_measure, 1, checkpoint, root, batch, {})
