@@ -18,6 +18,7 @@ from slime.core.sample import Sample
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.factories import end_of_text
+from tests.support.marks import quick
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 24, "skip_special_tokens": False}
 CLOSE = 1e-4
@@ -53,7 +54,7 @@ async def over_anthropic(url: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     ("talk", "num_ends"),
-    [(over_openai, 1), (over_anthropic, 1), (over_openai, 60)],
+    quick([(over_openai, 1), (over_anthropic, 1), (over_openai, 60)], (over_openai, 1)),
     ids=["openai", "anthropic", "ends"],
 )
 def test_a_replay_of_each_sample_reproduces_its_log_probs(

@@ -44,6 +44,7 @@ async def until_running(url: str, num: int) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_one_id_ends_a_scope_and_no_request_of_others(front: SGLangServer) -> None:
     """Running ones and ones that wait for their turn; others of the same client, and those of another client."""
 

@@ -124,7 +124,7 @@ def test_no_kind_is_forgotten() -> None:
     assert set(STEP) | ELSEWHERE == set(CONTRACTS)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, "fan_out"))
 @pytest.mark.parametrize("kind", STEP)
 def test_a_step_with_the_hook(
     kind: str, mode: str, front: Any, engine_server: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -175,7 +175,8 @@ def test_evaluation_with_its_hooks(
     assert f"{{'held': {6 * SIBLINGS[mode]}}}" in caplog.text
 
 
-@pytest.mark.parametrize("mode", quick(MODES, "fan_out"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_groups_go_round_through_the_buffer_and_its_filter(
     mode: str, front: Any, engine_server: Any, tmp_path: Path
 ) -> None:

@@ -151,7 +151,8 @@ def test_each_token_is_labelled_with_the_weights_that_sampled_it(
         updates.sync_weights(1, "abort", engine_server.model_path)
 
 
-@pytest.mark.parametrize("mode", quick(["retract", "in_place"], "in_place"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_prefix_is_cached_for_the_version_that_read_it(
     mode: str, engine_server: SGLangServer, models: Models
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CHECK = """
 import importlib, random, torch
 from slime.compat.sglang_cpu import activate
@@ -59,6 +61,7 @@ assert one_call > 25, one_call
 """
 
 
+@pytest.mark.slow
 def test_a_batch_gets_what_each_request_gets() -> None:
     """Law for prefill and decoding, prefixes, grouped heads, sliding windows, narrow values. Unused slots are NaN."""
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120)

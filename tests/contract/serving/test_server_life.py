@@ -137,6 +137,7 @@ def said_meanwhile(server: SGLangServer, watch: ServerWatch, stops: bool = False
     return said
 
 
+@pytest.mark.slow
 def test_an_engine_that_works_beside_other_work_lives(
     engine_server: SGLangServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

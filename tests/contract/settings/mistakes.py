@@ -40,9 +40,7 @@ MISTAKES = (
     Mistake("an empty file", "--prompt-data {empty}", ("no rows", "correct the file")),
     Mistake("no such file", "--prompt-data nowhere.jsonl", ("does not exist", "pass a .jsonl or .parquet file")),
     Mistake("messages that nothing renders", "--prompt-data {messages}", ("add --apply-chat-template",)),
-    Mistake(
-        "a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",), quick=True
-    ),
+    Mistake("a base model", "--hf-checkpoint {base_model} --apply-chat-template", ("--chat-template FILE",)),
     Mistake("weights alone", "--hf-checkpoint {weights} --apply-chat-template", ("tokenizer.json", "whole checkpoint")),
     Mistake(
         "a template that refuses the messages",
@@ -83,7 +81,7 @@ MISTAKES = (
         "--loss-type sft_loss --prompt-data {messages}",
         ("can be trained; add an assistant message",),
     ),
-    Mistake("a GPU that is not there", "--device cuda", ("--device cpu",), quick=True),
+    Mistake("a GPU that is not there", "--device cuda", ("--device cpu",)),
     Mistake(
         "more ranks than cores",
         "--actor-num-gpus-per-node 4096 --global-batch-size 4",

@@ -21,6 +21,7 @@ from slime.settings.command_line import main_args, report_and_exit
 from slime.settings.flag_parser import OVERRIDE
 from tests.contract.settings.mistakes import MISTAKES, Mistake, write_mistakes
 from tests.contract.settings.wrong_lines import LINES, write_files
+from tests.support.marks import quick
 
 ROOT = Path(__file__).parents[3]
 MOST_MODULES = 1_000
@@ -112,7 +113,9 @@ def files(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     return paths | write_files(tmp_path_factory.mktemp("lines"))
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line[0][:60])
+@pytest.mark.parametrize(
+    "line", quick([(line,) for line in LINES], *((line,) for line in LINES[::4])), ids=lambda line: line[0][:60]
+)
 def test_a_wrong_command_line_ends_with_one_message(
     line: tuple[str, ...],
     files: dict[str, str],
@@ -140,7 +143,10 @@ def test_a_wrong_command_line_ends_with_one_message(
 
 @pytest.mark.parametrize(
     "words",
-    ["recipe demo --num-rollout -1", "convert nowhere out", "doctor --template nowhere", "report nowhere"],
+    quick(
+        ["recipe demo --num-rollout -1", "convert nowhere out", "doctor --template nowhere", "report nowhere"],
+        "convert nowhere out",
+    ),
 )
 def test_wrong_arguments_of_a_command_are_answered_before_heavy_imports(words: str, tmp_path: Path) -> None:
     answer = ask("slime", words.split(), tmp_path)

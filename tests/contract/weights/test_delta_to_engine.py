@@ -160,6 +160,7 @@ def catch_flips(rig: DeltaRig, turns: int) -> int:
     return caught
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_caught(rig: DeltaRig) -> None:
     assert catch_flips(rig, 5) == 5
 
@@ -209,6 +210,7 @@ def killed_and_healed(rig: DeltaRig, what: str, at: int) -> None:
         rig.assert_serves(rig.now, 4)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_gone_for_good_leaves_the_engine_paused(rig: DeltaRig) -> None:
     channel = rig.channel_of(timeout_s=3.0)
     with rig.agent():

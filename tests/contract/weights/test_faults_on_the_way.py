@@ -111,7 +111,7 @@ def test_an_engine_that_says_yes_to_a_broadcast_and_is_not_there_is_found_out_in
     assert set(answer.versions) == {experts.version} and experts.is_answered_by(answer) == 3
 
 
-@pytest.mark.parametrize("transport", quick(TRANSPORTS_TRIED, "tensor", "delta"))
+@pytest.mark.parametrize("transport", quick(TRANSPORTS_TRIED, "tensor"))
 def test_each_fault_is_caught(engine_server: SGLangServer, tmp_path: Path, transport: str) -> None:
     """Law: the same of a dense model, once for each fault."""
     with behind_proxy(engine_server.url) as proxy:

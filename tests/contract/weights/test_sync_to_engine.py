@@ -28,6 +28,7 @@ from slime.weights.receivers import Receiver
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.engines import READY_LIMIT_S, kill, serving, spec_of
+from tests.support.marks import quick
 from tests.support.recording import RecordingActors
 from tests.support.tiny import write_tiny_model
 from tests.support.weights import Tamper, TamperingChannel, Whole, disk_settings, transport_context
@@ -211,7 +212,7 @@ def test_engines_that_come_back_between_two_weight_syncs_cost_one_group(tmp_path
                 rig.assert_serves(changed(rigs[0].state, version), version)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, "tensor"))
 def test_one_altered_float_is_refused_by_name_and_the_engine_stays_paused(rig: Rig, name: str) -> None:
     bad = rig.channel(name, one_float)
     with pytest.raises(WeightSyncError) as caught:
