@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.agent.parsers import CLOSE, FORMATS, OPEN, Parsed, format_of, tagged
@@ -34,7 +34,6 @@ def decoded(parsed: Parsed) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.write.__name__)
-@settings(max_examples=60, deadline=None)
 @given(before=TEXTS, calls=st.lists(CALLS, min_size=1, max_size=3), thought=TEXTS)
 def test_calls_come_back_as_they_were_written(way: Written, before: str, calls: list[Any], thought: str) -> None:
     thinking = f"<think>\n{thought}\n</think>\n\n" if thought else ""
@@ -45,7 +44,6 @@ def test_calls_come_back_as_they_were_written(way: Written, before: str, calls: 
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_cut_anywhere_the_parts_are_the_whole(name: str, data: st.DataObject) -> None:
     """Law: the parts that come out of a stream, joined, are what reading the whole gives; nothing raises."""
@@ -71,7 +69,6 @@ def test_cut_anywhere_the_parts_are_the_whole(name: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-@settings(max_examples=60, deadline=None)
 @given(text=TEXT_LIKE_CALLS, tail=st.text(max_size=30))
 def test_what_is_read_can_be_sent(name: str, text: str, tail: str) -> None:
     """Law: arguments are the JSON text of an object, and all of it goes over a wire."""

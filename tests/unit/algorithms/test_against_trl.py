@@ -34,7 +34,6 @@ from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
 from tests.support.algorithms import kl_estimate, token_weights
-from tests.support.marks import quick
 from tests.unit.algorithms.trl_reference import Batch, Case, Trl, random_batch
 
 NUM_BATCHES = 1000
@@ -153,8 +152,9 @@ def _check(case: Case, b: Batch, trl: Trl, inputs: dict[str, Tensor], num_micro_
     assert worst <= TOLERANCE, f"{where}: gradients differ by {worst}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", quick(CASES, "grpo"))
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_agree_with_trl(name: str, trl: Trl) -> None:
     case = CASES[name]
     for seed in range(NUM_BATCHES):

@@ -83,7 +83,6 @@ def expected_reward(logits: Tensor) -> Array:
             ("grpo", "cispo"),
             ("grpo", "sapo"),
         ],
-        ("grpo", "ppo_clip"),
         ("grpo", "gspo"),
     ),
 )

@@ -348,7 +348,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert settled == len(self.settled)
 
 
-BufferMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+BufferMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 TestBufferMachine = BufferMachine.TestCase
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from slime.rewards.program_sandbox import missing_here
 from tests.support.escapes import HEAVY_NAMES, QUICK_NAMES
+from tests.support.marks import quick
 
 PROGRAM = """
 import sys
@@ -92,7 +93,7 @@ def test_the_document_counts_the_attempts() -> None:
 
 
 @HOLDS
-@pytest.mark.parametrize("holder", ["grader", "agent", "text"])
+@pytest.mark.parametrize("holder", quick(["grader", "agent", "text"], "agent"))
 def test_no_attempt_to_escape_gets_anything(holder: str) -> None:
     """Law: a program, an agent's command, or an answer that took over its grader gets nothing."""
     held(came_of(holder, "quick"), QUICK_NAMES)

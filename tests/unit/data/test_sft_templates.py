@@ -57,8 +57,8 @@ CASES = {
     "phi4": ("", "<|im_end|>"),
 }
 """Family -> (what stands before an answer, what ends it)."""
-FAMILIES = [pytest.param(f, marks=pytest.mark.slow) if f == "gemma3 of its package" else f for f in CASES]
-"""Gemma's tokenizer takes ten seconds to load."""
+FAMILIES = quick(CASES, "qwen2.5", "deepseek-v3", "llama3.1", "mistral", "glm4.6", "kimi-k2")
+"""The others take up to ten seconds to load, and most have the form of one of these."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

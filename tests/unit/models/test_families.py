@@ -76,6 +76,7 @@ def test_questions_about_a_model_import_neither_torch_nor_megatron() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_family_is_one_file_of_the_users_own(tmp_path: Path) -> None:
     """With a setting, whose flag is known as soon as the file is named, and a check of its own."""
     file = tmp_path / "toy_family.py"

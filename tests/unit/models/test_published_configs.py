@@ -13,10 +13,11 @@ from slime.core.hf_config import text_config
 from slime.models import architecture, table_for
 from slime.serving.payloads import digest
 from slime.weights.engine_layout import ExpectedDigests
+from tests.support.marks import quick
 from tests.support.published import SYNCED
 
 
-@pytest.mark.parametrize("name", SYNCED)
+@pytest.mark.parametrize("name", quick(SYNCED, "Qwen2.5-7B", "DeepSeek-V3"))
 def test_a_published_config_has_an_architecture_and_all_parameters(name: str) -> None:
     config, billions = SYNCED[name]
     config = text_config(config)

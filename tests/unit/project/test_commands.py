@@ -26,6 +26,7 @@ from slime.settings import Args, parse_args
 from slime.settings.command_line import without
 from slime.settings.flag_parser import OVERRIDE
 from tests.support.command_line import complete
+from tests.support.marks import quick
 
 REWARD = "def reward(args, sample, **kwargs):\n    return 1.0\n"
 
@@ -117,7 +118,7 @@ NOT_OUTPUTS = {"update_weight_local_checkpoint_dir"}
 OF_ONE_RUN = sorted(start_record.OUTPUTS - {"run_dir"})
 
 
-@pytest.mark.parametrize("form", ["flag", "YAML"])
+@pytest.mark.parametrize("form", quick(["flag", "YAML"], "YAML"))
 @pytest.mark.parametrize("name", OF_ONE_RUN)
 def test_each_output_moves_with_the_folder(name: str, form: str, tmp_path: Path, here: Path) -> None:
     """Law: however an output was set, a rerun writes it into its own folder, or to where it is told to now."""

@@ -96,6 +96,7 @@ def test_your_own_corpus(tmp_path: Path) -> None:
     assert agent_search.index(str(file)).search("snow") == ["Snow is white."]
 
 
+@pytest.mark.slow
 def test_python_keeps_its_files_and_a_failed_call_costs(tmp_path: Path) -> None:
     """Law: a sandbox for each execution, its files there at the next call; the reward counts what failed."""
     row = {"prompt": [{"role": "user", "content": "What is 6*7?"}], "label": "42"}

@@ -71,6 +71,7 @@ def rolled_out(tmp_path: Path, family: str, function: str) -> tuple[Any, Any, An
     return batch, metrics, tokenizer, turns, engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["First.", ""])
 def test_the_template_of_the_examples_writes_calls_as_qwen_does(content: str) -> None:
     """The oracle is the template that comes with Qwen2.5, which is trained on calls in this format."""
@@ -110,7 +111,8 @@ def test_trained_ids_are_the_sampled_ones(family: str, tmp_path: Path) -> None:
             assert sample.tokens[: len(request["input_ids"])].tolist() == request["input_ids"]
 
 
-@pytest.mark.parametrize("family", quick(["qwen3", "qwen2.5"], "qwen3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen2.5"])
 def test_an_agent_that_knows_no_tokens_is_trained_on_those_that_were_sampled(family: str, tmp_path: Path) -> None:
     """Law: a loop written with OpenAI's SDK gives the same samples as one that appends ids by hand."""
     by_hand = rolled_out(tmp_path / "hand", family, "examples.multi_turn_tools:generate")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def run(code: str, **env: str) -> str:
     import os
@@ -29,6 +31,7 @@ def test_on_a_gpu_machine_nothing_is_touched() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_module_that_can_be_imported_is_never_replaced(tmp_path: object) -> None:
     from pathlib import Path
 

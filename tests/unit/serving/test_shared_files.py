@@ -71,6 +71,7 @@ del got
 """
 
 
+@pytest.mark.slow
 def test_a_bucket_whose_receiver_read_it_is_let_go_without_harm() -> None:
     """Torch removes the file itself then, and does not stand to find it gone: the sender would be ended."""
     before = files_of_buckets()

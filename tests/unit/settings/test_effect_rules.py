@@ -13,6 +13,7 @@ from slime.settings.command_line import explain_args as explain
 from slime.settings.fields import declared
 from slime.settings.groups.algorithm import AlgorithmSettings, CriticSettings, OffPolicySettings, TeacherSettings
 from tests.support.command_line import listed, refused
+from tests.support.marks import quick
 
 ALWAYS_ACT = {
     "loss_type": "it chooses what is minimised",
@@ -211,7 +212,7 @@ def test_a_run_that_would_learn_nothing_is_refused(base: list[str], flags: str, 
     assert said in refused([*base, *flags.split()])
 
 
-@pytest.mark.parametrize(("flags", "said"), IDLE)
+@pytest.mark.parametrize(("flags", "said"), quick(IDLE, *IDLE[::3]))
 def test_a_setting_that_does_nothing_is_listed_and_refused_with_strict(base: list[str], flags: str, said: str) -> None:
     held_out = Path(base[3]).with_name("held_out.yaml")
     held_out.write_text(f"eval: {{datasets: [{{name: a, path: {base[3]}}}]}}")

@@ -25,6 +25,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of
 from slime.training.step.micro_batch import prepare, to_device, with_advantages
 from tests.support.formulas import VOCAB, make_batch, make_log_probs, whole_scores
+from tests.support.marks import quick
 from tests.support.training import training_args
 
 TOLERANCE = 1e-6
@@ -173,7 +174,7 @@ def shuffled(batch: TrainBatch, before: BatchLogProbs) -> tuple[TrainBatch, Batc
     return TrainBatch(batch.rollout_id, tuple(batch.samples[i] for i in order)), BatchLogProbs(*parts)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", quick(POLICY_LOSSES, "gspo"))
 def test_a_step_is_what_the_definition_says(name: str) -> None:
     batch, before = shuffled(*problem())
     for aggregation in AGGREGATIONS:
