@@ -48,21 +48,20 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Six sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. The last
-# session shows its output as it comes, the output of the others comes at the end. On Ctrl-C, each of them ends what it
-# started.
+# Five sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. Tests of the
+# third share an engine, those of the fourth share training ranks. The last session shows its output as it comes, the
+# output of the others comes at the end. On Ctrl-C, each of them ends what it started.
 IN_ROOM        = $(wildcard $(addprefix tests/$(1)/,$(2)))
-SESSION_1      := $(call IN_ROOM,unit,agent rewards)
-SESSION_2      := $(call IN_ROOM,unit,data rollout) tests/mutation tests/project
-SESSION_3      := $(call IN_ROOM,contract,training weights)
-SESSION_4      := $(call IN_ROOM,contract,rollout)
-SPLIT_OFF      := $(SESSION_1) $(SESSION_2) $(SESSION_3) $(SESSION_4)
+SESSION_1      := $(call IN_ROOM,unit,agent data rewards rollout) tests/mutation tests/project
+SESSION_3      := $(call IN_ROOM,unit,settings) $(call IN_ROOM,contract,agent rollout serving weights)
+SESSION_4      := $(call IN_ROOM,contract,training)
+SPLIT_OFF      := $(SESSION_1) $(SESSION_3) $(SESSION_4)
 IGNORED         = $(addprefix --ignore=,$(1))
-SESSION_5      := $(call IGNORED,$(SPLIT_OFF)) tests/unit
+SESSION_2      := $(call IGNORED,$(SPLIT_OFF)) tests/unit
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
 trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
-$(foreach n,1 2 3 4 5,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
+$(foreach n,1 2 3 4,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
 $(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(SPLIT_OFF)) tests || failed=1; \
 for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef
