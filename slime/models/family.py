@@ -47,7 +47,7 @@ class Family(ABC):
     """The variant of the MTP layer, if the family has one."""
     shares_prefixes: ClassVar[bool] = False
     """Whether samples can share a prefix (`--use-prefix-sharing`). This requires layers that access other tokens only
-    through `PackedAttention`, without masks, and that take positions from `PackedSequences`."""
+    through `PackedAttention`, and that take positions from `PackedSequences`."""
 
     sees_images: ClassVar[bool] = False
     """Whether the family implements `images` and `tower`, for `--multimodal-keys`."""
@@ -77,6 +77,10 @@ class Family(ABC):
     def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
         """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""
         return None
+
+    def memory_is_linear_from(self, hf_config: HfConfig) -> int:
+        """Returns the number of tokens in a sequence from which the memory of a pass grows linearly."""
+        return 0
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:
         """Returns a config whose layer 0 is the checkpoint's MTP layer, or None if there is none.

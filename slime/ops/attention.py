@@ -1,4 +1,5 @@
-"""Packed causal attention: plain PyTorch, one sequence at a time, or one FlashAttention call for the whole row.
+"""Packed causal attention: plain PyTorch, one sequence at a time, or one FlashAttention call for the whole row. Also
+attention to selected keys (`to_selected`).
 
 The queries [T, heads, d] and keys [K, groups, d] of N sequences are concatenated. The last query of a sequence is
 aligned with its last key, so a sequence can have more keys than queries (context parallelism). heads / groups query
@@ -11,17 +12,22 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask", "scale"),
 )
 """Arguments that `flash` passes to torch's operator, in the order of torch 2.11 and 2.13."""
+ENTRIES_AT_ONCE = 1 << 25
+"""Maximum number of scores, plus elements of gathered latents, of the block of queries that `to_selected` works on."""
 
 
 def per_sequence(
@@ -32,24 +38,21 @@ def per_sequence(
     key_lengths: Sequence[int],
     *,
     scale: float | None = None,
-    masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """Reference form: query [T, heads, d], key [K, groups, d], value [K, groups, d_v] -> [T, heads, d_v].
 
-    `masks` has, per sequence, a bool mask [n, n] of the keys that each query attends to, or None for causal attention.
     `scale` defaults to 1 / sqrt(d).
     """
     # Views in the layout of scaled_dot_product_attention, [1, heads, T, d].
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     parts = []
-    for a, b, c, mask in zip(
+    for a, b, c in zip(
         q.split(list(query_lengths), dim=2),
         k.split(list(key_lengths), dim=2),
         v.split(list(key_lengths), dim=2),
-        masks or [None] * len(query_lengths),
         strict=True,
     ):
-        num_queries, num_keys = a.size(2), b.size(2)
+        num_queries, num_keys, mask = a.size(2), b.size(2), None
         if num_keys != num_queries:  # is_causal would align the first query with the first key
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=a.device).tril(num_keys - num_queries)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -140,3 +143,185 @@ def _kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
         (f"its kernels do not support {dtype}", dtype not in (torch.bfloat16, torch.float16)),
     )
     return tuple(reason for reason, holds in reasons if holds)
+
+
+def to_selected(query: Tensor, up: Tensor, latents: Tensor, selected: Tensor, *, scale: float) -> Tensor:
+    """Multi-head latent attention of one sequence's queries to the keys that an indexer selected for them.
+
+    query [n, heads, nope + r], rotated; up [heads, nope + v, c] in float32 or wider, the up projection of keys and
+    values; latents [m, c + r], latents and rotated keys; selected [n, k] int32, indices of keys -> [n, heads, v]. The
+    last query is aligned with the last key. Keys after the query are ignored, and if a query has at most k keys up to
+    itself, all of them must be selected.
+
+    The key of head h is (U_h c, r) and its value V_h c, with a latent c and a rotated part r that all heads share. So
+    its score is (U_h^T q, q_r) . (c, r), and the sum of p V_h c is V_h (sum of p c): the up projection is applied to
+    queries and results, and all heads attend to the latents themselves (DeepSeek-V3.2, arXiv:2512.02556, appendix A:
+    the MQA mode of MLA). Multiply-adds and gathered bfloat16 per query, for h heads on this rank and the sizes of
+    DeepSeek-V3.2 (nope 128, v 128, c 512, r 64, k 2048):
+
+        keys and values, gathered   k h (nope + r + v) = 0.66M h   2 k h (nope + r + v) bytes = 1.3 MB h
+        latents, gathered           k h (2 c + r) = 2.2M h         2 k (c + r) bytes = 2.4 MB
+        latents of all m keys       m h (2 c + r) = 1088 m h       none
+
+    Applying U and V takes as long as expanding a key. What is gathered is used by one query, so the first form is
+    limited by memory bandwidth (168 MB per query for 128 heads, 21 MB for 16), and the second is chosen although it
+    multiplies more. The third form needs no gathering, because a block of queries shares its keys. Estimated for both
+    passes, a gathered element costs 32 bytes of memory traffic (it is written in both and read six times, and its
+    gradient is written, read and added to the sum). A score costs 84 bytes, and 8 (2 c + r) operations, which a GPU of
+    200 operations per byte does in the time of 44 more. So the second form costs k (32 (c + r) + 128 h) bytes per query
+    and the third 128 m h: latents are gathered from m = k (1 + (c + r) / (4 h)) keys on, which is 20,480 for 16 heads
+    and 4,352 for 128. From there, the cost of a query is constant.
+
+    Queries are processed in blocks of at most `ENTRIES_AT_ONCE` scores and gathered elements. The backward pass
+    computes each block again: autograd only saves the arguments. So apart from arguments, results and gradients, memory
+    depends neither on n nor on m. Scores, softmax and sums of gradients are float32.
+    """
+    out: Tensor = _ToSelected.apply(query, up, latents, selected, scale)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Consecutive queries of a sequence and their keys."""
+
+    rows: slice
+    num_keys: int
+    """Number of keys up to the last query."""
+    gathers: bool
+    """Whether each query has its own keys, those selected. If not, all queries share all keys up to the last query."""
+
+    def indices(self, selected: Tensor) -> Tensor:
+        """selected [n, k] -> indices of all gathered latents [queries * k]."""
+        return selected[self.rows].flatten()
+
+    def keys(self, latents: Tensor, selected: Tensor) -> Tensor:
+        """Returns the latents of the keys [groups, keys, c + r]: one group per query, or one for all queries."""
+        if not self.gathers:
+            return latents[: self.num_keys].unsqueeze(0)
+        return latents.index_select(0, self.indices(selected)).unflatten(0, (-1, selected.size(1)))
+
+    def bias(self, selected: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns what is added to the scores [queries, 1, keys]: 0, or -inf for keys that a query does not see."""
+        chosen = selected[self.rows]
+        first = self.num_keys - chosen.size(0)
+        place = torch.arange(first, self.num_keys, device=chosen.device, dtype=chosen.dtype).unsqueeze(1)
+        if self.gathers:
+            seen = chosen <= place
+        else:  # a query with a later key among the selected sees all keys up to itself, so itself is a substitute
+            seen = torch.zeros(chosen.size(0), self.num_keys, dtype=torch.bool, device=chosen.device)
+            seen.scatter_(1, chosen.minimum(place).long(), True)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -float("inf")).unsqueeze(1)
+
+
+def _blocks(query: Tensor, latents: Tensor, selected: Tensor) -> Iterator[_Block]:
+    """Divides the queries into blocks."""
+    (num_queries, heads), (num_keys, width), num_selected = query.shape[:2], latents.shape, selected.size(1)
+    first = num_keys - num_queries
+    turn = num_selected + num_selected * width // (4 * heads)
+    start = 0
+    while start < num_queries:
+        before = first + start
+        gathers = before >= turn
+        if gathers:
+            size = ENTRIES_AT_ONCE // (num_selected * (heads + width))
+        else:  # the largest size with (before + size) * size * heads entries
+            size = (math.isqrt(before * before + 4 * ENTRIES_AT_ONCE // heads) - before) // 2
+            size = min(size, turn - before)
+        end = min(start + max(size, 1), num_queries)
+        yield _Block(slice(start, end), first + end, gathers)
+        start = end
+
+
+class _ToSelected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, up: Tensor, latents: Tensor, selected: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, up, latents, selected)
+        ctx.scale = scale
+        up_key, up_value = _up_of(query, up, latents)
+        out = query.new_empty(*query.shape[:2], up_value.size(1))
+        for block in _blocks(query, latents, selected):
+            absorbed, keys = _absorbed(query[block.rows], up_key), block.keys(latents, selected)
+            weights = _weights(absorbed, keys, block.bias(selected, up.dtype), scale).to(query.dtype)
+            mean = wide_product(weights, keys[..., : up.size(-1)]).view(*absorbed.shape[:2], -1)
+            out[block.rows] = _by_head(mean.to(query.dtype), up_value.mT)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, up, latents, selected = ctx.saved_tensors
+        up_key, up_value = _up_of(query, up, latents)
+        nope, rank = up_key.shape[1:]
+        d_query, d_up = torch.empty_like(query), torch.zeros_like(up)
+        d_latents = torch.zeros_like(latents, dtype=up.dtype)
+        for block in _blocks(query, latents, selected):
+            own, grad, keys = query[block.rows], grads[0][block.rows], block.keys(latents, selected)
+            absorbed, d_mean = _absorbed(own, up_key), _by_head(grad, up_value).to(query.dtype)
+            both = _weights_and_gradient(absorbed, d_mean, keys, block.bias(selected, up.dtype), ctx.scale)
+            mean = wide_product(both[:, 0], keys[..., :rank]).view(d_mean.shape).to(query.dtype)
+            d_absorbed = wide_product(both[:, 1], keys).view(absorbed.shape).to(query.dtype)
+            d_query[block.rows, :, :nope] = _by_head(d_absorbed[..., :rank], up_key.mT)
+            d_query[block.rows, :, nope:] = d_absorbed[..., rank:]
+            d_up[:, :nope] += _over_queries(own[..., :nope], d_absorbed[..., :rank])
+            d_up[:, nope:] += _over_queries(grad, mean)
+            outer = torch.nn.functional.pad(d_mean, [0, keys.size(-1) - rank]), absorbed
+            outer_rows = torch.stack([x.reshape(keys.size(0), -1, keys.size(-1)) for x in outer], dim=1)
+            d_keys = wide_product(both.flatten(1, 2).mT, outer_rows.flatten(1, 2))
+            if block.gathers:
+                d_latents.index_add_(0, block.indices(selected), d_keys.flatten(0, 1))
+            else:
+                d_latents[: block.num_keys] += d_keys.squeeze(0)
+        return d_query, d_up, d_latents.to(latents.dtype), None, None
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b [g, i, o] in float32 (or float64, as the inputs), without rounding a product of half precision."""
+    if a.element_size() > 2:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+
+
+def _up_of(query: Tensor, up: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the up projections of keys [heads, nope, c] and values [heads, v, c], in the dtype of the queries."""
+    nope = query.size(-1) - (latents.size(-1) - up.size(-1))
+    up_key, up_value = up.to(query.dtype).split([nope, up.size(1) - nope], dim=1)
+    return up_key, up_value
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [n, heads, i], matrices [heads, i, o] -> [n, heads, o], as `wide_product`."""
+    return wide_product(x.transpose(0, 1), matrices).transpose(0, 1)
+
+
+def _over_queries(x: Tensor, y: Tensor) -> Tensor:
+    """Sums x [n, heads, i] times y [n, heads, o] over the queries -> [heads, i, o], as `wide_product`."""
+    return wide_product(x.permute(1, 2, 0), y.transpose(0, 1))
+
+
+def _absorbed(query: Tensor, up_key: Tensor) -> Tensor:
+    """query [n, heads, nope + r] -> [n, heads, c + r], whose products with latents are the scores."""
+    plain, turned = query.split([up_key.size(1), query.size(-1) - up_key.size(1)], dim=-1)
+    return torch.cat([_by_head(plain, up_key).to(query.dtype), turned], dim=-1)
+
+
+def _weights(absorbed: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """absorbed [n, heads, c + r], keys [g, m, c + r] -> attention weights [g, n / g * heads, m]."""
+    scores = wide_product(absorbed.view(keys.size(0), -1, keys.size(-1)), keys.mT)
+    by_query = scores.view(*absorbed.shape[:2], -1)
+    torch.add(bias, by_query, alpha=scale, out=by_query)
+    return scores.softmax(dim=-1)
+
+
+def _weights_and_gradient(absorbed: Tensor, d_mean: Tensor, keys: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Returns the attention weights and the gradient of the products with the keys, [g, 2, n / g * heads, m].
+
+    `d_mean` [n, heads, c] is the gradient of the mean latents. The result has the dtype of the keys.
+    """
+    weights = _weights(absorbed, keys, bias, scale)
+    rank = d_mean.size(-1)
+    d_weights = wide_product(d_mean.reshape(keys.size(0), -1, rank), keys[..., :rank].mT)
+    both = keys.new_empty(weights.size(0), 2, *weights.shape[1:])
+    both[:, 0] = weights
+    d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+    torch.mul(d_scores, scale, out=both[:, 1])
+    return both

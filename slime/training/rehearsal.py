@@ -1,12 +1,14 @@
 """Predicts the peak memory of the largest micro-batch before the run, by measuring two smaller ones.
 
 Once a chunk of log-probs is full, the memory of a pass grows linearly with the number of tokens. Two measurements are
-therefore enough to extrapolate for a given model and its settings (layout, recompute, kernels). If the largest
-micro-batch will not fit, the run fails before it samples anything, and the error says how many tokens fit. The measured
-passes also compile the kernels.
+therefore enough to extrapolate for a given model and its settings (layout, recompute, kernels). With sparse attention,
+both have more than `index_topk` tokens if the largest micro-batch has, because only then does a pass keep the selected
+keys. If the largest micro-batch will not fit, the run fails before it samples anything, and the error says how many
+tokens fit. The measured passes also compile the kernels.
 
-Not predicted: attention without a fused kernel, whose masks grow quadratically with the sequence length; load imbalance
-under expert parallelism; a critic's passes; samples longer than the settings allow; copies of keys for shared prefixes.
+Not predicted: attention without a fused kernel, whose masks grow quadratically with the sequence length (gpt-oss, or
+context parallelism with `--kernels reference`); load imbalance under expert parallelism; a critic's passes; samples
+longer than the settings allow; copies of keys for shared prefixes; that a micro-batch of short samples selects no keys.
 
 Invariants
 1. Weights, optimizer, buffers and RNG state do not change. Gradients are zero afterwards.
@@ -31,6 +33,7 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.data.micro_batch_schedule import Schedule, StepSchedule
+from slime.models import family_of
 from slime.settings import Args
 from slime.settings.groups.training import longest_sample
 from slime.training.parallel import ParallelInfo
@@ -44,7 +47,8 @@ from slime.training.step.train_step import StepContext, micro_batch_multiple, re
 logger = logging.getLogger(__name__)
 
 SMALL_PARTS = (8, 4)
-"""The measured sizes are 1/8 and 1/4 of the largest micro-batch, but at least one and two chunks of log-probs."""
+"""The measured sizes are 1/8 and 1/4 of the largest micro-batch, but at least one and two chunks of log-probs, and at
+least the number of tokens from which memory grows linearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,9 @@ class Largest:
             return cls(max(args.max_tokens_per_gpu, -(-longest_sample(args) // cp_size)), None)
         return cls(-(-args.micro_batch_size * longest_sample(args) // cp_size), args.micro_batch_size)
 
-    def sizes(self, chunk_tokens: int) -> tuple[int, int]:
-        chunk = max(chunk_tokens, 1)
+    def sizes(self, chunk_tokens: int, linear_from: int = 0) -> tuple[int, int]:
+        """Returns the numbers of tokens per rank to measure. With at least `linear_from`, memory grows linearly."""
+        chunk = max(chunk_tokens, 1, linear_from if linear_from <= self.tokens else 0)
         small, large = (max(self.tokens // part, chunk * (i + 1)) for i, part in enumerate(SMALL_PARTS))
         return min(small, self.tokens), min(large, self.tokens)
 
@@ -145,8 +150,9 @@ def rehearse(context: StepContext, objective: Objective, trainable: Trainable, i
     The first pass is a warm-up, because libraries allocate memory on first use.
     """
     args, cp_size = context.args, info.sizes.cp
-    vocab_size = int(read_hf_config(args.hf_checkpoint)["vocab_size"])
-    sizes = Largest.of(args, cp_size).sizes(args.log_probs_chunk_size)
+    hf_config = read_hf_config(args.hf_checkpoint)
+    vocab_size, linear_from = int(hf_config["vocab_size"]), family_of(hf_config).memory_is_linear_from(hf_config)
+    sizes = Largest.of(args, cp_size).sizes(args.log_probs_chunk_size, -(-linear_from // cp_size))
     num = num_under_way(info.sizes.pp, len(trainable.ddps), micro_batch_multiple(trainable.ddps))
     peaks = []
     with _as_before(trainable):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -167,34 +166,29 @@ class PackedAttention(torch.nn.Module):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSequences | None = None,
-        masks: Sequence[Tensor | None] | None = None,
         **_unused: Any,
     ) -> Tensor:
         """query [T, heads, d], key [T, groups, d], value [T, groups, d_v] -> [T, heads * d_v].
 
-        Under context parallelism, T is the number of this rank's tokens. `masks`: per sequence, a bool mask [queries,
-        keys], or None for a causal mask.
+        Under context parallelism, T is the number of this rank's tokens.
         """
         packed = packed_seq_params
         assert packed is not None, "the trainer always packs its sequences"
         if packed.shard is not None:
             key, value = packed.shard.keys_and_values(key, value)
         if packed.repeats is None:
-            out = self._attend(query, key, value, packed, masks)
+            out = self._attend(query, key, value, packed)
         else:
-            assert masks is None, "masks do not work with shared prefixes"
             with repeated((key, value), packed.repeats) as (key, value):
-                out = self._attend(query, key, value, packed, None)
+                out = self._attend(query, key, value, packed)
         return out.reshape(query.size(0), -1)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d_v]."""
-        kernel = REFERENCE if masks is not None else name_of("attention", query)
+        kernel = name_of("attention", query)
         if kernel == REFERENCE:
             lengths = packed.query_lengths, packed.key_lengths
-            return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale, masks=masks)
+            return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale)
         attend = ops.varlen if kernel == "varlen" else ops.flash
         assert packed.cu_query is not None and packed.cu_key is not None, "lengths must be on the GPU"
         return attend(*(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale)

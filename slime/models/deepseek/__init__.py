@@ -46,6 +46,9 @@ class DeepSeek(Family):
             f"parallelism, and the length limits allow {num_tokens}"
         )
 
+    def memory_is_linear_from(self, hf_config: HfConfig) -> int:
+        return int(hf_config["index_topk"]) + 1 if indexer_kinds(hf_config) else 0
+
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         _refuse(hf_config)
         heads, nope, rope = (int(hf_config[n]) for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))

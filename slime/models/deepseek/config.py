@@ -108,8 +108,8 @@ def _layer(s: ModelSizes, config: HfConfig, number: int, *, indexer: bool = Fals
 
 
 def latent_cost(config: HfConfig, layer: int) -> AttentionCost:
-    """Returns the multiply-adds of latent attention (arXiv 2405.04434). With an indexer, queries attend to `index_topk`
-    keys, but the indexer itself scores all pairs."""
+    """Returns the multiply-adds of latent attention (arXiv 2405.04434), with expanded keys and values. With an indexer,
+    queries attend to `index_topk` keys, but the indexer itself scores all pairs."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     nope, rope, value = (int(config[k]) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     kv_rank, q_rank = int(config["kv_lora_rank"]), config.get("q_lora_rank")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
     checkpoint,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,9 +27,10 @@ from slime.core.hf_config import HfConfig
 from slime.models.common.packed_attention import PackedAttention, PackedSequences, RMSNorm, current_device
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek.config import indexer_kinds
+from slime.ops.attention import per_sequence, to_selected, wide_product
 
 SCORES_AT_ONCE = 1 << 27
-"""Maximum number of scores (heads x queries x keys, float32) that are in memory at once."""
+"""Maximum number of an indexer's scores (heads x queries x keys, float32) that are in memory at once."""
 
 
 class SparseIndexer(torch.nn.Module):
@@ -86,8 +88,8 @@ class SparseIndexer(torch.nn.Module):
             row = gather_from_sequence_parallel_region(row)
         q, k, weights = row.squeeze(1).split([self.heads * self.dim, self.dim, self.heads], dim=-1)
         k = self.k_norm(k.float()).to(k.dtype).unsqueeze(1)
-        q, k = (self._rotated(x, cos, sin).float() for x in (q.unflatten(-1, (self.heads, self.dim)), k))
-        weights = weights.float() * self.heads**-0.5
+        q, k = (self._rotated(x, cos, sin) for x in (q.unflatten(-1, (self.heads, self.dim)), k))
+        weights = weights.float() * (self.heads * self.dim) ** -0.5
         rows = zip(*(x.split(packed.query_lengths) for x in (q, k.squeeze(1), weights)), strict=True)
         return [None if a.size(0) <= self.topk else self._choose(a, b, c) for a, b, c in rows]
 
@@ -96,29 +98,23 @@ class SparseIndexer(torch.nn.Module):
         return torch.cat([rotate(turned, cos, sin, interleaved=self.interleaved), still], dim=-1)
 
     def _choose(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """q [n, heads, d], k [n, d], weights [n, heads] of one sequence -> [n, topk]."""
+        """q [n, heads, d], k [n, d], weights [n, heads] of one sequence -> [n, topk].
+
+        A block of queries is only multiplied with the keys up to its end. `topk` still gets a row of all keys: keys
+        with equal scores are then chosen as if all had been computed.
+        """
         n = k.size(0)
         place = torch.arange(n, device=k.device)
         step = max(1, SCORES_AT_ONCE // (self.heads * n))
         chosen = []
         for a in range(0, n, step):
             b = min(a + step, n)
-            scores = functional.relu(q[a:b] @ k.T * self.dim**-0.5)
-            score = (weights[a:b].unsqueeze(1) @ scores).squeeze(1)
-            score = score.masked_fill(place > place[a:b].unsqueeze(1), -float("inf"))
+            scores = wide_product(q[a:b].reshape(1, -1, self.dim), k[:b].T.unsqueeze(0)).relu_()
+            score = torch.bmm(weights[a:b].unsqueeze(1), scores.view(b - a, self.heads, b)).squeeze(1)
+            score = score.masked_fill_(place[:b] > place[a:b].unsqueeze(1), -float("inf"))
+            score = functional.pad(score, [0, n - b], value=-float("inf"))
             chosen.append(score.topk(self.topk, dim=-1).indices.int())
         return torch.cat(chosen)
-
-
-def masks_of(chosen: list[Tensor | None]) -> list[Tensor | None]:
-    """Selected keys [n, topk] -> attention mask, bool [n, n]. None stays None."""
-    return [None if c is None else _mask(c) for c in chosen]
-
-
-def _mask(chosen: Tensor) -> Tensor:
-    n = chosen.size(0)
-    seen = torch.zeros(n, n, dtype=torch.bool, device=chosen.device)
-    return seen.scatter_(1, chosen.long(), True).tril_()
 
 
 LATENT_NORM_EPS = 1e-6
@@ -168,8 +164,9 @@ class LatentAttention(MegatronModule):
         self.kv_layernorm = RMSNorm(config, self.kv_rank, eps=LATENT_NORM_EPS)
         self.linear_kv_up_proj = column(self.kv_rank, heads * (self.nope + self.value))
         self.linear_proj = RowParallelLinear(heads * self.value, hidden, input_is_parallel=True, **linear)
+        self.scale = softmax_scale(hf_config, head_dim)
         self.core_attention = PackedAttention(
-            config, layer_number, AttnMaskType.causal, "self", softmax_scale=softmax_scale(hf_config, head_dim)
+            config, layer_number, AttnMaskType.causal, "self", softmax_scale=self.scale
         )
         self.recompute_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         self._choose_indexer(hf_config)
@@ -208,53 +205,94 @@ class LatentAttention(MegatronModule):
             query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
             query = self.linear_q_up_proj(query_latent)[0]
         latent, turned = self.linear_kv_down_proj(hidden_states).split([self.kv_rank, self.rope], dim=-1)
-        key_value = self.linear_kv_up_proj(self.kv_layernorm(latent))[0]
-        if self.config.sequence_parallel:
-            turned = gather_from_sequence_parallel_region(turned)
+        latent = self.kv_layernorm(latent)
+        q, q_turned = query.squeeze(1).unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], dim=-1)
+        query = torch.cat([q, rotate(q_turned, cos, sin, interleaved=self.interleaved)], dim=-1)
+        turned = rotate(self._of_all_tokens(turned), cos, sin, interleaved=self.interleaved)
+        selected = self._selected(hidden_states, query_latent, cos, sin, packed)
+        if selected is None:
+            out = self._attend_to_all(query, latent, turned, packed)
         else:
-            turned = copy_to_tensor_model_parallel_region(turned)
-        query, key_value = (x.squeeze(1).unflatten(-1, (self.heads, -1)) for x in (query, key_value))
-        q, q_turned = query.split([self.nope, self.rope], dim=-1)
-        k, value = key_value.split([self.nope, self.value], dim=-1)
-        q_turned, turned = (rotate(x, cos, sin, interleaved=self.interleaved) for x in (q_turned, turned))
-        query = torch.cat([q, q_turned], dim=-1)
-        key = torch.cat([k, turned.expand(-1, self.heads, -1)], dim=-1)
-        masks = self._masks(hidden_states, query_latent, cos, sin, packed)
-        return self.linear_proj(self._attend(query, key, value, packed, masks).unsqueeze(1))[0], None
+            out = self._attend_to_selected(query, latent, turned, packed, selected)
+        return self.linear_proj(out.unsqueeze(1))[0], None
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: list[Tensor | None] | None
-    ) -> Tensor:
-        """query, key [T, heads, nope + rope], value [T, heads, v] -> [T, heads * v]."""
-        missing = query.size(-1) - self.value if query.is_cuda else 0  # GPU kernels need equal head sizes
-        if missing > 0:
-            value = torch.nn.functional.pad(value, [0, missing])
+    def _attend_to_all(self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences) -> Tensor:
+        """query [T, heads, nope + rope], latent [T_local, 1, rank], turned [T, 1, rope] -> [T, heads * v]."""
+        key_value = self.linear_kv_up_proj(latent)[0].squeeze(1).unflatten(-1, (self.heads, -1))
 
         def core(*qkv: Tensor) -> Tensor:
-            out: Tensor = self.core_attention(*qkv, packed_seq_params=packed, masks=masks)
+            out: Tensor = self.core_attention(*qkv, packed_seq_params=packed)
             return out
 
-        out = checkpoint(core, False, query, key, value) if self.recompute_core else core(query, key, value)
-        if missing > 0:
-            out = out.unflatten(-1, (self.heads, -1))[..., : self.value].flatten(1)
-        return out
+        return self._causal(query, key_value, turned, core)
 
-    def _masks(
+    def _attend_to_selected(
+        self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences, selected: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Like `_attend_to_all`. Sequences without selected keys get ordinary causal attention."""
+        keys = torch.cat([self._of_all_tokens(latent), turned], dim=-1)
+        up, out = self._kv_up_matrices(), []
+        for q, kv, chosen in zip(
+            query.split(packed.query_lengths), keys.split(packed.key_lengths), selected, strict=True
+        ):
+            if chosen is not None:
+                out.append(to_selected(q, up, kv.squeeze(1), chosen, scale=self.scale).flatten(1))
+                continue
+            latent, turned = kv.split([self.kv_rank, self.rope], dim=-1)
+            key_value = functional.linear(latent, up.flatten(0, 1).to(kv.dtype)).view(kv.size(0), self.heads, -1)
+            core = functools.partial(
+                per_sequence, query_lengths=[q.size(0)], key_lengths=[kv.size(0)], scale=self.scale
+            )
+            out.append(self._causal(q, key_value, turned, core))
+        return torch.cat(out)
+
+    def _causal(self, query: Tensor, key_value: Tensor, turned: Tensor, core: Callable[..., Tensor]) -> Tensor:
+        """key_value [K, heads, nope + v], turned [K, 1, rope] -> the output of `core` for query, key and value, [T,
+        heads * v]."""
+        key, value = key_value.split([self.nope, self.value], dim=-1)
+        key = torch.cat([key, turned.expand(-1, self.heads, -1)], dim=-1)
+        missing = query.size(-1) - self.value if query.is_cuda else 0  # GPU kernels need equal head sizes
+        if missing > 0:
+            value = functional.pad(value, [0, missing])
+        out: Tensor = checkpoint(core, False, query, key, value) if self.recompute_core else core(query, key, value)
+        return out.view(query.size(0), self.heads, -1)[..., : self.value].flatten(1)
+
+    def _of_all_tokens(self, x: Tensor) -> Tensor:
+        """x [T_local, 1, d], the same on all heads -> [T, 1, d]. Gradients are summed over tensor-parallel ranks."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(x)
+        return copy_to_tensor_model_parallel_region(x)
+
+    def _kv_up_matrices(self) -> Tensor:
+        """Returns the up projection [heads, nope + v, rank] in float32, in which its gradients are summed.
+
+        This is what the layer makes of unit vectors, so adapters, quantised weights, and the way in which the layer
+        accumulates and communicates weight gradients stay those of the layer.
+        """
+        shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        size = -(-self.kv_rank // shards) * shards
+        dtype = self.config.params_dtype
+        unit = torch.eye(size, self.kv_rank, dtype=dtype, device=current_device()).unsqueeze(1)
+        if shards > 1:
+            unit = scatter_to_sequence_parallel_region(unit)
+        columns = self.linear_kv_up_proj(unit)[0][: self.kv_rank].squeeze(1)
+        return columns.T.to(torch.promote_types(dtype, torch.float32)).unflatten(0, (self.heads, -1))
+
+    def _selected(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """Returns a mask per sequence, or None if all of them are causal."""
+        """Returns the selected keys per sequence, or None if all of them are causal."""
         if self.chooser is None:
             return None
-        if self.indexer is not None:
-            assert query_latent is not None, "an indexer needs q_lora_rank"
-            if not self.indexer.needed(packed):
-                return None
-            chosen = self.indexer(hidden, query_latent, cos, sin, packed)
-            if self.shares:
-                packed.chosen_keys[self.chooser] = chosen
-            return masks_of(chosen)
-        kept = packed.chosen_keys.get(self.chooser)
-        return None if kept is None else masks_of(kept)
+        if self.indexer is None:
+            return packed.chosen_keys.get(self.chooser)
+        assert query_latent is not None, "an indexer needs q_lora_rank"
+        if not self.indexer.needed(packed):
+            return None
+        selected = self.indexer(hidden, query_latent, cos, sin, packed)
+        if self.shares:
+            packed.chosen_keys[self.chooser] = selected
+        return selected
 
 
 def check_stages(kinds: Sequence[str], first_layers: Iterable[int]) -> None:

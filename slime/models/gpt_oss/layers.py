@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,11 +98,8 @@ class SinkAttention(PackedAttention):
         self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, masks: Sequence[Tensor | None] | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d]."""
-        assert masks is None, "masks do not work with sinks"
         scale = query.size(-1) ** -0.5
         sinks = (self.sinks / scale).to(query.dtype).expand(query.size(0), -1)
         query = torch.cat([query, functional.pad(sinks.unsqueeze(-1), (0, _MORE - 1))], dim=-1)

@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.core.errors import ConfigError
+from slime.models.deepseek import layers
+from slime.ops import attention
 from tests.support.families import reference, write_family
 from tests.support.ranks import Ranks
+from tests.support.tensor_sizes import LargestTensor
 from tests.support.training import random_batch
 from tests.support.training_ranks import run_layouts
 
@@ -64,6 +67,42 @@ def test_recomputation_finds_the_choice_of_the_right_layer(tmp_path: Path, make_
     want = make_backend(checkpoint, **SFT).gradients(batch)
     for settings in RECOMPUTE.values():
         assert _relative(make_backend(checkpoint, megatron=settings, **SFT).gradients(batch), want) < 1e-6
+
+
+@pytest.mark.parametrize("recompute", [None, pytest.param("full", marks=pytest.mark.slow)])
+def test_sparse_attention_makes_no_tensor_with_an_element_per_pair_of_tokens(
+    recompute: str | None, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: beyond `index_topk` tokens, memory grows with the number of tokens, not with its square."""
+    _at_once(monkeypatch, 1 << 16)
+    checkpoint = write_family(tmp_path / "m", "glm_moe_dsa", index_topk=64, max_position_embeddings=2048)
+    batch = random_batch(1, 1, seed=3, response_lengths=(1000, 1016))
+    backend = make_backend(checkpoint, megatron=RECOMPUTE.get(recompute or ""), **SFT)
+    with LargestTensor() as largest:
+        backend.gradients(batch)
+    assert largest.num_elements < batch.samples[0].num_tokens ** 2 / 2, largest.made_by
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_long_samples_have_the_gradient_of_transformers(
+    family: str, tmp_path: Path, make_backend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the length from which keys are gathered, in many blocks; a row also has samples that see all keys."""
+    _at_once(monkeypatch, 2000)
+    checkpoint = write_family(tmp_path / "model", family)
+    batch = random_batch(seed=3, response_lengths=(2, 90))
+    log_probs, gradients = reference(checkpoint, batch, tmp_path / "gradients")
+    backend = make_backend(checkpoint, **SFT)
+    for mine, want in zip(backend.log_probs(batch), log_probs, strict=True):
+        assert np.abs(np.asarray(mine) - want).max() < 1e-5
+    assert _relative(backend.gradients(batch), gradients) < 1e-4
+
+
+def _at_once(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
+    """Makes the attention and its indexer work in blocks of this size."""
+    monkeypatch.setattr(attention, "ENTRIES_AT_ONCE", entries)
+    monkeypatch.setattr(layers, "SCORES_AT_ONCE", entries)
 
 
 def test_training_leaves_the_indexer_alone_and_carries_other_layers(

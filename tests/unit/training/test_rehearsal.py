@@ -46,6 +46,14 @@ def test_sizes_are_small_and_fill_a_chunk(tokens: int, chunk: int) -> None:
         assert (small, large) == (tokens // 8, tokens // 4)
 
 
+def test_sizes_are_those_from_which_memory_grows_linearly() -> None:
+    """As long as the largest micro-batch is."""
+    assert Largest(32_000, None).sizes(1024, 2049) == (4000, 8000)
+    assert Largest(8000, None).sizes(1024, 2049) == (2049, 4098)
+    assert Largest(3000, None).sizes(1024, 2049) == (2049, 3000)
+    assert Largest(2048, None).sizes(1024, 2049) == Largest(2048, None).sizes(1024) == (1024, 2048)
+
+
 def test_the_largest_micro_batch_is_what_the_limits_say() -> None:
     def largest(cp_size: int, **given: Any) -> Largest:
         limits = {"rollout_max_context_len": None, "rollout_max_prompt_len": 100, "rollout_max_response_len": 900}
