@@ -12,6 +12,8 @@ import pytest
 
 from slime.core.processes import RUN_ID_ENV, new_run_id
 
+pytestmark = pytest.mark.slow
+
 DRIVER = """
 import ctypes, json, os, signal, sys, threading, time, types
 from pathlib import Path

@@ -94,6 +94,7 @@ def test_a_model_that_does_not_exist_fails_fast_and_shows_the_log(tmp_path: Path
     assert not server.alive
 
 
+@pytest.mark.slow
 def test_a_deadline_names_the_server_and_the_last_line_of_its_log(tiny_model_path: Path, tmp_path: Path) -> None:
     server = SGLangServer(
         ServerSpec(model_path=str(tiny_model_path), dtype="float32"), log_path=tmp_path / "engine.log"

@@ -46,6 +46,7 @@ def hangs(seat: Seat) -> None:
     time.sleep(300)
 
 
+@pytest.mark.slow
 def test_processes_are_kept_for_the_next_function(own: Ranks) -> None:
     first, second = own.run(sum_of_ranks, 2), own.run(sum_of_ranks, 3)
     assert [told[1:] for told in first] == [(0, 1.0), (1, 1.0)]

@@ -180,7 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a policy that lags": {"keep_old_actor": True, "use_tis": True, "tis_clip": 1.3, "entropy_coef": 0.1},
 }
 """Settings by their public names; `unsampled`: some trained tokens have no version."""
-QUICK = ("token weights", "rejection and veto", "teacher and KL in the reward", "steps of unequal size", "a critic")
+QUICK = ("token weights", "teacher and KL in the reward", "steps of unequal size", "a critic")
 """Between them, most of the terms that can be in a loss."""
 FOLDERS = {"kl_coef": "ref_load", "use_kl_loss": "ref_load", "use_opd": "opd_teacher_load"}
 UNTOLD = ("lr-pg_0", "top_p_outside", "_clamped", "abs_diff_", "stale_tokens", "skipped_updates")

@@ -95,6 +95,7 @@ def test_a_grader_has_the_limits_of_the_settings_and_a_dead_one_is_asked_twice(t
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_hostile_graders_cost_their_sample_only() -> None:
     acts = ["raise", "none", "nan", "huge", "memory", "exit", "garbage"]
 
@@ -325,6 +326,7 @@ MONSTERS = [
 
 @pytest.mark.usefixtures("processor_time_alone")
 @pytest.mark.parametrize("answer", quick(MONSTERS, MONSTERS[0]))
+@pytest.mark.slow
 def test_a_monstrous_answer_stalls_nothing_and_is_a_wrong_one(answer: str) -> None:
     """Law: an answer cannot evade its penalty by being too much for its grader, and costs no other its score."""
 
@@ -507,6 +509,7 @@ EVALUATED: dict[str, tuple[str, dict[str, Any], str, float]] = {
 """Task of reasoning-gym that evaluates answers as Python -> answer, metadata, another right answer, and its score."""
 
 
+@pytest.mark.slow
 def test_an_answer_is_run_as_no_program(tmp_path: Path) -> None:
     """Law: an answer that a library evaluates does nothing and finds no label; a formula is a formula still."""
     tmp_path.chmod(0o777)

@@ -141,6 +141,7 @@ def test_the_tests_of_the_table_exist() -> None:
             assert f"def {name}" in (ROOT / file).read_text(), test
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_installed_version_is_what_is_tried_and_nothing_installed_changes(tmp_path: Path) -> None:
     """Also if another wheel of that version was tried in the same environment before."""
     import packaging

@@ -31,6 +31,7 @@ def test_the_grader_comes_with_the_data_unless_another_is_asked_for(tmp_path: Pa
     assert parse_args([*base, "--prompt-data", TASK, "--num-rollout", "1", "--rm-type", "f1"]).rm_type == "f1"
 
 
+@pytest.mark.slow
 def test_a_held_out_task_beside_a_file_has_its_own_grader(tmp_path: Path) -> None:
     args = parse_args([*complete(tmp_path), "--eval-prompt-data", "held", TASK, "--eval-interval", "1"])
     assert args.rm_type == "math" and [d.rm_type for d in eval_datasets(args)] == ["reasoning_gym"]

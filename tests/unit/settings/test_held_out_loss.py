@@ -13,6 +13,7 @@ import zstandard
 from slime.settings import parse_args
 from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from tests.support.command_line import complete, listed, refused
+from tests.support.marks import quick
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_what_is_scored_is_sampled(base: list[str], judge: list[str]) -> None:
     assert loss_datasets(args) == () and samples_evaluations(args) and not args.debug_train_only
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet", "zst", "escaped"])
+@pytest.mark.parametrize("kind", quick(["folder", "parquet", "zst", "escaped"], "parquet"))
 @pytest.mark.parametrize("graded", [True, False])
 def test_rows_that_name_their_grader_are_sampled_in_every_format(
     base: list[str], kind: str, graded: bool, tmp_path: Path
