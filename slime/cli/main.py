@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from slime.cli import (
+    certify,
     convert,
     doctor,
     inspect_run,
@@ -66,6 +67,13 @@ COMMANDS = (
     ),
     Command(
         "serve", "serve engines and router without training, until Ctrl-C", serve.add_flags, serve.run, words="more"
+    ),
+    Command(
+        "certify",
+        "measure whether trainer and engines agree to the bit, whether a run repeats, and the price",
+        certify.add_flags,
+        certify.run,
+        words="more",
     ),
     Command("rerun", "repeat a run with the settings recorded in its folder", rerun.add_flags, rerun.run, words="more"),
     Command("recipe", "run a recipe that comes with slime", recipe.add_flags, recipe.run, words="more"),

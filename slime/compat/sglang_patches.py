@@ -20,6 +20,7 @@ from slime.compat import (
     sglang_routed_experts,
     sglang_security,
     sglang_token_versions,
+    sglang_trainer_kernels,
     sglang_update_sessions,
     sglang_version_prefixes,
 )
@@ -63,5 +64,8 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     ):
         if needed:
             register(module.HOOKS)
+    if sglang_trainer_kernels.KERNELS_ENV in os.environ:
+        register(sglang_trainer_kernels.HOOKS)
+        register(sglang_trainer_kernels.CPU_HOOKS if on_cpu else sglang_trainer_kernels.GPU_HOOKS)
     if value_of(arguments, sglang_0_5_16.DRAFT_FLAG, ""):
         register(sglang_0_5_16.DRAFT_HOOKS)

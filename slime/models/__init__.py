@@ -28,6 +28,7 @@ __all__ = [
     "architecture",
     "family_of",
     "images_problem",
+    "kernels_problem",
     "layout_problem",
     "load_family",
     "mtp_problem",
@@ -92,6 +93,11 @@ def mtp_problem(hf_config: HfConfig) -> str | None:
 def prefix_problem(hf_config: HfConfig) -> str | None:
     """Returns a clause for an error message if samples of this model cannot share a prefix, else None."""
     return family_of(hf_config).prefix_problem(hf_config)
+
+
+def kernels_problem(hf_config: HfConfig) -> str | None:
+    """See `Family.kernels_problem`. Raises `ConfigError` for unknown families."""
+    return family_of(hf_config).kernels_problem(hf_config)
 
 
 def split_problem(hf_config: HfConfig, num_tokens: int) -> str | None:

@@ -49,6 +49,10 @@ class Family(ABC):
     """Whether samples can share a prefix (`--use-prefix-sharing`). This requires layers that access other tokens only
     through `PackedAttention`, and that take positions from `PackedSequences`."""
 
+    lends_kernels: ClassVar[bool] = False
+    """Whether engines can compute with the trainer's kernels (`--true-on-policy`,
+    `slime.compat.sglang_trainer_kernels`)."""
+
     sees_images: ClassVar[bool] = False
     """Whether the family implements `images` and `tower`, for `--multimodal-keys`."""
 
@@ -73,6 +77,12 @@ class Family(ABC):
     def prefix_problem(self, hf_config: HfConfig) -> str | None:
         """Returns a clause for an error message if samples cannot share a prefix, else None."""
         return None if self.shares_prefixes else f"the layers of {hf_config.get('model_type')} do not support it"
+
+    def kernels_problem(self, hf_config: HfConfig) -> str | None:
+        """Returns a clause for an error message if engines cannot compute with the trainer's kernels, else None."""
+        if self.lends_kernels and not (hf_config.get("attention_bias") or hf_config.get("mlp_bias")):
+            return None
+        return f"SGLang's layers of {hf_config.get('model_type')} cannot use the trainer's kernels"
 
     def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
         """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from slime.core.errors import ConfigError
 from slime.ops.attention import flash_problems, varlen_problems
+from slime.ops.invariant import fix_products
 
 Problems = Callable[[torch.device, torch.dtype], tuple[str, ...]]
 """Returns the reasons why an implementation cannot run on a device with a training dtype; empty if it can."""
 REFERENCE, FUSED = "reference", "fused"
+INVARIANT = "invariant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +99,26 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> 
     return Choice(op, REFERENCE, "; ".join(against))
 
 
-def use(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
-    """Calls `choose`, with the same errors, and applies the choices to this process."""
+def use(
+    device: torch.device, dtype: torch.dtype, kernels: str = "auto", *, invariant: bool = False
+) -> tuple[Choice, ...]:
+    """Calls `choose`, with the same errors, and applies the choices to this process.
+
+    `invariant`: results for a token must not depend on the rest of the batch (`slime.ops.invariant`).
+    """
     choices = choose(device, dtype, kernels)
+    if invariant:
+        fix_products(device)
+        same = Choice("attention", INVARIANT, "--true-on-policy: one order of sums in trainer and engines")
+        choices = tuple(same if choice.op == same.op else choice for choice in choices)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)
     return choices
+
+
+def is_invariant() -> bool:
+    """Whether this process uses `slime.ops.invariant`."""
+    return "attention" in _chosen and _chosen["attention"].name == INVARIANT
 
 
 def name_of(op: str, x: Tensor) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 
 from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV, WAITING
+from slime.compat.sglang_trainer_kernels import KERNELS_ENV
 from slime.core.cores import memory_variables, thread_variables
 from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from slime.core.errors import START_FLAG, ConfigError, EngineError
@@ -220,6 +221,8 @@ class ServerSpec:
     """Whether the server must not allocate device memory until `SGLangServer.open_gate`."""
     token_versions: bool = False
     """Whether responses contain the weight version of each token."""
+    trainer_kernels: str | None = None
+    """The run's --kernels, for an engine that computes as the trainer does (`--true-on-policy`). None: SGLang's."""
     worker: Worker = Worker.REGULAR
     """A regular engine, or the prefill or decode engine of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -300,6 +303,7 @@ class ServerSpec:
             api_key=extra.pop("api_key", None) or keys.use,
             admin_key=extra.pop("admin_api_key", None) or keys.admin,
             token_versions=args.pause_generation_mode != "abort",
+            trainer_kernels=args.kernels if args.true_on_policy and model_path in (None, args.hf_checkpoint) else None,
             worker=worker,
             extra=extra,
         )
@@ -338,6 +342,7 @@ class ServerSpec:
     def environment(self) -> dict[str, str | None]:
         """Returns changes to the environment of the server's processes. None removes a variable."""
         env: dict[str, str | None] = {
+            KERNELS_ENV: self.trainer_kernels,
             API_KEY_ENV: self.api_key,
             ADMIN_KEY_ENV: self.admin_key,
             # By default, /health samples a token, and routers poll it every few seconds. An engine that has lent its

@@ -214,6 +214,11 @@ def split_problem_of(hf_checkpoint: str, num_tokens: int) -> str | None:
     return _ask_models("split_problem", hf_checkpoint, num_tokens)
 
 
+def kernels_problem_of(hf_checkpoint: str) -> str | None:
+    """Returns why engines cannot use the trainer's kernels, as a clause for a message; None if they can."""
+    return _ask_models("kernels_problem", hf_checkpoint)
+
+
 def images_problem_of(hf_checkpoint: str) -> str | None:
     """Returns why this model cannot be trained on images, as a clause for a message; None if it can."""
     return _ask_models("images_problem", hf_checkpoint)

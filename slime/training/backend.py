@@ -102,7 +102,7 @@ class MegatronBackend:
             torch.cuda.set_device(self.device)
             torch.backends.cudnn.allow_tf32 = False  # on by default: the patches of images would not be float32
         megatron = args.megatron
-        choices = select.use(self.device, training_dtype(megatron), args.kernels)
+        choices = select.use(self.device, training_dtype(megatron), args.kernels, invariant=args.true_on_policy)
         if rank == 0:
             logger.info("kernels: %s", "; ".join(map(str, choices)))
         if megatron.get("deterministic_mode"):

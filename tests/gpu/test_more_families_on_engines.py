@@ -37,6 +37,19 @@ LATENT: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_he
 """As released, because engines have kernels for these sizes."""
 WIDE: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128}
 LONG: dict[str, Any] = {"max_position_embeddings": 1024}
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    **WIDE,
+    "max_position_embeddings": 4096,
+    **{"num_attention_heads": 64, "num_key_value_heads": 64},
+    **{"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+}
+"""SGLang's kernels for sparse attention take the released numbers of heads and of selected keys."""
+FLASH_MLA: dict[str, Any] = {
+    "attention_backend": None,
+    "dsa_prefill_backend": "flashmla_sparse",
+    "dsa_decode_backend": "flashmla_sparse",
+}
 DELTA: dict[str, Any] = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mimo": ({"head_dim": 64}, {}),
@@ -46,6 +59,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "glm4_moe": ({"head_dim": 64, **WIDE}, {}),
     "qwen3_next": ({**DELTA, **WIDE}, {}),
     "minimax_m2": ({"head_dim": 64, "intermediate_size": 64}, {}),
+    "deepseek_v32": (SPARSE, FLASH_MLA),
+    "glm_moe_dsa": (SPARSE, FLASH_MLA),
     "gpt_oss": ({"head_dim": 64, "intermediate_size": 64, **LONG}, {"moe_runner_backend": "triton"}),
 }
 """Name -> (sizes that kernels of GPUs take, flags of the engine)."""
@@ -54,15 +69,22 @@ MEAN_DIFFERENCE = 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_samples_as_the_trainer_after_a_sync(family: str, tmp_path: Path, figure: Figure) -> None:
+def test_an_engine_samples_as_the_trainer_after_a_sync(
+    family: str, tmp_path: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, flags = FAMILIES[family]
+    if own is SPARSE:
+        pytest.importorskip("deep_gemm", reason="SGLang's indexer needs sgl-deep-gemm")
+        # Short prompts would use FlashAttention 3, which not every build of sglang-kernel has.
+        monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")
     served, trained = (write_family(tmp_path / f"seed{seed}", family, seed, **own) for seed in (0, 1))
     table = table_for(read_hf_config(str(trained)))
     state = load_file(trained / "model.safetensors")
     sent = (
         (n, state[n].cuda() if table.entry_of_hf(n).row.wide else state[n].bfloat16().cuda()) for n in table.hf_names
     )
-    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra={**FLAGS, **flags})
+    given = {name: value for name, value in {**FLAGS, **flags}.items() if value is not None}
+    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra=given)
     with serving(spec, tmp_path) as server:
         control = HttpEngineControl(server.url, ONE_RANK, timeout_s=120)
         try:

@@ -25,10 +25,11 @@ from torch import Tensor
 from slime.core.errors import ConfigError
 from slime.models.common.vision import RowImages
 from slime.ops import attention as ops
+from slime.ops import invariant
 from slime.ops.norm import rms_norm
 from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.repeats import Repeats, repeated
-from slime.ops.select import REFERENCE, name_of
+from slime.ops.select import REFERENCE, is_invariant, name_of
 
 
 class RMSNorm(torch.nn.Module):
@@ -185,9 +186,11 @@ class PackedAttention(torch.nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d_v]."""
-        kernel = name_of("attention", query)
+        kernel, lengths = name_of("attention", query), (packed.query_lengths, packed.key_lengths)
+        if is_invariant():
+            cu_lengths = packed.cu_query, packed.cu_key
+            return invariant.attend(query, key, value, cu_lengths, lengths, scale=self.softmax_scale)
         if kernel == REFERENCE:
-            lengths = packed.query_lengths, packed.key_lengths
             return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale)
         attend = ops.varlen if kernel == "varlen" else ops.flash
         assert packed.cu_query is not None and packed.cu_key is not None, "lengths must be on the GPU"

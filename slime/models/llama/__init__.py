@@ -14,6 +14,7 @@ class Llama(Family):
     """A plain decoder. The table covers optional biases, although this release does not train them."""
 
     shares_prefixes = True
+    lends_kernels = True
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
         bias, mlp_bias = (bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias"))

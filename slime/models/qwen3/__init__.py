@@ -17,6 +17,7 @@ class Qwen3(Family):
     """Dense Qwen3. The table covers optional biases, although this release does not train them."""
 
     shares_prefixes = True
+    lends_kernels = True
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {"qk_layernorm": True}
@@ -40,6 +41,8 @@ class Qwen3(Family):
 @FAMILIES.register("qwen3_moe")
 class Qwen3Moe(Qwen3):
     """Qwen3 with experts in all or some layers."""
+
+    lends_kernels = False
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {**super().departures(hf_config), **softmax_experts(hf_config)}

@@ -114,7 +114,8 @@ def chunked(
         [v.size(-1), k.size(-1)], dim=-1
     )
     keys = (k * (last - total).exp()).mT
-    kept = torch.diag_embed(last.exp().squeeze(-1).expand(*last.shape[:-2], k.size(-1))) - keys @ bound
+    kept = keys @ -bound
+    kept.diagonal(dim1=-2, dim2=-1).add_(last.exp().squeeze(-1))
     states: Tensor = _States.apply(kept, keys @ free, plan)
     return plan.tokens((q * growth) @ states + scores @ (free - bound @ states)).to(narrow)
 

@@ -30,6 +30,7 @@ class Qwen3VL(Qwen3):
     """The language model (nested as `text_config`) and, with `--multimodal-keys`, the vision tower."""
 
     shares_prefixes = False
+    lends_kernels = False
     sees_images = True
 
     def check(self, args: Args) -> str | None:

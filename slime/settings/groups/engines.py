@@ -266,6 +266,40 @@ def engines_pause(args: Args) -> str | None:
     return None
 
 
+_SAME_KERNELS: Mapping[str, tuple[Any, ...]] = {
+    "attention_backend": (None, "triton"),
+    "decode_attention_backend": (None, "triton"),
+    "prefill_attention_backend": (None, "triton"),
+    "kv_cache_dtype": (None, "auto"),
+    "quantization": (None,),
+    "speculative_algorithm": (None,),
+    "enable_fp32_lm_head": (None, False),
+    "enable_torch_compile": (None, False),
+    "enable_lora": (None, False),
+    "rl_on_policy_target": (None,),
+}
+"""SGLang setting -> values with which an engine can compute as the trainer does."""
+
+
+def engines_can_be_true_on_policy(args: Args) -> str | None:
+    if not args.true_on_policy:
+        return None
+    for engines, layout in _laid_out(args, synced_engines(args)):
+        if layout.num_ranks > 1:
+            return engines.told(
+                f"--true-on-policy needs engines of one GPU, but these are {layout}; drop one of the two"
+            )
+        dtype = str(engines.sglang.get("dtype"))
+        dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+        if dtype != args.megatron["params_dtype"]:
+            return engines.told(f"--true-on-policy needs engines of dtype {args.megatron['params_dtype']}, not {dtype}")
+        for name, same in _SAME_KERNELS.items():
+            if args.device == "cuda" and engines.sglang.get(name) not in same:
+                flag = f"--sglang-{name.replace('_', '-')} {engines.sglang[name]}"
+                return engines.told(f"--true-on-policy does not work with {flag}; drop one of the two")
+    return None
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     engines_have_a_layout,
     engines_divide_heads,
@@ -273,6 +307,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
     engines_serve_what_tables_say,
     engines_need_a_gpu,
     engines_pause,
+    engines_can_be_true_on_policy,
 )
 
 # --- Pairs of engines: a prefill engine processes prompts, a decode engine samples

@@ -21,7 +21,7 @@ from slime.settings.fields import Adjusted, ChosenBy, Need, Passed, Rule, derive
 from slime.settings.flags import BOUND, COUNT, EXECUTIONS, SECONDS, SEED, STEPS, STEPS_OR_NONE, TOKENS
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT
 from slime.settings.megatron import FIXED, RECOMPUTED, UNSUPPORTED
-from slime.settings.schema import model_type_of, prefix_problem_of, split_problem_of
+from slime.settings.schema import kernels_problem_of, model_type_of, prefix_problem_of, split_problem_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -149,6 +149,9 @@ class TrainingSettings:
     """Implementation of norms, rotary embedding, activations and attention. auto: GPU kernels where they can run.
     reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels, or an error if a kernel cannot run. The
     log of rank 0 and slime doctor show the choices and the reasons."""
+    true_on_policy: bool = False
+    """Trainer and engines compute with the same kernels, so that both give every token the same log-prob, bit for bit.
+    Any difference ends the run (mismatch_limit 0). For dense Qwen3 and Llama models, without tensor parallelism."""
     seed: int = opt(1234, within=SEED)
     """Seed for initialisation and dropout."""
     model_family: str | None = opt(
@@ -158,12 +161,22 @@ class TrainingSettings:
     )
     """Your own model family, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. Default: slime's families."""
-    mismatch_limit: float | None = opt(None, names=("--logprob-gap-limit",), within=BOUND)
-    """Maximum difference between trainer and engine log-probs. Default: depends on the dtype."""
+    mismatch_limit: float | None = derived(
+        lambda s: 0.0 if s.true_on_policy else None,
+        "--true-on-policy",
+        default=None,
+        names=("--logprob-gap-limit",),
+        within=BOUND,
+    )
+    """Maximum difference between trainer and engine log-probs. Default: depends on the dtype; 0 with true_on_policy."""
 
 
 def _dtype(s: Any) -> str:
     return "float16" if s.megatron["fp16"] else "bfloat16" if s.megatron["bf16"] else "float32"
+
+
+def _attention_backend(s: Any) -> str | None:
+    return "triton" if s.true_on_policy and s.device == "cuda" else None
 
 
 def _num_iters(s: Any) -> int:
@@ -187,6 +200,7 @@ PASSED: tuple[Passed, ...] = (
     Passed("megatron", "params_dtype", _dtype, _DTYPE),
     Passed("megatron", "pipeline_dtype", _dtype, _DTYPE),
     Passed("sglang", "dtype", _dtype, "training dtype (auto would serve float32 weights as float16)"),
+    Passed("sglang", "attention_backend", _attention_backend, "--true-on-policy replaces the kernels of this backend"),
     Passed("megatron", "train_iters", _num_iters, "num_rollout * num_steps_per_rollout"),
     Passed("megatron", "lr_decay_iters", lambda s: max(_num_iters(s), 1), "train_iters"),
     Passed("megatron", "lr_warmup_iters", _warm_up, "lr_warmup_fraction * lr_decay_iters"),
@@ -275,6 +289,31 @@ def fused_kernels_can_run(args: Args) -> str | None:
     )
     found = " and ".join(reason for reason, holds in reasons if holds)
     return f"kernels fused cannot be used: {found}; use auto" if found else None
+
+
+def trainer_can_be_true_on_policy(args: Args) -> str | None:
+    """The trainer's half; `engines_can_be_true_on_policy` checks the engines'."""
+    if not args.true_on_policy:
+        return None
+    if args.model_family is not None:
+        return "--true-on-policy does not work with --model-family; drop one of the two"
+    if problem := kernels_problem_of(args.hf_checkpoint):
+        return f"--true-on-policy does not work with this model: {problem}; drop the flag"
+    m = args.megatron
+    reasons = (
+        (
+            "tensor_model_parallel_size above 1 adds up products in another order",
+            (m["tensor_model_parallel_size"] or 1) > 1,
+        ),
+        ("--fp32-residual-connection keeps more digits than an engine", bool(m["fp32_residual_connection"])),
+        (
+            "--kernels reference sums rows in an order that depends on the batch",
+            args.kernels == "reference" and args.device == "cuda",
+        ),
+        ("training in float32 has no attention kernel on a GPU", args.device == "cuda" and _dtype(args) == "float32"),
+    )
+    found = next((reason for reason, holds in reasons if holds), None)
+    return None if found is None else f"--true-on-policy does not work here: {found}; drop one of the two"
 
 
 def prefixes_can_be_shared(args: Args) -> str | None:
@@ -367,6 +406,7 @@ RULES: tuple[Rule, ...] = (
     tensor_parallel_divides_heads,
     only_supported_parallelism,
     fused_kernels_can_run,
+    trainer_can_be_true_on_policy,
     prefixes_can_be_shared,
     long_samples_can_be_split,
     only_known_modules_are_recomputed,

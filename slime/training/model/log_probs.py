@@ -30,7 +30,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from slime.ops import invariant
 from slime.ops.linear import add_fused, add_reference, product
+from slime.ops.select import is_invariant
 
 # The weight gradient is accumulated into Megatron's float32 `main_grad` right here, not by the autograd hook.
 #
@@ -290,13 +292,17 @@ class TokenScores:
 @dataclass(frozen=True, slots=True)
 class _Settings:
     shard: VocabShard
-    inverse_temperature: float
+    temperature: float
     with_entropy: bool
     entropy_grad: bool
     chunk_tokens: int
     top_p: float
     top_k: int
     into_main_grad: bool
+
+    @property
+    def inverse_temperature(self) -> float:
+        return 1.0 / self.temperature
 
     @property
     def truncated(self) -> bool:
@@ -325,9 +331,7 @@ def score_tokens(
     """
     rows = chunk_tokens if chunk_tokens > 0 else max(hidden.size(0), 1)
     entropy_grad = with_entropy and entropy_grad
-    settings = _Settings(
-        shard, 1.0 / temperature, with_entropy, entropy_grad, rows, float(top_p), int(top_k), into_main_grad
-    )
+    settings = _Settings(shard, temperature, with_entropy, entropy_grad, rows, float(top_p), int(top_k), into_main_grad)
     log_probs, entropy, full, outside = _TokenScores.apply(hidden, weight, target_tokens, settings)
     return TokenScores(log_probs, entropy if with_entropy else None, full, outside)
 
@@ -362,6 +366,8 @@ def _row_slices(raw: Tensor) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    if is_invariant():
+        return invariant.linear(hidden, weight)
     return product(hidden, weight.t(), buffer[: hidden.size(0)])
 
 
@@ -466,6 +472,8 @@ def _forward_chunk(raw: Tensor, target_tokens: Tensor, settings: _Settings, wide
     total, weighted, target = shard.all_reduce(sums)
     log_total = total.log()
     entropy = log_total - weighted / total
+    if is_invariant():
+        target, log_total = _as_engines_do(raw, picked, settings)
     if not settings.truncated:
         return _Chunk(top, log_total, target, entropy, log_total, torch.zeros_like(held), None)
     exp = torch.empty(raw.shape, dtype=wide, device=raw.device)
@@ -482,6 +490,16 @@ def _forward_chunk(raw: Tensor, target_tokens: Tensor, settings: _Settings, wide
     mass, added = shard.all_reduce(sums)
     log_kept = (mass + added * target.exp()).log()
     return _Chunk(top, log_total, target, entropy, log_kept, added > 0, top_p_set)
+
+
+def _as_engines_do(raw: Tensor, picked: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """Returns `_Chunk.target` and `_Chunk.log_total` in the engines' arithmetic (`--true-on-policy`).
+
+    raw [n, V] and picked [n], the logits of the targets. The vocabulary is not split.
+    """
+    temperature = torch.full((1,), settings.temperature, dtype=torch.float32, device=raw.device)
+    top, log_total = invariant.log_totals(raw, temperature)
+    return picked.float() / temperature - top, log_total
 
 
 class _TokenScores(torch.autograd.Function):

@@ -189,6 +189,7 @@ def test_overrides_win_over_what_was_given_for_all_engines() -> None:
         offload_train=False,
         debug_rollout_only=False,
         pause_generation_mode="abort",
+        true_on_policy=False,
         sglang={"dtype": "float32", "ep_size": 2, "log_level": "x"},
     )
     assert ServerSpec.from_args(args).layout == EngineLayout(tp_size=2, ep_size=2)
@@ -223,6 +224,7 @@ def test_an_engine_is_what_the_settings_say_and_lends_its_memory_where_it_shares
         offload_train=True,
         debug_train_only=False,
         pause_generation_mode="retract",
+        true_on_policy=False,
         sglang={"api_key": "the user's"},
     )
     spec = ServerSpec.from_args(args, index=3, num_threads=2, keys=run)
