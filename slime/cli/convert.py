@@ -1,7 +1,11 @@
-"""`slime convert IN OUT`: converts weights, or a rollout of the public slime.
+"""`slime convert IN OUT` and `slime tokenizer`.
+
+`slime convert` converts weights, or a rollout of the public slime.
 
 The output for weights is a Hugging Face folder, optionally with a different dtype, or Megatron's `torch_dist`; for a
 rollout, it is a file in slime's format. Arguments are checked before torch is imported.
+
+`slime tokenizer` writes a tokenizer.json for a folder whose tokenizer is code.
 """
 
 from __future__ import annotations
@@ -106,3 +110,19 @@ def check_folders(source: Path, target: Path, to: str | None, hf_checkpoint: Pat
     if to == "fp8" and is_hf and (found := quantisation_of(read_hf_config(str(source)))) is not None:
         method = str(found.get("quant_method")).upper()
         raise ConfigError(f"--to fp8 does not work with {source}, which is already {method}; choose a different --to")
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a Kimi-K2 folder, as released")
+
+
+def run_tokenizer(options: argparse.Namespace) -> int:
+    """Writes a tokenizer.json without running the tokenizer's code. Raises `ConfigError` if it is not supported."""
+    from slime.core.files import FAST
+    from slime.data.checkpoint_template import KEPT, write_fast
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is not a folder; pass a Kimi-K2 folder, as released")
+    num_ids = write_fast(options.folder)
+    print(f"{options.folder / FAST}: {num_ids} ids; the original configuration is kept as {KEPT}")
+    return 0

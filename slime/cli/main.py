@@ -28,7 +28,6 @@ from slime.cli import (
     rerun,
     schemas,
     serve,
-    tokenizer,
     upgrade_check,
 )
 from slime.core.errors import ConfigError, SlimeError, Terminated
@@ -100,8 +99,8 @@ COMMANDS = (
     Command(
         "tokenizer",
         "write a tokenizer.json for a folder whose tokenizer is code",
-        tokenizer.add_flags,
-        tokenizer.run,
+        convert.add_tokenizer_flags,
+        convert.run_tokenizer,
     ),
     Command(
         "weights-agent",

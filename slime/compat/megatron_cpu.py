@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slime.compat.patch_report import PatchReport, megatron_report, require_effect
+from slime.compat import PatchReport, megatron_report, require_effect
 
 _USED_MODULES = (
     "megatron.core.parallel_state",

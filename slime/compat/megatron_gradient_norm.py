@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from slime.compat.patch_report import PatchReport, megatron_report, require_effect
+from slime.compat import PatchReport, megatron_report, require_effect
 
 
 def activate(device: Any) -> list[PatchReport]:

@@ -11,7 +11,7 @@ import functools
 import importlib
 from typing import Any
 
-from slime.compat.patch_report import PatchReport, megatron_report, require_effect
+from slime.compat import PatchReport, megatron_report, require_effect
 from slime.core.engine_versions import is_installed
 
 

@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from slime.compat.patch_report import PatchReport, megatron_report, require_effect
+from slime.compat import PatchReport, megatron_report, require_effect
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from slime.compat import (
     sglang_0_5_16,
     sglang_aborted_requests,
     sglang_config_names,
-    sglang_flush_all,
     sglang_memory_gate,
     sglang_pipeline_stages,
     sglang_quantised,
@@ -59,7 +58,6 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
         (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),
         (sglang_pipeline_stages, int(value_of(arguments, sglang_pipeline_stages.FLAG, "1")) > 1),
         (sglang_quantised, quantised),
-        (sglang_flush_all, sglang_flush_all.FLAG in arguments),
         (sglang_config_names, sglang_config_names.model_type_of(model_path) in sglang_config_names.FROM_CONFIG),
     ):
         if needed:
@@ -67,5 +65,7 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
     if sglang_trainer_kernels.KERNELS_ENV in os.environ:
         register(sglang_trainer_kernels.HOOKS)
         register(sglang_trainer_kernels.CPU_HOOKS if on_cpu else sglang_trainer_kernels.GPU_HOOKS)
+    if sglang_version_prefixes.DP_FLAG in arguments:
+        register(sglang_version_prefixes.FLUSH_HOOKS)
     if value_of(arguments, sglang_0_5_16.DRAFT_FLAG, ""):
         register(sglang_0_5_16.DRAFT_HOOKS)

@@ -1,4 +1,5 @@
-"""Partitions an engine's prefix cache by weight version, for requests that continue across weight syncs.
+"""Partitions an engine's prefix cache by weight version, for requests that continue across weight syncs. Makes a flush
+of the cache reach every DP group.
 
 SGLang 0.5.16's cache does not record which weights computed its keys and values, and it cannot be flushed while
 requests are running. But SGLang partitions its radix tree by the requests' `extra_key`, which exists for other
@@ -12,6 +13,10 @@ so their counts agree.
 
 Remove the hooks when SGLang records which weights computed a prefix. The launcher checks that each hook is registered,
 and this module checks the cache's type when it is created.
+
+With DP attention, SGLang (0.5.16 and 0.5.23) asks all groups to flush but returns only the first group's result. A
+group with an unfinished request would keep its cache and use it with the next weights. With `FLUSH_HOOKS`, the front
+end returns a failure if any group fails. Remove them when SGLang merges the results.
 
 Invariants
 1. Two sets of weights never share a key. The count increases before each update, even if the update then fails.
@@ -30,6 +35,7 @@ from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER, UPDATES
 from slime.core.errors import EngineError
 
+DP_FLAG = "--enable-dp-attention"
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
 """SGLang's caches that use `extra_key` in every lookup and insertion and have no second cache behind them."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
@@ -80,9 +86,24 @@ def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
     )
 
 
+async def _flush(manager: Any, timeout_s: float | None = None) -> Any:
+    """Replaces `TokenizerControlMixin.flush_cache`."""
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager.auto_create_handle_loop()
+    answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=timeout_s))
+    whole = next((answer for answer in answers if not answer.success), answers[0])
+    if whole.success and hasattr(manager.mm_processor, "clear_preprocess_cache"):
+        manager.mm_processor.clear_preprocess_cache()
+    return whole
+
+
 HOOKS = (
     *(Hook("BEFORE", change, _count) for change in (*UPDATES, f"{MANAGER}.update_weights_from_ipc")),
     Hook("BEFORE", "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority", _divide_all),
     Hook("BEFORE", "sglang.srt.managers.schedule_batch.Req.init_next_round_input", _divide),
     Hook("AFTER", "sglang.srt.mem_cache.registry.create_tree_cache", _require_divided),
+)
+FLUSH_HOOKS = (
+    Hook("REPLACE", "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache", _flush),
 )

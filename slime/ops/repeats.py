@@ -78,6 +78,6 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        kernels: Any = importlib.import_module("slime.ops.kernels.sums")
+        kernels: Any = importlib.import_module("slime.ops.kernels.norm")
         total: Tensor = kernels.sum_repeats(grads[0].flatten(1).contiguous(), ctx.repeats.order, ctx.repeats.starts)
         return total.view(-1, *grads[0].shape[1:]), None

@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 
-from slime.compat.patch_report import SGLANG, PatchReport
+from slime.compat import SGLANG, PatchReport
 from slime.compat.sglang_cpu.patches import (
     attention_of_a_batch,
     experts_on_the_host,

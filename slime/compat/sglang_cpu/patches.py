@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from slime.compat.patch_report import SGLANG, PatchReport
+from slime.compat import SGLANG, PatchReport
 from slime.compat.sglang_cpu.after_import import Change, after_import, is_in_place
 from slime.core.errors import EngineError
 

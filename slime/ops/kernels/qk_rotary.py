@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slime.ops.kernels.heads import angles, copy_heads, heads_backward, heads_forward, places, store_sums, zero_sums
-from slime.ops.kernels.sums import column_sums
+from slime.ops.kernels.norm import column_sums
 
 
 def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_the_kernel_sums_as_the_formula_does() -> None:
     """Interpreted on the CPU, in a process of its own: Triton decides when it is imported."""
     code = (
         "import numpy as np, torch\n"
-        "from slime.ops.kernels.sums import sum_repeats\n"
+        "from slime.ops.kernels.norm import sum_repeats\n"
         "from slime.ops.repeats import Repeats\n"
         "for num_rows, num, size in ((7, 30, 5), (60, 100, 1500), (3, 0, 4), (1, 9, 64)):\n"
         "    rows = np.random.default_rng(0).integers(0, num_rows, num)\n"
@@ -89,7 +89,7 @@ def test_sums_in_half_precision_are_rounded_once() -> None:
     """Law: however many copies, the sum is that of float64 but for the last digit, which Triton's interpreter cuts."""
     code = (
         "import numpy as np, torch\n"
-        "from slime.ops.kernels.sums import sum_repeats\n"
+        "from slime.ops.kernels.norm import sum_repeats\n"
         "from slime.ops.repeats import Repeats\n"
         "rows = np.random.default_rng(0).integers(0, 3, 400)\n"
         "arrays = {name: torch.from_numpy(a) for name, a in Repeats.arrays(rows, 3).items()}\n"
