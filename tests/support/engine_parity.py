@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ import numpy as np
 
 from slime.core.batch import TrainBatch, TrainSample
 from tests.support.training import free_port, training_args
+
+
+@functools.cache
+def _freeze_once() -> None:
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -33,8 +39,7 @@ def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
 
     # What is there before the first one is never looked through again: the packages alone take half a second. Freezing
     # before each would keep what a test still holds of the one before, with dozens of threads of its groups.
-    if not gc.get_freeze_count():
-        gc.freeze()
+    _freeze_once()
     try:
         with contextlib.closing(made()) as backend:
             backend.weight_version = 1

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 
-def packages() -> set[str]:
-    """What was imported so far, by the name of its package."""
-    return {name.partition(".")[0] for name in sys.modules}
+def packages(modules: Iterable[str]) -> set[str]:
+    """Those that the modules are in."""
+    return {name.partition(".")[0] for name in modules}
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +22,12 @@ def no_trace() -> Iterator[None]:
     The other fixtures of a test, and so `monkeypatch`, are undone before this one looks. A package may set a variable,
     and setuptools the path to packages of its own, when it is first imported.
     """
-    environment, folder, path, imported = dict(os.environ), Path.cwd(), list(sys.path), packages()
+    environment, folder, path, imported = dict(os.environ), Path.cwd(), list(sys.path), set(sys.modules)
     yield
     names = (environment.keys() | os.environ.keys()) - {"PYTEST_CURRENT_TEST"}
     changed = {name for name in names if environment.get(name) != os.environ.get(name)}
     added = [entry for entry in sys.path if entry not in path]
-    if packages() - imported:
+    if (changed or added) and packages(sys.modules) - packages(imported):
         changed &= environment.keys() | {"PYTHONPATH"}
         added = [entry for entry in added if "site-packages" not in entry]  # setuptools has packages of its own there
     for name in changed:

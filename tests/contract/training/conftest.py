@@ -8,14 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.engine_parity import one_rank
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
 
 
 @pytest.fixture
