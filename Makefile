@@ -52,9 +52,9 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 # third share an engine, those of the fourth share training ranks. The last session shows its output as it comes, the
 # output of the others comes at the end. On Ctrl-C, each of them ends what it started.
 IN_ROOM        = $(wildcard $(addprefix tests/$(1)/,$(2)))
-SESSION_1      := $(call IN_ROOM,unit,agent data rewards rollout) tests/mutation tests/project
+SESSION_1      := $(call IN_ROOM,unit,agent data rollout) tests/mutation tests/project
 SESSION_3      := $(call IN_ROOM,unit,settings) $(call IN_ROOM,contract,agent rollout serving weights)
-SESSION_4      := $(call IN_ROOM,contract,training)
+SESSION_4      := $(call IN_ROOM,unit,rewards) $(call IN_ROOM,contract,training)
 SPLIT_OFF      := $(SESSION_1) $(SESSION_3) $(SESSION_4)
 IGNORED         = $(addprefix --ignore=,$(1))
 SESSION_2      := $(call IGNORED,$(SPLIT_OFF)) tests/unit
