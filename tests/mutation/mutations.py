@@ -351,7 +351,7 @@ TRAINING: dict[str, Mutation] = {
 
 LOG_PROBS: dict[str, Mutation] = {
     "temperature forgotten": Mutation(
-        "log_probs", "training/model/log_probs.py", "shard, 1.0 / temperature, with_entropy", "shard, 1.0, with_entropy"
+        "log_probs", "training/model/log_probs.py", "shard, temperature, with_entropy", "shard, 1.0, with_entropy"
     ),
     "temperature forgotten in the gradient": Mutation(
         "log_probs",
