@@ -33,7 +33,6 @@ __all__ = [
     "load_family",
     "mtp_problem",
     "prefix_problem",
-    "split_problem",
     "table_for",
 ]
 
@@ -98,11 +97,6 @@ def prefix_problem(hf_config: HfConfig) -> str | None:
 def kernels_problem(hf_config: HfConfig) -> str | None:
     """See `Family.kernels_problem`. Raises `ConfigError` for unknown families."""
     return family_of(hf_config).kernels_problem(hf_config)
-
-
-def split_problem(hf_config: HfConfig, num_tokens: int) -> str | None:
-    """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""
-    return family_of(hf_config).split_problem(hf_config, num_tokens)
 
 
 def images_problem(hf_config: HfConfig) -> str | None:

@@ -84,10 +84,6 @@ class Family(ABC):
             return None
         return f"SGLang's layers of {hf_config.get('model_type')} cannot use the trainer's kernels"
 
-    def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
-        """Returns a clause for an error message if context parallelism cannot split `num_tokens` tokens, else None."""
-        return None
-
     def memory_is_linear_from(self, hf_config: HfConfig) -> int:
         """Returns the number of tokens in a sequence from which the memory of a pass grows linearly."""
         return 0

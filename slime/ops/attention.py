@@ -213,11 +213,15 @@ class _Block:
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -float("inf")).unsqueeze(1)
 
 
+def gathered_from(num_selected: int, heads: int, width: int) -> int:
+    """Returns the number of keys from which latents [width] are gathered: see `to_selected`."""
+    return num_selected + num_selected * width // (4 * heads)
+
+
 def _blocks(query: Tensor, latents: Tensor, selected: Tensor) -> Iterator[_Block]:
     """Divides the queries into blocks."""
     (num_queries, heads), (num_keys, width), num_selected = query.shape[:2], latents.shape, selected.size(1)
-    first = num_keys - num_queries
-    turn = num_selected + num_selected * width // (4 * heads)
+    first, turn = num_keys - num_queries, gathered_from(num_selected, heads, width)
     start = 0
     while start < num_queries:
         before = first + start

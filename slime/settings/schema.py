@@ -209,11 +209,6 @@ def prefix_problem_of(hf_checkpoint: str) -> str | None:
     return _ask_models("prefix_problem", hf_checkpoint)
 
 
-def split_problem_of(hf_checkpoint: str, num_tokens: int) -> str | None:
-    """Returns why context parallelism cannot split such long samples, as a clause for a message; None if it can."""
-    return _ask_models("split_problem", hf_checkpoint, num_tokens)
-
-
 def kernels_problem_of(hf_checkpoint: str) -> str | None:
     """Returns why engines cannot use the trainer's kernels, as a clause for a message; None if they can."""
     return _ask_models("kernels_problem", hf_checkpoint)

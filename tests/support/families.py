@@ -47,6 +47,8 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+INDEXER = {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 8}
+"""With few heads, often none has a positive product. All such keys score zero, and transformers chooses any of them."""
 DELTA = {
     "head_dim": 16,
     "linear_num_value_heads": 4,
@@ -130,9 +132,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "rope_parameters": YARN,
             "max_position_embeddings": 32,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_topk": 8,
+            **INDEXER,
         },
     ),
     "glm_moe_dsa": (
@@ -141,9 +141,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT,
             **SIGMOID_EXPERTS,
             **DENSE_FIRST,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_topk": 8,
+            **INDEXER,
             "indexer_types": ["full", "shared", "full", "shared"],
             # the class of transformers 5.12 never rotates interleaved pairs in the indexer, that of 5.19 always does
             "indexer_rope_interleave": is_installed("transformers", ">=5.19"),

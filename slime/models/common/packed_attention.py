@@ -79,6 +79,9 @@ class RowShard(Protocol):
     def cu_lengths(self) -> Tensor:
         """[N + 1] int32 on the model's device: cumulative full lengths of the sequences, starting with 0."""
 
+    def of_keys(self, rows: Tensor) -> Tensor:
+        """rows [T / cp, ...] of this rank's tokens -> those of the keys of all local chunks, concatenated [K, ...]."""
+
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values for all local chunks [K, g,
         d]."""

@@ -38,14 +38,6 @@ class DeepSeek(Family):
             return "its indexer selects keys over whole sequences"
         return super().prefix_problem(hf_config)
 
-    def split_problem(self, hf_config: HfConfig, num_tokens: int) -> str | None:
-        if not indexer_kinds(hf_config) or num_tokens <= int(hf_config["index_topk"]):
-            return None
-        return (
-            f"sparse attention supports at most index_topk {hf_config['index_topk']} tokens per sequence with context "
-            f"parallelism, and the length limits allow {num_tokens}"
-        )
-
     def memory_is_linear_from(self, hf_config: HfConfig) -> int:
         return int(hf_config["index_topk"]) + 1 if indexer_kinds(hf_config) else 0
 

@@ -31,6 +31,8 @@ from slime.ops.attention import per_sequence, to_selected, wide_product
 
 SCORES_AT_ONCE = 1 << 27
 """Maximum number of an indexer's scores (heads x queries x keys, float32) that are in memory at once."""
+TIE_STEP = 1e-30
+"""Difference between the scores of two neighbouring keys that both score zero. Other scores are far larger."""
 
 
 class SparseIndexer(torch.nn.Module):
@@ -39,7 +41,8 @@ class SparseIndexer(torch.nn.Module):
     A lightweight attention scores all keys at or before a query and selects the top `index_topk`. Selection is not
     differentiable, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported
     and synced. For sequences of at most `index_topk` tokens, queries attend to all keys and the indexer does not run.
-    The indexer is replicated on tensor-parallel ranks, which all compute the same selection.
+    The indexer is replicated on tensor-parallel ranks, which all compute the same selection. Under context parallelism,
+    a rank selects for its own queries, with the keys of all ranks.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
@@ -62,24 +65,18 @@ class SparseIndexer(torch.nn.Module):
         self.requires_grad_(False)
 
     def needed(self, packed: PackedSequences) -> bool:
-        """Returns whether any sequence in the row has more than `topk` tokens, which raises `ConfigError` under context
-        parallelism."""
-        longest = int(packed.cu_seqlens_q.diff().max())
-        if longest > self.topk and packed.shard is not None:
-            raise ConfigError(
-                f"a sequence has {longest} tokens, but with context parallelism, sparse attention supports only "
-                f"index_topk {self.topk} tokens; remove --context-parallel-size or shorten the sequences"
-            )
-        return longest > self.topk
+        """Returns whether any sequence in the row has more than `topk` tokens. The same on all ranks."""
+        return int(packed.cu_seqlens_q.diff().max()) > self.topk
 
     @torch.no_grad()
     def forward(
         self, hidden: Tensor, query_latent: Tensor, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None]:
-        """Returns per sequence the indices of the selected keys, int32 [n, topk], or None for a short sequence.
+        """Returns per sequence, or local chunk, the indices of the selected keys, int32 [n, topk], or None if all keys
+        are visible.
 
-        Under sequence parallelism, hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are shards of the row.
-        cos and sin [T, 1, d / 2] always cover the whole row. If a query has fewer than `topk` keys, its remaining
+        Under sequence parallelism, hidden [T_local, 1, H] and query_latent [T_local, 1, rank] are shards of this rank's
+        tokens. cos and sin [T, 1, d / 2] cover all of these. If a query has fewer than `topk` keys, its remaining
         indices point to later keys, which must be masked.
         """
         projected = [self.linear_wq_b(query_latent), self.linear_wk(hidden), self.linear_weights_proj(hidden)]
@@ -90,29 +87,34 @@ class SparseIndexer(torch.nn.Module):
         k = self.k_norm(k.float()).to(k.dtype).unsqueeze(1)
         q, k = (self._rotated(x, cos, sin) for x in (q.unflatten(-1, (self.heads, self.dim)), k))
         weights = weights.float() * (self.heads * self.dim) ** -0.5
-        rows = zip(*(x.split(packed.query_lengths) for x in (q, k.squeeze(1), weights)), strict=True)
-        return [None if a.size(0) <= self.topk else self._choose(a, b, c) for a, b, c in rows]
+        if packed.shard is not None:
+            k = packed.shard.of_keys(k)
+        queries, weight_parts = (x.split(packed.query_lengths) for x in (q, weights))
+        rows = zip(queries, k.squeeze(1).split(packed.key_lengths), weight_parts, strict=True)
+        return [None if b.size(0) <= self.topk else self._choose(a, b, c) for a, b, c in rows]
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, still = x.split([self.rope_dim, self.dim - self.rope_dim], dim=-1)
         return torch.cat([rotate(turned, cos, sin, interleaved=self.interleaved), still], dim=-1)
 
     def _choose(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """q [n, heads, d], k [n, d], weights [n, heads] of one sequence -> [n, topk].
+        """q [n, heads, d], k [m, d], weights [n, heads] of one sequence or chunk -> [n, topk].
 
-        A block of queries is only multiplied with the keys up to its end. `topk` still gets a row of all keys: keys
-        with equal scores are then chosen as if all had been computed.
+        Keys for which no head has a positive product all score zero. `topk` would choose from them depending on the
+        number of keys, and so on padding and chunks. Instead, earlier ones come first.
         """
-        n = k.size(0)
-        place = torch.arange(n, device=k.device)
-        step = max(1, SCORES_AT_ONCE // (self.heads * n))
+        n, m = q.size(0), k.size(0)
+        place = torch.arange(m, device=k.device)
+        step = max(1, SCORES_AT_ONCE // (self.heads * m))
         chosen = []
         for a in range(0, n, step):
             b = min(a + step, n)
-            scores = wide_product(q[a:b].reshape(1, -1, self.dim), k[:b].T.unsqueeze(0)).relu_()
-            score = torch.bmm(weights[a:b].unsqueeze(1), scores.view(b - a, self.heads, b)).squeeze(1)
-            score = score.masked_fill_(place[:b] > place[a:b].unsqueeze(1), -float("inf"))
-            score = functional.pad(score, [0, n - b], value=-float("inf"))
+            first, end = m - n + a, m - n + b
+            scores = wide_product(q[a:b].reshape(1, -1, self.dim), k[:end].T.unsqueeze(0)).relu_()
+            score = torch.bmm(weights[a:b].unsqueeze(1), scores.view(b - a, self.heads, end)).squeeze(1)
+            score = torch.where(score == 0, place[:end] * -TIE_STEP, score)
+            score = score.masked_fill_(place[:end] > place[first:end].unsqueeze(1), -float("inf"))
+            score = functional.pad(score, [0, max(0, self.topk - end)], value=-float("inf"))
             chosen.append(score.topk(self.topk, dim=-1).indices.int())
         return torch.cat(chosen)
 
@@ -128,7 +130,9 @@ class LatentAttention(MegatronModule):
 
     Megatron's module with the local spec splits the down projections. Here they are replicated on tensor-parallel
     ranks, as in the engines, and only heads are split. The core attention is `PackedAttention`, so context parallelism
-    works as in other models. Used for DeepSeek-V3 and GLM-4.7-Flash, and with a `SparseIndexer` for GLM-5.
+    works as in other models. Used for DeepSeek-V3 and GLM-4.7-Flash, and with a `SparseIndexer` for DeepSeek-V3.2 and
+    GLM-5: rows with a sequence of more than `index_topk` tokens then attend to the selected latents (`to_selected`),
+    which context-parallel ranks gather instead of keys and values.
 
     Invariants
     1. The rotary part of a key is shared by all heads, so its gradient is summed over tensor-parallel ranks.
@@ -229,8 +233,10 @@ class LatentAttention(MegatronModule):
     def _attend_to_selected(
         self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences, selected: Sequence[Tensor | None]
     ) -> Tensor:
-        """Like `_attend_to_all`. Sequences without selected keys get ordinary causal attention."""
+        """Like `_attend_to_all`. Sequences or chunks without selected keys get ordinary causal attention."""
         keys = torch.cat([self._of_all_tokens(latent), turned], dim=-1)
+        if packed.shard is not None:
+            keys = packed.shard.of_keys(keys)
         up, out = self._kv_up_matrices(), []
         for q, kv, chosen in zip(
             query.split(packed.query_lengths), keys.split(packed.key_lengths), selected, strict=True
@@ -281,7 +287,7 @@ class LatentAttention(MegatronModule):
     def _selected(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """Returns the selected keys per sequence, or None if all of them are causal."""
+        """Returns the selected keys per sequence or local chunk, or None if all of them are causal."""
         if self.chooser is None:
             return None
         if self.indexer is None:

@@ -21,7 +21,7 @@ from slime.settings.fields import Adjusted, ChosenBy, Need, Passed, Rule, derive
 from slime.settings.flags import BOUND, COUNT, EXECUTIONS, SECONDS, SEED, STEPS, STEPS_OR_NONE, TOKENS
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT
 from slime.settings.megatron import FIXED, RECOMPUTED, UNSUPPORTED
-from slime.settings.schema import kernels_problem_of, model_type_of, prefix_problem_of, split_problem_of
+from slime.settings.schema import kernels_problem_of, model_type_of, prefix_problem_of
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
@@ -321,13 +321,6 @@ def prefixes_can_be_shared(args: Args) -> str | None:
     return None if problem is None else f"--use-prefix-sharing does not work with this model: {problem}; drop the flag"
 
 
-def long_samples_can_be_split(args: Args) -> str | None:
-    if (args.megatron["context_parallel_size"] or 1) == 1:
-        return None
-    problem = split_problem_of(args.hf_checkpoint, longest_sample(args))
-    return None if problem is None else f"{problem}; remove --context-parallel-size or shorten the samples"
-
-
 def only_known_modules_are_recomputed(args: Args) -> str | None:
     others = sorted({*(args.megatron["recompute_modules"] or ())} - {*RECOMPUTED})
     if not others or args.megatron["recompute_granularity"] != "selective":
@@ -408,7 +401,6 @@ RULES: tuple[Rule, ...] = (
     fused_kernels_can_run,
     trainer_can_be_true_on_policy,
     prefixes_can_be_shared,
-    long_samples_can_be_split,
     only_known_modules_are_recomputed,
     refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "--fp16 contradicts --bf16; set only one of them"),
     one_warm_up,

@@ -63,16 +63,18 @@ class ContextShard:
     """The response positions [R] of the row and the result of `owned` for them. This is computed on the host, because
     `owned` would wait for the device."""
 
-    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values [K, g, d] that the local chunks attend to, concatenated chunk by chunk.
+    def of_keys(self, rows: Tensor) -> Tensor:
+        """rows [T / cp, ...] of this rank's tokens -> [K, ...] of the keys that the local chunks attend to, chunk by
+        chunk.
 
-        key [T / cp, g, d_k]; value [T / cp, g, d_v]. In the backward pass, the rank that holds a key sums its gradients
-        from the queries of all ranks.
+        In the backward pass, the rank that holds a key sums its gradients from the queries of all ranks.
         """
-        both = torch.cat([key, value], dim=-1)
-        gathered = gather_from_sequence_parallel_region(both.contiguous(), group=self.group)
-        seen = repeat_rows(gathered, self.keys)
-        keys, values = seen.split([key.size(-1), value.size(-1)], dim=-1)
+        gathered = gather_from_sequence_parallel_region(rows.contiguous(), group=self.group)
+        return repeat_rows(gathered, self.keys)
+
+    def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> `of_keys` of both, [K, g, d]."""
+        keys, values = self.of_keys(torch.cat([key, value], dim=-1)).split([key.size(-1), value.size(-1)], dim=-1)
         return keys, values
 
     def by_heads(self, part: Tensor) -> Tensor:

@@ -29,9 +29,6 @@ EP = {"expert_model_parallel_size": 2}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 BATCH_SEED = 3
 
-WITHOUT_CONTEXT_PARALLEL = ("deepseek_v32", "glm_moe_dsa")
-"""Their sparse indexers take short sequences only, and these are longer."""
-
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "sp2": (2, SP),
@@ -56,8 +53,7 @@ QUICK = (("deepseek_v3", "sp2ep2"), ("qwen3_next", "cp2"))
 
 def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layouts in which a family is tried."""
-    layouts = EXPERTS if family in WITH_EXPERTS else DENSE
-    return {n: own for n, own in layouts.items() if n != "cp2" or family not in WITHOUT_CONTEXT_PARALLEL}
+    return EXPERTS if family in WITH_EXPERTS else DENSE
 
 
 class Runs:

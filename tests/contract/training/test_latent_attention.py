@@ -75,7 +75,8 @@ def test_sparse_attention_makes_no_tensor_with_an_element_per_pair_of_tokens(
 ) -> None:
     """Law: beyond `index_topk` tokens, memory grows with the number of tokens, not with its square."""
     _at_once(monkeypatch, 1 << 16)
-    checkpoint = write_family(tmp_path / "m", "glm_moe_dsa", index_topk=64, max_position_embeddings=2048)
+    narrow = {"index_topk": 64, "index_n_heads": 2, "max_position_embeddings": 2048}
+    checkpoint = write_family(tmp_path / "m", "glm_moe_dsa", **narrow)
     batch = random_batch(1, 1, seed=3, response_lengths=(1000, 1016))
     backend = make_backend(checkpoint, megatron=RECOMPUTE.get(recompute or ""), **SFT)
     with LargestTensor() as largest:

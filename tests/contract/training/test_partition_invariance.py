@@ -77,6 +77,13 @@ LINEAR: dict[str, dict[str, Any]] = {
     "pp2cp2": _layout(4, PP, CP),
 }
 """Linear attention, whose heads are split over tensor-, then over context-parallel ranks."""
+SPARSE: dict[str, dict[str, Any]] = {
+    "one": _layout(1),
+    "cp2": _layout(2, CP),
+    "sp2cp2": _layout(4, SP, CP),
+    "pp2cp2": _layout(4, PP, CP),
+}
+"""Sparse attention, in which a rank selects from the keys of all context-parallel ranks."""
 SIZES: tuple[tuple[int, int, int, int, int], ...] = (
     (1, 1, 1, 1, 1),
     (1, 2, 2, 2, 2),
@@ -175,6 +182,13 @@ def linear(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
 
 
 @pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    # Some samples see all keys, the first queries of others share theirs, and later ones gather them.
+    folder = tmp_path_factory.mktemp("sparse")
+    return Runs(ranks, folder, "glm_moe_dsa", SPARSE, write_family, index_topk=4)
+
+
+@pytest.fixture(scope="module")
 def covering(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
     layouts = {_name(sizes): _of_sizes(*sizes) for sizes in SIZES}
     return Runs(ranks, tmp_path_factory.mktemp("covering"), "qwen3_moe", layouts)
@@ -212,6 +226,12 @@ def test_experts_do_not_feel_the_partition(experts: Runs, layout: str) -> None:
 @pytest.mark.parametrize("layout", LINEAR)
 def test_linear_attention_does_not_feel_the_partition(linear: Runs, layout: str) -> None:
     _check(linear, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SPARSE)
+def test_sparse_attention_does_not_feel_the_partition(sparse: Runs, layout: str) -> None:
+    _check(sparse, layout)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
-from slime.core.errors import ConfigError
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek import layers
 from slime.models.deepseek.config import indexer_kinds
@@ -84,8 +83,10 @@ def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch
     hidden, latent = torch.randn(28, 1, 32), torch.randn(28, 1, 24)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
     cos, sin = cos_sin(positions, frequencies, 1.0)
-    packed = SimpleNamespace(query_lengths=lengths, cu_seqlens_q=torch.tensor([0, 11, 14, 19, 28]), shard=None)
+    starts = torch.tensor([0, 11, 14, 19, 28])
+    packed = SimpleNamespace(query_lengths=lengths, key_lengths=lengths, cu_seqlens_q=starts, shard=None)
     assert own.needed(packed)  # type: ignore[arg-type]
+    assert not own.needed(SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9])))  # type: ignore[arg-type]
     selected = own(hidden, latent, cos, sin, packed)
     masks = [None if keys is None else mask_of(keys, keys.size(0)) for keys in selected]
     assert [m is None for m in masks] == [False, True, True, False]  # what is no longer than 5 sees everything
@@ -102,13 +103,20 @@ def test_the_indexer_chooses_what_transformers_chooses(at_once: int, monkeypatch
         assert mask.sum(1).tolist() == [min(i + 1, 5) for i in range(n)]
 
 
-def test_long_sequences_are_refused_under_context_parallelism() -> None:
+def test_the_choice_does_not_depend_on_what_comes_later_or_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 3, also where no head has a positive product: most keys of these queries score zero."""
     own, _, _ = _indexers()
-    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 9]), shard=object())
-    assert not own.needed(packed)  # type: ignore[arg-type]
-    packed.cu_seqlens_q = torch.tensor([0, 6])
-    with pytest.raises(ConfigError, match="context parallelism"):
-        own.needed(packed)  # type: ignore[arg-type]
+    q, k = torch.randn(40, 8, 16).abs(), -torch.randn(40, 16).abs()
+    k[::5] *= -1
+    weights = torch.rand(40, 8)
+    whole = mask_of(own._choose(q, k, weights), 40)
+    scores = (q.flatten(0, 1) @ k.T).relu().view(40, 8, 40)
+    first = torch.einsum("nh,nhm->nm", weights, scores) - torch.arange(40) * 1e-6
+    first = first.masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -float("inf"))
+    assert torch.equal(whole, mask_of(first.argsort(descending=True)[:, :5], 40))
+    monkeypatch.setattr(layers, "SCORES_AT_ONCE", 500)
+    for a, b in ((0, 40), (0, 10), (20, 30), (30, 37)):
+        assert torch.equal(mask_of(own._choose(q[a:b], k[:b], weights[a:b]), b), whole[a:b, :b])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ REASONS = {
     "a flag given twice": r"contradict each other; keep one",
     "images": r"cannot be trained on images|--spec .* is a vision-language model",
     "a draft for GLM-5": r"with speculative decoding: slime cannot train an MTP layer of glm_moe_dsa",
-    "long samples under context parallelism in GLM-5": r"sparse attention supports at most index_topk",
     "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"does not work with prefill and decode engines",
@@ -38,7 +37,6 @@ REFUSED = {
     "qwen3-4b-fp8": {"a missing `--load` folder"},
     "glm5-744B-A40B": {
         "a draft for GLM-5",
-        "long samples under context parallelism in GLM-5",
         "the engines' expert exchange",
         "prefill and decode on shared GPUs",
     },
