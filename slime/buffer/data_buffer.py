@@ -155,7 +155,10 @@ class DataBuffer:
             return fresh
 
     def note(self, group: GroupOrRecord) -> None:
-        """Records the current state of a group in flight, so a resumed run continues there. Raises like `put_back`."""
+        """Records the current state of a group in flight, so a resumed run continues there.
+
+        Raises the same errors as `put_back`.
+        """
         with self._lock:
             self._account.require_in_flight([group.group_index], "noted")
             self._account.in_flight[group.group_index] = Issued(group.attempts, record_of(group))
@@ -199,7 +202,10 @@ class DataBuffer:
             self._keep(back)
 
     def put_finished(self, group: GroupOrRecord) -> None:
-        """Buffers a finished group, which must be in flight, until it is trained. Raises like `put_back`."""
+        """Buffers a finished group, which must be in flight, until it is trained.
+
+        Raises the same errors as `put_back`.
+        """
         with self._lock:
             self._account.require_in_flight([group.group_index], "kept as finished")
             self._finished.append(record_of(group, finished=True))

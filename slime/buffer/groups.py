@@ -182,7 +182,7 @@ class GroupRecord:
         return self._of(self.body.read())
 
     def saved_group(self) -> Group:
-        """Deserializes the group as saved in checkpoints. Raises like `group`."""
+        """Deserializes the group as saved in checkpoints. Raises the same errors as `group`."""
         return self._of(self.saved.read())
 
     def _of(self, content: Content) -> Group:
@@ -195,12 +195,12 @@ GroupOrRecord = Group | GroupRecord
 
 
 def group_of(group: GroupOrRecord) -> Group:
-    """Returns the group, deserialized from its record if necessary. Raises like `GroupRecord.group`."""
+    """Returns the group, deserialized from its record if necessary. Raises the same errors as `GroupRecord.group`."""
     return group if isinstance(group, Group) else group.group()
 
 
 def record_of(group: GroupOrRecord, *, finished: bool = False) -> GroupRecord:
-    """Returns the record, serialized from the group if necessary. Raises like `GroupRecord.of`."""
+    """Returns the record, serialized from the group if necessary. Raises the same errors as `GroupRecord.of`."""
     return GroupRecord.of(group, finished=finished) if isinstance(group, Group) else group
 
 
@@ -212,7 +212,7 @@ def _read_json(text: bytes) -> Any:
 
 
 def _content(group: Group, samples: Sequence[Sample]) -> Content:
-    """Serializes the group with these samples. Raises like `GroupRecord.of`."""
+    """Serializes the group with these samples. Raises the same errors as `GroupRecord.of`."""
     arrays: list[Numbers] = []
     try:
         texts = [fields_to_json(_fields(sample, arrays)) for sample in samples]

@@ -7,10 +7,10 @@ It makes three short runs on generated prompts with a reward that depends only o
 - exact: with `--true-on-policy` if the model and the flags allow it, and with `--deterministic-mode`. On a GPU, engines
   sample with a seed per execution (`--sglang-enable-deterministic-inference`).
 - again: the same. On a CPU, where SGLang cannot sample with seeds, it trains on the recorded samples of the first run.
-- plain: without these flags, for the price.
+- plain: without these flags, to measure what they cost.
 
 The mismatch is the largest difference between the log-probs of trainer and engine. Two runs are equal if all samples,
-all metrics of training and the exported weights are equal to the bit. The exit code is 1 if the mismatch of an exact
+all metrics of training and the exported weights are bitwise equal. The exit code is 1 if the mismatch of an exact
 run is not 0, or if the two runs differ.
 """
 
@@ -220,7 +220,7 @@ def _told(found: Mapping[str, Any]) -> str:
     """The certificate as a table."""
     exact, plain = found["exact"], found["plain"]
     again = "the second run trained on the same samples" if found["replayed"] else "the second run sampled again"
-    repeats = f"equal to the bit ({again})" if found["repeats"] else f"NOT equal: {', '.join(found['differ'][:5])}"
+    repeats = f"bitwise equal ({again})" if found["repeats"] else f"NOT equal: {', '.join(found['differ'][:5])}"
     title = "exact" if found["true_on_policy"] else "deterministic"
     lines = [
         f"{'':28}{title:>16}{'plain':>16}",

@@ -69,7 +69,7 @@ COMMANDS = (
     ),
     Command(
         "certify",
-        "measure whether trainer and engines agree to the bit, whether a run repeats, and the price",
+        "measure whether trainer and engines agree bit for bit, whether a run repeats, and what this costs",
         certify.add_flags,
         certify.run,
         words="more",

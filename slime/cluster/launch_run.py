@@ -278,7 +278,7 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
 def _placed(
     args: Args, startup: StartUp, folder: RunFolder, guardian: Guardian
 ) -> Iterator[tuple[PlacementPlan, GuardedHosts]]:
-    """Starts or joins a Ray cluster for the block. Yields the placement plan and its hosts."""
+    """Starts or joins a Ray cluster; stops or leaves it after the block. Yields the placement plan and its hosts."""
     from slime.cluster.ray_session import JoinedRay, RaySession, store_bytes_for
 
     if args.ray_address is None:

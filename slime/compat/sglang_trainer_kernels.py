@@ -1,4 +1,4 @@
-"""Makes an engine compute with the trainer's kernels, so that log-probs are equal to the bit (`--true-on-policy`).
+"""Makes an engine compute with the trainer's kernels, so that log-probs are bitwise equal (`--true-on-policy`).
 
 `slime.ops.invariant` explains why log-probs differ otherwise. SGLang's own deterministic mode makes an engine agree
 with itself, but its kernels still round differently from the trainer's.

@@ -94,7 +94,7 @@ def _started() -> Path:
 
 
 def _is_script() -> bool:
-    """Returns whether Python runs a file; the console script `slime` has no suffix. Tests count as `slime`."""
+    """Returns whether the user started a Python file, not the console script `slime`. False in tests."""
     return _started().suffix == ".py" and "pytest" not in _started().parts
 
 

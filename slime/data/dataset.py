@@ -392,9 +392,10 @@ def require_label(row: PromptRow, grader: str | None, label_key: str | None) -> 
 
 
 def messages_to_render(prompt: str | list[dict[str, Any]], *, has_images: bool = False) -> list[dict[str, Any]]:
-    """Returns the messages for the chat template. Text is a user message, and text parts are joined to a text.
+    """Returns the messages for the chat template. A string becomes a user message; text parts become one string.
 
-    Raises `DataError` if the prompt already contains its answer, or an image although the dataset has no image column.
+    Raises `DataError` if the prompt already contains its answer, or contains an image but the dataset has no image
+    column.
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -481,7 +482,7 @@ def load_prompts(
     images: ImageColumn | None = None,
     grader: str | None = None,
 ) -> PromptDataset | None:
-    """Loads the training prompts; None without `--prompt-data`. Raises like `PromptDataset.load`."""
+    """Loads the training prompts; None without `--prompt-data`. Raises the same errors as `PromptDataset.load`."""
     if args.prompt_data is None:
         return None
     made = _load(args, args.prompt_data, args, tokenizer, max_prompt_tokens, images, grader)
@@ -496,7 +497,7 @@ def load_prompts(
 def load_held_out(
     args: Args, config: EvalDatasetConfig, tokenizer: Any, images: ImageColumn | None, grader: str | None = None
 ) -> PromptDataset:
-    """Loads the prompts of an evaluation dataset. Raises like `PromptDataset.load`."""
+    """Loads the prompts of an evaluation dataset. Raises the same errors as `PromptDataset.load`."""
     return _load(args, config.path, config, tokenizer, config.max_prompt_len, images, grader)
 
 

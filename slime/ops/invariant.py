@@ -4,7 +4,7 @@ A trainer sees a token in a row of thousands, an engine sees it in a decode step
 its kernels by the shape of the batch, and another order of the same sum rounds differently, so log-probs of the two
 differ by about 0.01 nats in bfloat16 although the weights are equal. Three operations of a dense model depend on the
 batch; here each of them sums in an order that is fixed per token (He et al. 2025, "Defeating nondeterminism in LLM
-inference"). Trainer and engines use the same functions, so their log-probs are equal to the bit.
+inference"). Trainer and engines use the same functions, so their log-probs are bitwise equal.
 
 - Matrix products. cuBLAS adds up the contraction in one order unless it splits it over several thread blocks
   ("split-K"), which it chooses for few rows. `fix_products` rules this out. For few rows (`FEW_ROWS`), `linear` uses a

@@ -59,7 +59,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Closes the gate for the block, during which a grader processes an answer."""
+        """Keeps the gate closed inside the block, in which a grader processes an answer."""
         self._closed = True
         try:
             yield

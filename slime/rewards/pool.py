@@ -76,7 +76,7 @@ class _Lane:
 
     @contextlib.asynccontextmanager
     async def slot(self, limit_s: float) -> AsyncIterator[Callable[[], None]]:
-        """Holds a slot for the block. The block calls the yielded function when a process starts on the request.
+        """Holds a slot until the block ends. The block calls the yielded function when a process starts on the request.
 
         A request that is slow from then on releases its slot early, so that hung requests do not block others. Process
         startup does not count, or else a busy machine would start even more processes.

@@ -78,7 +78,9 @@ def _trained_again(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def empty_turn_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the number of turns without a token under `name`, and per limit under `name/` if there are any."""
+    """Returns the number of turns that got no token, as metric `name`. Unless it is 0, the number for each limit that
+    caused them is returned as `name/<limit>`.
+    """
     counts = [_counts(sample) for sample in samples]
     by = {limit: float(sum(one.get(f"empty_by_{limit}", 0) for one in counts)) for limit in EMPTY_TURNS}
     num = sum(by.values())

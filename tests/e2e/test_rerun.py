@@ -53,7 +53,7 @@ def test_the_settings_are_the_same(first: Path, rerun: subprocess.CompletedProce
 
 
 def test_the_weights_are_the_same(first: Path, rerun: subprocess.CompletedProcess[str]) -> None:
-    """Law: checkpoint and export of a rerun on recorded rollouts are those of the run, to the bit."""
+    """Law: checkpoint and export of a rerun on recorded rollouts are bitwise those of the run."""
     assert rerun.returncode == 0, rerun.stdout + rerun.stderr
     again = first.with_name("first-rerun")
     one, two = (rank_files(run / "save", NUM_STEPS - 1) for run in (first, again))
@@ -66,7 +66,7 @@ def test_the_weights_are_the_same(first: Path, rerun: subprocess.CompletedProces
 
 
 def test_one_step_is_repeated_alone(first: Path) -> None:
-    """Law: from the checkpoint before it, a recorded step gives the weights that it gave in the run, to the bit."""
+    """Law: from the checkpoint before it, a recorded step gives bitwise the weights that it gave in the run."""
     step, again = 5, first.with_name("first-one")
     before = ["--load", str(first / "save"), "--ckpt-step", str(step - 1), "--num-rollout", str(step + 1)]
     done = repeated(first, *before, "--lr-decay-iters", str(NUM_STEPS), "--run-dir", str(again))

@@ -79,7 +79,7 @@ def replayed_in_two(runs: Path, recorded: Recorded) -> Resumed:
 
 
 def test_replay_gives_the_same_bits(recorded: Recorded, replayed: Path) -> None:
-    """Law: the same rollouts give the same weights, optimizer state and torch RNG, to the bit, without an engine."""
+    """Law: the same rollouts give bitwise the same weights, optimizer state and torch RNG, without an engine."""
     assert_same_state(replayed, recorded.save)
 
 

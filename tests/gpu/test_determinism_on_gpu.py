@@ -1,4 +1,4 @@
-"""With `--deterministic-mode`, two trainers that get the same batches are equal to the bit: losses, gradient norms and
+"""With `--deterministic-mode`, two trainers that get the same batches are bitwise equal: losses, gradient norms and
 weights after ten steps. Responses are long enough for kernels to split a sequence among blocks.
 
 python -m pytest tests/gpu/test_determinism_on_gpu.py
@@ -44,7 +44,7 @@ def trained(root: Path, checkpoint: Path, layout: str, *, deterministic: bool) -
 
 
 def numbers_that_differ(a: Outcome, b: Outcome) -> list[str]:
-    """Names of the weights, and of the metrics with their step, that are not equal to the bit."""
+    """Names of the weights, and of the metrics with their step, that are not bitwise equal."""
     names = [name for name, tensor in a.weights.items() if not torch.equal(tensor, b.weights[name])]
     for step, (one, other) in enumerate(zip(a.result["metrics"], b.result["metrics"], strict=True)):
         names += [

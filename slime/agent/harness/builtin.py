@@ -35,7 +35,7 @@ KEY = "SLIME_SESSION_KEY"
 
 
 class CodexHarness(Harness):
-    """Codex from npm, using OpenAI's Responses API. Approvals and Codex's own sandbox are disabled: slime has one."""
+    """Codex from npm, using OpenAI's Responses API. Its approvals and sandbox are off; slime has its own sandbox."""
 
     name = "codex"
     package = "@openai/codex@0.169.0"

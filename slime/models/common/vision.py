@@ -1,4 +1,4 @@
-"""Images: interfaces of a family's processor (host) and vision tower (device), and the images of a packed row."""
+"""Image input: interfaces for a family's processor (host) and vision tower (device), and the images of a packed row."""
 
 from __future__ import annotations
 

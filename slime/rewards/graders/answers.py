@@ -199,7 +199,7 @@ class Dapo(WithMathLabel):
     wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises like `prepare`."""
+        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises the same errors as `prepare`."""
         label = self.label_of(sample)
         tail = sample.response[-DAPO_TAIL_CHARS:]
         lines = _ANSWER_LINE.findall(tail)
@@ -218,7 +218,10 @@ class DeepScaler(WithMathLabel):
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns 0.0 if the response does not end its thinking or has no box after it. Raises like `prepare`."""
+        """Returns 0.0 if the response does not end its thinking or has no box after it.
+
+        Raises the same errors as `prepare`.
+        """
         for marker in MARKERS:
             _, found, answer = sample.response.rpartition(marker)
             if found:

@@ -235,7 +235,7 @@ class InstructionFollowing(Grader):
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
         """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the fractions followed.
 
-        Raises like `prepare`.
+        Raises the same errors as `prepare`.
         """
         self.prepare(sample)
         wanted = instructions(sample.metadata)

@@ -81,7 +81,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, payload: dict[str, Any]) -> Any:
-        """Returns the service's response for a sample. Raises like `post`, and `DataError` for a malformed list."""
+        """Returns the service's response. Raises the errors of `post`, and `DataError` for a malformed list."""
         if self._batch_size <= 1:
             return await post(self.session, self._url, payload)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

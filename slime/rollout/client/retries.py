@@ -210,7 +210,7 @@ class Job:
         """Records that the engine dropped the connection or is not ready. The attempt counts only if the engine was
         reachable before.
 
-        Raises as `count_try` does.
+        Raises the same errors as `count_try`.
         """
         pool.failed(one.upstream)
         return 0.0 if one.is_test else self.count_try(said, before, pool)

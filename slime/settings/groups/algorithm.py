@@ -1,4 +1,4 @@
-"""Settings of the learning algorithm.
+"""Settings for the learning algorithm.
 
 They cover advantages, policy loss, KL, entropy, aggregation, critic, distillation, off-policy corrections and routing
 replay.

@@ -1,4 +1,4 @@
-"""Settings of placement (device, training and inference slots, run folder), and of restarts after failures."""
+"""Settings for placement (device, training and inference slots, run folder), and for restarts after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the prompt data: files, columns, chat template, and images in prompts."""
+"""Settings for the prompt data: files, columns, chat template, and images in prompts."""
 
 from __future__ import annotations
 

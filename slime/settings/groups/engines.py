@@ -1,4 +1,4 @@
-"""Settings of the engines: servers, router, topology and speculative decoding, with rules for every group of engines.
+"""Settings for the engines: servers, router, topology and speculative decoding, with rules for every group of engines.
 
 Flags of SGLang and the router are --sglang-* and --router-*.
 

@@ -1,4 +1,4 @@
-"""Settings of evaluation on held-out data: schedule, datasets, sampling, and scoring by answers or by loss.
+"""Settings for evaluation on held-out data: schedule, datasets, sampling, and scoring by answers or by loss.
 
 In a fine-tuning run, the trainer evaluates a held-out dataset without a grader by the mean loss of its trained tokens.
 All other datasets are evaluated by sampling: engines generate responses and graders score them.

@@ -1,4 +1,4 @@
-"""Settings of logging, recorded rollouts, runs without trainer or engines, profiles, and configuration files."""
+"""Settings for logging, recorded rollouts, runs without trainer or engines, profiles, and configuration files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoggingSettings:
     use_tensorboard: bool = False
     """Write TensorBoard events."""
     tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)
-    """Folder for TensorBoard events of many runs. Default: $TENSORBOARD_DIR, else the run folder."""
+    """Folder for TensorBoard events, which several runs can share. Default: $TENSORBOARD_DIR, else the run folder."""
     tb_project_name: str | None = opt(None, needs=_TENSORBOARD)
     """Subfolder for the events in --tensorboard-dir, TENSORBOARD_DIR or the run folder."""
     tb_experiment_name: str | None = opt(None, needs=_TENSORBOARD)

@@ -1,4 +1,4 @@
-"""Settings of rewards (the grader and its limits) and of agents (their limits, and the address of their adapter)."""
+"""Settings for rewards (the grader and its limits) and for agents (their limits, and the address of their adapter)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RewardSettings:
         _grader_of_prompts, "it comes with the prompt data", chosen_from=GRADERS, first="Reward"
     )
     """Grader: a built-in one, or the import path of your own class. A row can override it with metadata["rm_type"].
-    Default: the grader that comes with the data (rg:NAME), unless a function grades."""
+    Default: the grader that comes with the data (rg:NAME), unless --custom-rm-path is set."""
     rm_url: str | None = opt(None, form=url_form, needs=_SERVICE)
     """URL of the grader for --rm-type remote_rm."""
     rm_batch_size: int = opt(1, needs=_SERVICE, asks=_more_than_one, within=COUNT)
@@ -91,15 +91,15 @@ class RewardSettings:
     group_rm: bool = False
     """Grade all samples of a prompt in a single call."""
     reward_timeout_s: float = opt(30.0, within=SECONDS)
-    """Time limit of a grader call, in seconds: CPU time for a built-in grader that only computes, else wall-clock time.
+    """Time limit of a grader call, in seconds: CPU time for a compute-only built-in grader, else wall-clock time.
     After that, the sample is unscored, which is not a reward of zero."""
     ungradable_answers: Literal["wrong", "unscored"] = opt("wrong", asks=lambda v: v != "wrong", needs=_COMPUTES)
-    """How to treat an answer for which a built-in grader that only computes raises, or runs out of CPU time, memory or
-    stack: as a wrong answer, or as unscored. Failures of services and machines never become a reward."""
+    """How to treat an answer if a compute-only built-in grader raises an exception on it, or runs out of CPU time,
+    memory or stack: as wrong, or as unscored. Failures of services and machines never become a reward."""
     reward_num_workers: int = derived(_num_workers, "one per usable core, from 4 to 64", within=COUNT)
     """Number of grader processes, started on demand. Also the number of concurrent calls of a blocking function (such
-    as an HTTP client of a judge); an async function has up to 128. Graders that only compute use at most one process
-    per core. Default: usable cores, from 4 to 64."""
+    as an HTTP client of a judge); an async function has up to 128. Compute-only graders use at most one process per
+    core. Default: usable cores, from 4 to 64."""
     reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
     """Maximum address space of one grader process, in MiB."""
 

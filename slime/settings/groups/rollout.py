@@ -1,4 +1,4 @@
-"""Settings of generation: prompts and samples per step, sampling, and the number of steps."""
+"""Settings for generation: prompts and samples per step, sampling, and the number of steps."""
 
 from __future__ import annotations
 

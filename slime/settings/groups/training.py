@@ -1,4 +1,4 @@
-"""Settings of the trainer (batches, trained parameters, checkpoints), and rules about its limitations."""
+"""Settings for the trainer (batches, trained parameters, checkpoints), and rules about its limitations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the weight sync, and of engines that serve quantised weights."""
+"""Settings for the weight sync, and for engines that serve quantised weights."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _weight(chunk: PolicyModel) -> Tensor:
 
 @contextmanager
 def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
-    """Lends the first stage's embedding to the last stage for the block, if needed. Collective over the pipeline.
+    """Lends the first stage's embedding to the last stage inside the block, if needed. Collective over the pipeline.
 
     `chunks` are this rank's model chunks, wrapped in Megatron's DDP.
     """

@@ -74,7 +74,7 @@ class HostPolicies:
 
     @contextmanager
     def lent(self, name: str) -> Iterator[None]:
-        """Swaps a policy into the trained policy's parameters for the block, then restores the parameters bitwise."""
+        """Swaps a policy into the trained policy's parameters, and restores them bitwise at the end of the block."""
         policy = self._policies[name]
         self._kept |= self._rooms([n for n in policy if n not in self._kept])
         with torch.no_grad():

@@ -239,8 +239,8 @@ def block_of(quantisation: Mapping[str, Any]) -> tuple[int, int]:
     block = quantisation.get("weight_block_size")
     if not block or len(block) != 2 or min(block) < 1:
         raise ConfigError(
-            f"the checkpoint has quant_method='fp8', weight_block_size={block}; slime reads FP8 with block scales "
-            "(two block sizes); use a supported format or bfloat16"
+            f"the checkpoint has quant_method='fp8', weight_block_size={block}; slime reads FP8 only with block "
+            "scales, for which weight_block_size is [rows, columns]; use a supported format or bfloat16"
         )
     return int(block[0]), int(block[1])
 
