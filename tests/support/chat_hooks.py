@@ -8,6 +8,7 @@ tests that need them are skipped with the reason.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import shutil
 import subprocess
@@ -46,6 +47,40 @@ def tokenizer_folder(family: str) -> Path:
             folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(made, folder, dirs_exist_ok=True)
     return folder
+
+
+NUM_WORDS = 8_000
+"""Words that tests keep of a tokenizer's hundred thousand and more: all take seconds to load."""
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Of this process; it goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="slime-tests-")
+
+
+@functools.cache
+def short_tokenizer_folder(family: str) -> Path:
+    """Holds the tokenizer of a family with its first words alone, and all its added tokens behind them."""
+    whole, folder = tokenizer_folder(family), Path(scratch().name) / family
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("tokenizer.json"))
+    known = json.loads((whole / "tokenizer.json").read_text())
+    words = {word: i for word, i in known["model"]["vocab"].items() if i < NUM_WORDS}
+    assert sorted(words.values()) == list(range(NUM_WORDS)), "ids with holes"
+    merges = [(a, b) for a, b in known["model"]["merges"] if a in words and b in words and a + b in words]
+    known["model"] |= {"vocab": words, "merges": merges}
+    ids = dict(words)
+    for token in known["added_tokens"]:
+        token["id"] = ids.setdefault(token["content"], len(ids))
+    for processor in _processors(known["post_processor"]):
+        for name, token in processor.get("special_tokens", {}).items():
+            token["ids"] = [ids[name]]
+    (folder / "tokenizer.json").write_text(json.dumps(known))
+    return folder
+
+
+def _processors(one: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(one["processors"]) if one["type"] == "Sequence" else [one]
 
 
 def _from_wheel(made: Path) -> None:

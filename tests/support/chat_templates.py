@@ -12,7 +12,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import pytest
 
 from slime.data.chat import ChatRenderer
 from slime.data.sft_loss_mask import SftRow
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_hooks import NUM_WORDS, scratch, short_tokenizer_folder
 
 GLM4 = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}"
@@ -247,15 +246,6 @@ def ids_of(tokenizer: Any, tokens: Sequence[str]) -> list[int]:
     return ids
 
 
-TEKKEN_WORDS = 8_000
-"""Words of Mistral's 130,000 that tests keep: all take seconds to load."""
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="slime-tests-")
-
-
 @functools.cache
 def tekken_file() -> Path:
     """Mistral's tokenizer as its own package brings it, with its first words alone."""
@@ -264,14 +254,14 @@ def tekken_file() -> Path:
         pytest.skip("mistral-common, which comes with SGLang, holds Mistral's tokenizer")
     whole = json.loads((Path(package.origin).parent / "data" / "tekken_240718.json").read_text())
     num_special = whole["config"]["default_num_special_tokens"]
-    size = {"num_vocab_tokens": TEKKEN_WORDS, "default_vocab_size": TEKKEN_WORDS + num_special}
-    file = Path(_folder().name) / "tekken_240718.json"
-    file.write_text(json.dumps({"config": whole["config"] | size, "vocab": whole["vocab"][:TEKKEN_WORDS]}))
+    size = {"num_vocab_tokens": NUM_WORDS, "default_vocab_size": NUM_WORDS + num_special}
+    file = Path(scratch().name) / "tekken_240718.json"
+    file.write_text(json.dumps({"config": whole["config"] | size, "vocab": whole["vocab"][:NUM_WORDS]}))
     return file
 
 
 def with_template(family: str, template: str | None = None) -> Any:
-    """A family's own tokenizer, with `template` if given. A copy: loading a tokenizer takes seconds."""
+    """A family's own tokenizer, with `template` if given. A copy: loading one takes time."""
     tokenizer = copy.copy(loaded_tokenizer(family))
     tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
@@ -287,7 +277,7 @@ def loaded_tokenizer(package: str) -> Any:
     if package == "mistral":
         return convert_tekken_tokenizer(str(tekken_file()))
     if package != "bytes":
-        return AutoTokenizer.from_pretrained(tokenizer_folder(package))
+        return AutoTokenizer.from_pretrained(short_tokenizer_folder(package))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -15,7 +15,7 @@ import pytest
 from recipes.coding_agent.tasks import TASKS, Task
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import ScriptedModel
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 from tests.support.watched_sandbox import Watched, require_confinement
@@ -52,7 +52,7 @@ def block(text: str) -> str:
 def played(tmp_path: Path, says: Callable[[str], str], task: Task, **custom: Any) -> Any:
     """The samples of a step with two executions of a task, and the engine."""
     model = write_checkpoint_stub(tmp_path / "model")
-    shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 151936, "max_position_embeddings": 8192}))
     data = tmp_path / "train.jsonl"

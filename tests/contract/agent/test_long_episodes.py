@@ -19,7 +19,7 @@ import pytest
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import ScriptedModel
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.long_episode import PACE
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
@@ -76,7 +76,7 @@ def lived_through(tmp_path: Path, max_staleness: int) -> Outcome:
     It goes on until the episode is in a batch.
     """
     model = write_checkpoint_stub(tmp_path / "chat")
-    shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     hook = ("--custom-generate-function-path", "tests.support.long_episode.generate")

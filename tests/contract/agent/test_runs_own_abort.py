@@ -24,7 +24,7 @@ from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Execution, Outcome, run_execution
 from slime.rollout.types import Progress
 from tests.support.agent_room import Room, agent_room, turns_with_calls
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, write_checkpoint_stub
 
@@ -36,7 +36,7 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 900}
 async def rollout(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
     """A model that speaks slowly, a context in front of it, and what ends the requests of its executions."""
     model = write_checkpoint_stub(tmp_path / "chat")
-    shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900", *flags)

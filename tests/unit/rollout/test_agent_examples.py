@@ -20,7 +20,7 @@ from slime.algorithms.advantages.grpo import iter_groups
 from slime.core.sample import Sample
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import END, ScriptedModel
-from tests.support.chat_hooks import tokenizer_folder
+from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 
 
@@ -40,7 +40,7 @@ class Speaker(ScriptedModel):
 def rolled_out(tmp_path: Path, example: Any, row: dict[str, Any], speaks: Callable[[str], str]) -> tuple[Any, Any, Any]:
     """Batch, metrics and speaker of one group of two executions of an example."""
     model = write_checkpoint_stub(tmp_path / "chat")
-    shutil.copytree(tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     data = tmp_path / "rows.jsonl"

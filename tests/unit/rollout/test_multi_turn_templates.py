@@ -19,7 +19,7 @@ from slime.rollout.context import use
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.manager import RolloutManager
 from slime.settings.hook_contracts import load_hook
-from tests.support.chat_hooks import FAMILIES, ScriptedEngine, tokenizer_folder
+from tests.support.chat_hooks import FAMILIES, ScriptedEngine, short_tokenizer_folder, tokenizer_folder
 from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 from tests.support.written_calls import deepseekv3, hermes
@@ -46,7 +46,7 @@ def scripted_turns(tokenizer: Any) -> list[list[int]]:
 def settings_of(tmp_path: Path, family: str, *flags: str) -> Any:
     """Of a run with one prompt, which is a conversation."""
     model = write_checkpoint_stub(tmp_path / "chat")
-    shutil.copytree(tokenizer_folder(family), model, dirs_exist_ok=True)
+    shutil.copytree(short_tokenizer_folder(family), model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
     data = tmp_path / "messages.jsonl"
