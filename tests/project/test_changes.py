@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import quick
+
 ROOT = Path(__file__).parents[2]
 CHANGES = Path(__file__).with_name("changes")
 BUILD_MODELS = {"estimator", "family"}
 """Each has a `quick.py`, too."""
-SLOW = BUILD_MODELS | {"schedule", "transport"}
-PROOFS = [
-    pytest.param(path.parent.name, path.name, marks=[pytest.mark.slow] if is_slow else [])
-    for path in sorted([*CHANGES.glob("*/proof.py"), *CHANGES.glob("*/quick.py")])
-    for is_slow in [path.name == "proof.py" and path.parent.name in SLOW]
-]
+QUICK = ("estimator", "quick.py")
+"""The others are slow."""
+PROOFS = [(path.parent.name, path.name) for path in sorted([*CHANGES.glob("*/proof.py"), *CHANGES.glob("*/quick.py")])]
 
 
 def new_files(change: Path) -> list[Path]:
@@ -72,7 +71,7 @@ def house(tmp_path: Path) -> Path:
     return tmp_path / "house"
 
 
-@pytest.mark.parametrize(("name", "proof"), PROOFS)
+@pytest.mark.parametrize(("name", "proof"), quick(PROOFS, QUICK))
 def test_a_change_is_one_file_or_one_edit(name: str, proof: str, house: Path, tmp_path: Path) -> None:
     change = CHANGES / name
     files, edited = new_files(change), (change / "edit.txt").exists()

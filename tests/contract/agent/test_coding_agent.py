@@ -16,7 +16,6 @@ from recipes.coding_agent.tasks import TASKS, Task
 from slime.rollout.manager import RolloutManager
 from tests.support.agent_room import ScriptedModel
 from tests.support.chat_hooks import short_tokenizer_folder
-from tests.support.marks import quick
 from tests.support.rollout import rollout_args, with_manager, write_checkpoint_stub
 from tests.support.watched_sandbox import Watched, require_confinement
 
@@ -138,7 +137,8 @@ os._exit(0)
 }
 
 
-@pytest.mark.parametrize("cheat", quick(CHEATS, "replaces the tests"))
+@pytest.mark.slow
+@pytest.mark.parametrize("cheat", CHEATS)
 def test_hidden_tests_are_neither_read_nor_changed(cheat: str, tmp_path: Path) -> None:
     """Law: what looks mended to the agent alone is worth nothing."""
     samples, _ = played(tmp_path, lambda _: block(CHEATS[cheat]), ADD)

@@ -16,7 +16,6 @@ import pytest
 
 from tests.support.async_laws import HEAVY_TAILED, Schedule
 from tests.support.labelled_engine import TOLERANCE, LabelledEngine, log_prob
-from tests.support.marks import quick
 from tests.support.rollout import rollout_args
 from tests.support.tiny import VOCAB_SIZE
 
@@ -62,7 +61,8 @@ def run_schedules(tmp_path: Path, engine_server: Any, seeds: range, num_steps: i
     return seen
 
 
-@pytest.mark.parametrize("seeds", quick([range(3), range(6)], range(3)), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(3), range(6)], ids=str)
 def test_the_laws_hold_on_a_real_engine(seeds: range, tmp_path: Path, engine_server: Any) -> None:
     seen = run_schedules(tmp_path, engine_server, seeds, num_steps=3)
     assert seen["kills"] and seen["evaluations"] and seen["stale tokens"], seen

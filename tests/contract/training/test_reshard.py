@@ -60,6 +60,7 @@ def assert_same_step(outcomes: dict[str, Outcome], source: str) -> None:
                 assert outcome.weights[tensor].sub(value).abs().max() < 2e-5, f"{name}: {tensor}"
 
 
+@pytest.mark.slow
 def test_tensor_parallel_to_data_parallel(tmp_path: Path, ranks: Ranks) -> None:
     """Law: saved under TP 2 x DP 1, resumed under TP 1 x DP 2 and under TP 2 again."""
     model = write_tiny_model(tmp_path / "model", "qwen3", tied=False)

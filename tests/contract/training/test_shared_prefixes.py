@@ -93,6 +93,7 @@ def check(want: Outcome, got: Outcome, tolerance: float = TOLERANCE) -> None:
 QUICK, SLOW = ("tp2",), ("one", "cp2", "sp2cp2", "pp2", "dp2", "recompute", "recompute_core")
 
 
+@pytest.mark.slow
 def test_a_dense_model_does_not_feel_what_is_shared(tmp_path: Path, ranks: Ranks) -> None:
     layouts = {"alone": reference(), **{name: layout(name) for name in QUICK}}
     got = run(ranks, tmp_path, write_tiny_model, "qwen3", layouts)

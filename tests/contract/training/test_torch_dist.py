@@ -98,7 +98,8 @@ def test_what_has_no_place_there_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert "choose a different --to" in capsys.readouterr().err and not (tmp_path / "torch_dist").exists()
 
 
-@pytest.mark.parametrize("shape", quick(SHAPES, "dense"))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_megatrons_own_model_computes_what_transformers_does(shape: str, made: dict[str, Made], ranks: Ranks) -> None:
     """Law: names, order of heads and halves are Megatron's: its model, loaded by it, has the model's log-probs."""
     tokens = list(range(6, 46))

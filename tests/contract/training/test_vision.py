@@ -143,6 +143,7 @@ def test_the_gradient_does_not_depend_on_the_partition(world: tuple[Path, Path, 
         assert error < TOLERANCE, f"gradient of {name} differs by {error:.1e} on two ranks"
 
 
+@pytest.mark.slow
 def test_other_images_give_other_log_probs_and_the_wrong_ones_are_refused(
     world: tuple[Path, Path, TrainBatch], ranks: Ranks
 ) -> None:
