@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.hf_config import text_config
 from slime.core.topology import EngineLayout
@@ -17,10 +17,12 @@ from slime.models import table_for
 from slime.models.common.table import EMBEDDING, Entry, FamilyTable
 from slime.settings import Args
 from slime.settings.topology_yaml import layout_of
-from slime.training.state.sleeping import RankBytes
 from slime.weights.holding import holdings
 from tests.support.launch_scripts import facts
 from tests.support.published import SYNCED
+
+if TYPE_CHECKING:
+    from slime.training.state.sleeping import RankBytes
 
 ROOT = Path(__file__).parents[2]
 ROWS = 256
@@ -172,6 +174,8 @@ def rank_bytes(table: FamilyTable, layout: TrainingLayout, *, optimizer_on_host:
 
     Optimizer states are divided by the ranks that hold the same parameters.
     """
+    from slime.training.state.sleeping import RankBytes  # imports Megatron
+
     plain: dict[int, float] = defaultdict(float)
     experts: dict[int, float] = defaultdict(float)
     wide: dict[int, float] = defaultdict(float)
