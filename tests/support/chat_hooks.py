@@ -61,10 +61,15 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def short_tokenizer_folder(family: str) -> Path:
-    """Holds the tokenizer of a family with its first words alone, and all its added tokens behind them."""
+    """Holds the tokenizer of a family with its first words alone, and all its added tokens behind them.
+
+    One that does not begin with the letters, as Gemma's, stays whole.
+    """
     whole, folder = tokenizer_folder(family), Path(scratch().name) / family
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("tokenizer.json"))
     known = json.loads((whole / "tokenizer.json").read_text())
+    if known["model"]["byte_fallback"]:
+        return whole
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("tokenizer.json"))
     words = {word: i for word, i in known["model"]["vocab"].items() if i < NUM_WORDS}
     assert sorted(words.values()) == list(range(NUM_WORDS)), "ids with holes"
     merges = [(a, b) for a, b in known["model"]["merges"] if a in words and b in words and a + b in words]
