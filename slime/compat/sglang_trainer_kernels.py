@@ -3,11 +3,11 @@
 `slime.ops.invariant` explains why log-probs differ otherwise. SGLang's own deterministic mode makes an engine agree
 with itself, but its kernels still round differently from the trainer's.
 
-Hooks replace the norms, the activations, the products, the attention layers of the families in `ATTENTION`, the
-attention kernels of the triton backend (on a CPU, of the torch_native backend) and the log-probs that the sampler
-returns. SGLang's cache, batches, CUDA graphs and sampler are unchanged. Its own invariant kernels, which
-`--enable-deterministic-inference` would install, are not needed. Remove this file when SGLang lets a registered plugin
-choose the kernels.
+Hooks replace the norms, the activations, the products, the attention layers of the families in `ATTENTION`, the layers
+of experts, the attention kernels of the triton backend (on a CPU, of the torch_native backend) and the log-probs that
+the sampler returns. SGLang's cache, batches, CUDA graphs, choice of experts and sampler are unchanged. Its own
+invariant kernels, which `--enable-deterministic-inference` would install, are not needed. Remove this file when SGLang
+lets a registered plugin choose the kernels.
 
 Invariants
 1. Hooks are registered only if `KERNELS_ENV` is set. The settings refuse models, layouts and dtypes that are not
@@ -28,11 +28,14 @@ KERNELS_ENV = "SLIME_ENGINE_KERNELS"
 ATTENTION = {
     "llama": "sglang.srt.models.llama.LlamaAttention",
     "qwen3": "sglang.srt.models.qwen3.Qwen3Attention",
+    "qwen3_moe": "sglang.srt.models.qwen3_moe.Qwen3MoeAttention",
 }
 """Maps a `model_type` to SGLang's attention layer. They have the same attributes."""
+MAX_SEQUENCES = 65536
+"""Upper limit of the sequences in a decode step."""
 _of_model: dict[str, Any] = {}
-"""This process's `dtype` and `rotary`, the `angles` of the current pass, and the `log_probs` of the batch that is being
-sampled."""
+"""This process's `dtype`, `rotary` and `counts` (0, 1, 2, ...), the `angles` of the current pass, and `logits` and
+`temperatures` of the batch that is being sampled."""
 
 
 def prepare(runner: Any, *_: Any, **__: Any) -> None:
@@ -46,6 +49,7 @@ def prepare(runner: Any, *_: Any, **__: Any) -> None:
     device = torch.device(runner.device)
     _of_model["dtype"] = runner.model_config.dtype
     select.use(device, runner.model_config.dtype, os.environ[KERNELS_ENV], invariant=True)
+    _of_model["counts"] = torch.arange(MAX_SEQUENCES + 1, dtype=torch.int32, device=device)
     config = read_hf_config(runner.model_config.model_path)
     size = int(config.get("head_dim") or int(config["hidden_size"]) // int(config["num_attention_heads"]))
     frequencies = inverse_frequencies(config, size).to(device)
@@ -54,12 +58,13 @@ def prepare(runner: Any, *_: Any, **__: Any) -> None:
 
 def normalise(norm: Any, x: Any, residual: Any = None, post_residual_addition: Any = None, **_: Any) -> Any:
     """Replaces `RMSNorm.forward`: the norm of x [..., H], or of x + residual, which is then also returned."""
-    from slime.ops.norm import rms_norm
+    from slime.ops.norm import add_and_normalise, rms_norm
 
     if residual is None:
         return rms_norm(x, norm.weight, norm.variance_epsilon)
-    total = x + residual if post_residual_addition is None else x + (residual + post_residual_addition)
-    return rms_norm(total, norm.weight, norm.variance_epsilon), total
+    if post_residual_addition is not None:
+        residual = residual + post_residual_addition
+    return add_and_normalise(x, residual, norm.weight, norm.variance_epsilon), residual
 
 
 def activate(_module: Any, mixed: Any, **_: Any) -> Any:
@@ -92,22 +97,26 @@ def attend(layer: Any, positions: Any, hidden_states: Any, forward_batch: Any) -
     """Replaces an attention layer's `forward`: hidden_states [T, H] -> [T, H]."""
     from slime.ops.qk_rotary import Heads, split_and_rotate
 
-    mixed = _by_group(layer.qkv_proj(hidden_states)[0], layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    mixed = layer.qkv_proj(hidden_states)[0]
     norms = [getattr(layer, name, None) for name in ("q_norm", "k_norm")]
     weights = [None if norm is None else norm.weight for norm in norms]
     eps = 1e-6 if norms[0] is None else norms[0].variance_epsilon
-    heads = Heads(groups=layer.num_kv_heads, size=layer.head_dim, eps=eps)
+    heads = Heads(groups=layer.num_kv_heads, size=layer.head_dim, eps=eps, apart=True)
     query, key, value = split_and_rotate(mixed, heads, *_angles(layer, positions), *weights)
     out = layer.attn(query.flatten(1), key.flatten(1), value.flatten(1), forward_batch)
     return layer.o_proj(out)[0]
 
 
-def _by_group(qkv: Any, num_heads: int, groups: int, size: int) -> Any:
-    """[T, all queries, all keys, all values] -> [T, groups * (queries of the group, key, value)]."""
-    import torch
+def mix_experts(layer: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    """Replaces the `forward` of a Qwen3 MoE layer: hidden_states [T, H] -> [T, H]. SGLang's router still chooses the
+    experts, and records its choices for the trainer's replay."""
+    from slime.ops import experts
 
-    parts = qkv.split([num_heads * size, groups * size, groups * size], dim=-1)
-    return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(1)
+    logits = layer.gate(hidden_states)[0]
+    chosen = layer.topk(hidden_states, logits).topk_ids.long()
+    share = layer.topk.topk_config.renormalize
+    weighed = experts.weigh(logits.float().softmax(-1), chosen, logits.dtype, share=share, scale=1.0)
+    return experts.mix(hidden_states, *weighed, chosen.size(1), (layer.experts.w13_weight, layer.experts.w2_weight))
 
 
 def _angles(layer: Any, positions: Any) -> Any:
@@ -125,11 +134,9 @@ def use_attention_kernels(_result: Any, backend: Any, *_: Any, **__: Any) -> Non
 
 def _decode(query: Any, keys: Any, values: Any, out: Any, starts: Any, slots: Any, *rest: Any, **_: Any) -> None:
     """One query per sequence, whose keys are all in the cache. `rest`: splits of the keys, then the scale."""
-    import torch
-
     from slime.ops.kernels import invariant
 
-    cu_query = torch.arange(query.size(0) + 1, dtype=torch.int32, device=query.device)
+    cu_query = _of_model["counts"][: query.size(0) + 1]
     cache = keys, values, starts[: query.size(0) + 1], slots
     invariant.attend(query, keys, values, out, cu_query, None, 1, rest[4], cache=cache)
 
@@ -179,17 +186,24 @@ def _on_cpu(tensors: Sequence[Any], queries: list[int], scale: float) -> Any:
 
 
 def score(_sampler: Any, logits_output: Any, sampling_info: Any, *_: Any, **__: Any) -> None:
-    """Computes the log-probs of a batch, before the sampler overwrites its logits."""
-    from slime.ops.invariant import log_softmax
-
-    logits = logits_output.next_token_logits.to(
-        _of_model["dtype"]
-    )  # exact: SGLang only widens what the product rounded
-    _of_model["log_probs"] = log_softmax(logits, sampling_info.temperatures)
+    """Keeps the logits of a batch, which the sampler overwrites. SGLang only widens what the product rounded, so the
+    copy is exact."""
+    _of_model["logits"] = logits_output.next_token_logits.to(_of_model["dtype"], copy=True)
+    _of_model["temperatures"] = sampling_info.temperatures.clone()
 
 
-def report(compute: Callable[..., Any], processor: Any, _log_probs: Any, *rest: Any, **named: Any) -> Any:
-    return compute(processor, _of_model.pop("log_probs"), *rest, **named)
+def report(
+    compute: Callable[..., Any], processor: Any, _log_probs: Any, top: Any, ids: Any, sampled: Any, *rest: Any
+) -> Any:
+    """Replaces the log-probs from which `compute_logprobs` selects those of the sampled tokens, and others if a request
+    asks for them."""
+    from slime.ops.invariant import log_probs_of, log_softmax
+
+    logits, temperatures = _of_model.pop("logits"), _of_model.pop("temperatures")
+    if any(top) or any(given is not None for given in ids):
+        return compute(processor, log_softmax(logits, temperatures), top, ids, sampled, *rest)
+    own = log_probs_of(logits, temperatures, sampled.long())
+    return compute(processor, own.unsqueeze(1), top, ids, sampled.new_zeros(sampled.shape), *rest)
 
 
 _LAYERS = "sglang.srt.layers"
@@ -202,6 +216,7 @@ HOOKS = (
     Hook("REPLACE", f"{_LAYERS}.logits_processor.LogitsProcessor._compute_lm_head", unembed),
     Hook("REPLACE", "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", leave_products),
     *(Hook("REPLACE", f"{layer}.forward", attend) for layer in ATTENTION.values()),
+    Hook("REPLACE", "sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.forward", mix_experts),
     Hook("BEFORE", f"{_LAYERS}.sampler.Sampler.forward", score),
     Hook("AROUND", f"{_LAYERS}.logprob_processor.OutputLogprobProcessor.compute_logprobs", report),
 )

@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, assert_never
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slime.ops import swiglu
-from slime.ops.select import FUSED, name_of
+from slime.ops.select import FUSED, is_invariant, name_of
 
 Form = Literal["reference", "fused"]
 
@@ -210,6 +211,36 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     return RowPlan(tokens, experts, slots.view(num_tokens, topk), RowGroups(ends.to(torch.int32)))
 
 
+def weigh(scores: Tensor, chosen: Tensor, dtype: torch.dtype, *, share: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the router weights [T, experts] in `dtype`, 0 for experts that were not chosen, and the choices as bool.
+
+    scores float32 [T, experts], chosen int64 [T, topk]. `share`: divide the chosen scores by their sum.
+    """
+    weights = scores.gather(1, chosen)
+    if share:
+        weights = weights / (_total(weights) + 1e-20)
+    routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+    return torch.zeros_like(scores, dtype=dtype).scatter(1, chosen, (weights * scale).to(dtype)), routing_map
+
+
+def _total(weights: Tensor) -> Tensor:
+    """[T, topk] -> [T, 1]"""
+    if not is_invariant():
+        return weights.sum(-1, keepdim=True)
+    return functools.reduce(torch.add, weights.split(1, dim=1))  # `sum` picks its order by the shape
+
+
+def mix(x: Tensor, weights: Tensor, routing_map: Tensor, topk: int, projections: tuple[Tensor, Tensor]) -> Tensor:
+    """One MoE layer without gradients, as an engine needs it: x [T, H] -> [T, H], as `models.common.mlp` computes it.
+
+    Router weights [T, experts] and routing map as in `weigh`; projections [experts, 2F, H] and [experts, H, F].
+    """
+    form, plan = form_of(x), plan_rows(routing_map, topk)
+    mixed = grouped_linear(gather_rows(x, plan, form), projections[0], plan.groups, form)
+    inner = weighted_swiglu(mixed, row_weights(weights, plan), form)
+    return sum_rows(grouped_linear(inner, projections[1], plan.groups, form), plan, form)
+
+
 def row_weights(weights: Tensor, plan: RowPlan) -> Tensor:
     """Gathers the router weights [tokens, experts] into row order, [rows]."""
     return weights.reshape(-1).gather(0, plan.tokens * weights.size(1) + plan.experts)
@@ -230,7 +261,7 @@ def sum_rows(y: Tensor, plan: RowPlan, form: Form) -> Tensor:
     match form:
         case "reference":
             out = y.new_zeros(plan.slots.size(0), y.size(1))
-            if torch.are_deterministic_algorithms_enabled():
+            if torch.are_deterministic_algorithms_enabled() or is_invariant():
                 return out.index_add_(0, plan.tokens, y)
             return out.scatter_add_(0, plan.tokens.unsqueeze(1).expand(-1, y.size(1)), y)
         case "fused":

@@ -14,7 +14,8 @@ inference"). Trainer and engines use the same functions, so their log-probs are 
   are the tokens of a packed row or are spread over an engine's cache.
 - The normalizer of a vocabulary (`log_totals`). One program adds up one row, in blocks.
 
-Norms, rotary embedding and activations of `slime.ops` work on each token alone anyway.
+Norms, rotary embedding and activations of `slime.ops` work on each token alone anyway, and so does PyTorch's grouped
+matmul, which multiplies the rows of experts. The sum of a token's rows runs in expert order (`slime.ops.experts`).
 
 Invariant: for all three, the result for a token is the same bits in any batch, on one type of device.
 """
@@ -66,6 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _tile_products_of_the_cpu() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", tiled_product, "CPU")
+    library.impl("mm.out", lambda a, b, *, out: out.copy_(tiled_product(a, b)), "CPU")
     library.impl("addmm", _tiled_addmm, "CPU")
     return library
 
@@ -209,6 +211,12 @@ def log_totals(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     z = logits.float() / temperatures.view(-1, 1)
     top = z.amax(dim=1)
     return top, (z - top.unsqueeze(1)).exp().cumsum(dim=1)[:, -1].log()
+
+
+def log_probs_of(logits: Tensor, temperatures: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probs of one token per row: tokens int64 [n] -> [n] float32. Other arguments as in `log_totals`."""
+    top, log_total = log_totals(logits, temperatures)
+    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).float() / temperatures.view(-1) - top - log_total
 
 
 def log_softmax(logits: Tensor, temperatures: Tensor) -> Tensor:

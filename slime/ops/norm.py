@@ -23,6 +23,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
     return reference(x, weight, eps, zero_centered=zero_centered)
 
 
+def add_and_normalise(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds x [T, H] to `residual` in place, and returns the norm of the sum [T, H]. Without a gradient."""
+    if name_of("norm", x) == FUSED:
+        kernels: Any = importlib.import_module("slime.ops.kernels.norm")
+        out: Tensor = kernels.forward(x, weight, eps, False, residual)[0]
+        return out
+    return reference(residual.add_(x), weight, eps)
+
+
 def reference(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -32,6 +32,8 @@ class Heads:
     interleaved: bool = False
     eps: float = 1e-6
     zero_centered: bool = False
+    apart: bool = False
+    """Whether a token's projection has all queries first, then all keys, then all values, as in engines."""
 
 
 def split_and_rotate(
@@ -51,8 +53,13 @@ def split_and_rotate(
 def reference(
     mixed: Tensor, heads: Heads, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    size, grouped = heads.size, mixed.unflatten(-1, (heads.groups, -1))  # [T, groups, (n + 2) * d]
-    query, key, value = grouped.split([grouped.size(-1) - 2 * size, size, size], dim=-1)
+    size, per_group = heads.size, mixed.size(-1) // heads.groups - 2 * heads.size
+    sizes = [per_group, size, size]  # of a group's queries, its key and its value
+    if heads.apart:
+        parts = mixed.split([n * heads.groups for n in sizes], dim=-1)
+        query, key, value = (part.unflatten(-1, (heads.groups, -1)) for part in parts)
+    else:
+        query, key, value = mixed.unflatten(-1, (heads.groups, -1)).split(sizes, dim=-1)
     query = query.reshape(query.size(0), query.size(1) * query.size(2) // size, size)
     if q_weight is not None and k_weight is not None:
         query = norm.reference(query, q_weight, heads.eps, zero_centered=heads.zero_centered)

@@ -67,9 +67,11 @@ def certified(folder: Path, checkpoint: Path, *more: str) -> tuple[int, dict[str
     return done.returncode, json.loads((folder / "certificate.json").read_text()), done.stdout
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_every_log_prob_is_equal_and_a_run_repeats(family: str, tmp_path: Path) -> None:
-    code, found, text = certified(tmp_path, write_family(tmp_path / "model", family))
+    experts = family == "qwen3_moe"
+    checkpoint = write_family(tmp_path / "model", family, **({"mlp_only_layers": []} if experts else {}))
+    code, found, text = certified(tmp_path, checkpoint, *(["--use-rollout-routing-replay"] if experts else []))
     assert found["exact"]["mismatch_max"] == 0.0 and found["exact"]["num_tokens"] > 1000
     assert found["plain"]["mismatch_max"] > 0.0, "without the flag, kernels differ"
     assert found["repeats"] and code == 0 and "bitwise equal" in text

@@ -103,7 +103,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 dtype="bfloat16",
                 device="cuda",
                 layout=layout,
-                gpu_ids=tuple(map(str, GPUS)),
                 extra=FLAGS,
             )
             server = SGLangServer(spec, log_path=folder / "engine.log")

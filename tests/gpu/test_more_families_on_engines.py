@@ -84,7 +84,7 @@ def test_an_engine_samples_as_the_trainer_after_a_sync(
         (n, state[n].cuda() if table.entry_of_hf(n).row.wide else state[n].bfloat16().cuda()) for n in table.hf_names
     )
     given = {name: value for name, value in {**FLAGS, **flags}.items() if value is not None}
-    spec = spec_of(served, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra=given)
+    spec = spec_of(served, dtype="bfloat16", device="cuda", extra=given)
     with serving(spec, tmp_path) as server:
         control = HttpEngineControl(server.url, ONE_RANK, timeout_s=120)
         try:

@@ -10,12 +10,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
-from slime.ops import invariant, select
+from slime.core.routed_experts import ExpertFormat
+from slime.ops import experts, invariant, select
 from tests.gpu.conftest import Figure
 from tests.support.engine_parity import one_rank, sampled
 from tests.support.engines import serving, spec_of
@@ -24,7 +27,16 @@ from tests.support.families import write_family
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(400)]
 LENGTHS = [1000, 37, 513, 64]
 ROWS = [*range(1, 20), 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 256, 333, 1000]
-SHAPES = [(6144, 2560), (2560, 9728), (1024, 3072), (4096, 14336), (1536, 4096), (576, 1536), (50304, 1024)]
+SHAPES = [
+    (128, 2048),
+    (6144, 2560),
+    (2560, 9728),
+    (1024, 3072),
+    (4096, 14336),
+    (1536, 4096),
+    (576, 1536),
+    (50304, 1024),
+]
 """(outputs, inputs) of layers. cuBLAS by itself splits the sums of most of them for few rows."""
 
 
@@ -111,19 +123,46 @@ def test_log_probs_of_a_row_do_not_depend_on_the_others() -> None:
         assert torch.equal(invariant.log_softmax(logits[:num], temperatures[:num]), whole[:num])
 
 
+def test_a_row_of_experts_does_not_depend_on_the_others() -> None:
+    weights = draw(16, 512, 256) / 16, draw(16, 256, 256) / 16
+    scores, x = torch.randn(4096, 16, device="cuda").softmax(-1), draw(4096, 256)
+    chosen = scores.topk(4, dim=-1).indices
+
+    def mix(rows: slice) -> torch.Tensor:
+        weighed = experts.weigh(scores[rows], chosen[rows], torch.bfloat16, share=True, scale=1.0)
+        return experts.mix(x[rows], *weighed, 4, weights)
+
+    whole = mix(slice(None))
+    for first, num in [(0, 1), (5, 2), (9, 17), (100, 64), (7, 300), (2048, 2048)]:
+        assert torch.equal(mix(slice(first, first + num)), whole[first : first + num]), (first, num)
+    gates = [functional.linear(x[3], weights[0][expert]).chunk(2) for expert in chosen[3].tolist()]
+    outs = [
+        functional.linear(functional.silu(gate) * up, weights[1][expert])
+        for (gate, up), expert in zip(gates, chosen[3].tolist(), strict=True)
+    ]
+    shares = scores[3, chosen[3]] / scores[3, chosen[3]].sum()
+    wanted = (shares.unsqueeze(1) * torch.stack(outs).float()).sum(0)
+    assert torch.allclose(whole[3].float(), wanted, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_an_engines_log_probs_are_those_of_the_trainer(family: str, temperature: float, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
+    routed = ExpertFormat(16, 4, (True, True)) if family == "qwen3_moe" else None
+    if routed is not None:
+        sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "mlp_only_layers": []}
     checkpoint = write_family(tmp_path / "model", family, **sizes)
     extra = {
         **{"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"},
         **{"mem_fraction_static": 0.2, "max_total_tokens": 32768, "cuda_graph_max_bs": 32},
+        **({} if routed is None else {"enable_return_routed_experts": True}),
     }
-    spec = spec_of(checkpoint, dtype="bfloat16", device="cuda", gpu_ids=("0",), extra=extra)
+    spec = spec_of(checkpoint, dtype="bfloat16", device="cuda", extra=extra)
     with serving(dataclasses.replace(spec, trainer_kernels="auto"), tmp_path) as server:
-        batch = sampled(server.url, temperature=temperature, length=300)
-    settings = {"global_batch_size": 24, "micro_batch_size": 5, "rollout_temperature": temperature}
+        batch = sampled(server.url, temperature=temperature, length=300, experts=routed)
+    settings: dict[str, Any] = {"global_batch_size": 24, "micro_batch_size": 5, "rollout_temperature": temperature}
+    settings["use_rollout_routing_replay"] = routed is not None
     with one_rank(checkpoint, device="cuda", megatron={"bf16": True}, true_on_policy=True, **settings) as backend:
         got = np.concatenate([np.asarray(values) for values in backend.log_probs(batch)])
     by_engine = np.concatenate([np.asarray(s.rollout_log_probs) for s in batch.samples])

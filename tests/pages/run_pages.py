@@ -50,6 +50,7 @@ TIMEOUT_S = 1200.0
 UNPACK = "recipes.demo.prepare"
 GRACE_S = 30.0
 """How long the processes of a page may take to end by themselves once they are asked to."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 FENCE = re.compile(r"^```")
 NUMBER = re.compile(r"(?<![A-Za-z_])[<>]?[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|\d+")
@@ -127,6 +128,8 @@ def run_page(page: Path, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         (folder / "assets").symlink_to(ROOT / "assets")
     (record / "page.sh").write_text(_script(blocks, record))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    # A signal that came between the start of the shell and its assignment would leave the shell running.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     shell = subprocess.Popen(
         ["bash", "-euo", "pipefail", str(record / "page.sh")],
         cwd=folder,
@@ -134,8 +137,10 @@ def run_page(page: Path, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=_heed_stops,
     )
     try:
+        _heed_stops()
         code = shell.wait(timeout_s)
     except subprocess.TimeoutExpired:
         code = None
@@ -149,6 +154,10 @@ def run_page(page: Path, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
             raise PageError(_unfinished(page, block, code, timeout_s, _text(printed)))
         shown = [b for b in _shown_after(blocks, number)]
         _compare(page, block, shown, _text(printed))
+
+
+def _heed_stops() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def _script(blocks: list[Block], record: Path) -> str:
@@ -261,8 +270,8 @@ def main(words: list[str] | None = None) -> int:
     if not pages:
         parser.error(f"there are no pages in {ROOT / 'docs' / 'path'}")
     # What a page left running is ended in any case, also where a shell made this process ignore Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in STOPS:
+        signal.signal(number, signal.default_int_handler)
     failed: list[Path] = []
     for page in pages:
         above = Path(tempfile.mkdtemp(prefix="page-"))

@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 
 from slime.core.batch import TrainBatch, TrainSample
+from slime.core.routed_experts import ExpertFormat
+from slime.rollout.client.call import parse_experts
 from tests.support.training import free_port, training_args
 
 
@@ -50,19 +52,25 @@ def one_rank(checkpoint: Path, **settings: Any) -> Iterator[Any]:
         gc.collect()  # threads of its groups end with it
 
 
-def sampled(url: str, *, temperature: float = 1.0, num: int = 24, length: int = 48) -> TrainBatch:
-    """`num` responses of `length` tokens to random prompts of unequal lengths, with the engine's log-probs."""
+def sampled(
+    url: str, *, temperature: float = 1.0, num: int = 24, length: int = 48, experts: ExpertFormat | None = None
+) -> TrainBatch:
+    """`num` responses of `length` tokens to random prompts of unequal lengths, with the engine's log-probs and, given
+    their format, its choices of experts."""
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, 100, int(rng.integers(2, 30))).tolist() for _ in range(num)]
     body = {
         "input_ids": prompts,
         "sampling_params": {"temperature": temperature, "max_new_tokens": length, "ignore_eos": True},
         "return_logprob": True,
+        "return_routed_experts": experts is not None,
     }
     answers = httpx.post(f"{url}/generate", json=body, timeout=200).raise_for_status().json()
     samples = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         chosen = answer["meta_info"]["output_token_logprobs"]
+        num_tokens = len(prompt) + len(chosen)
+        routed = None if experts is None else parse_experts(answer, experts, start=0, num_tokens=num_tokens)
         samples.append(
             TrainSample(
                 tokens=np.asarray(prompt + [c[1] for c in chosen], np.int64),
@@ -73,6 +81,7 @@ def sampled(url: str, *, temperature: float = 1.0, num: int = 24, length: int = 
                 group_index=index // 2,
                 index=index,
                 truncated=True,
+                routed_experts=None if routed is None else routed.ids,
             )
         )
     return TrainBatch(rollout_id=0, samples=tuple(samples))

@@ -86,6 +86,7 @@ from slime.ops.experts import (
     plan_rows,
     row_weights,
     sum_rows,
+    weigh,
     weighted_swiglu,
 )
 from slime.ops.swiglu import swiglu
@@ -268,12 +269,8 @@ class ExactRouter(TopKRouter):
             chosen = self._choose(scores if self.expert_bias is None else scores + self.expert_bias)
             if self.choices is not None:
                 chosen = self.choices.choose(self.layer_number - 1, chosen, config.num_moe_experts)
-        weights = scores.gather(1, chosen)
-        if not config.moe_router_pre_softmax:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
-        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
-        return torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype)), routing_map
+        scale = config.moe_router_topk_scaling_factor or 1.0
+        return weigh(scores, chosen, logits.dtype, share=not config.moe_router_pre_softmax, scale=scale)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """scores [T, experts] -> indices of the chosen experts [T, topk] (DeepSeek-V3, arXiv:2412.19437, section

@@ -42,8 +42,6 @@ class Qwen3(Family):
 class Qwen3Moe(Qwen3):
     """Qwen3 with experts in all or some layers."""
 
-    lends_kernels = False
-
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {**super().departures(hf_config), **softmax_experts(hf_config)}
 

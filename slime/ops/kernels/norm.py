@@ -26,8 +26,13 @@ def _tile(size: int) -> tuple[int, int, int]:
     return rows, columns, min(16, max(4, rows * columns // 512))
 
 
-def forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    """x [T, H] with contiguous rows, weight [H] -> out [T, H], and 1 / root mean square [T] float32."""
+def forward(
+    x: Tensor, weight: Tensor, eps: float, zero_centered: bool, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, H] with contiguous rows, weight [H] -> out [T, H], and 1 / root mean square [T] float32.
+
+    With `residual` [T, H], whose rows are contiguous: adds x to it in place, and normalises the sum.
+    """
     num_rows, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -36,7 +41,9 @@ def forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> tuple
     if num_rows:
         rows, columns, warps = _tile(size)
         _forward[(triton.cdiv(num_rows, rows),)](
-            x, weight, out, scale, x.stride(0), num_rows, eps, size, zero_centered, rows, columns, num_warps=warps
+            *(x, residual, weight, out, scale, x.stride(0), 0 if residual is None else residual.stride(0)),
+            *(num_rows, eps, size, zero_centered, residual is not None, rows, columns),
+            num_warps=warps,
         )
     return out, scale
 
@@ -85,14 +92,17 @@ def backward(
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward(  # type: ignore[no-untyped-def]
     x,
+    residual,
     weight,
     out,
     scale,
     stride,
+    residual_stride,
     num_rows,
     eps,
     SIZE: tl.constexpr,
     CENTERED: tl.constexpr,
+    ADDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -101,6 +111,11 @@ def _forward(  # type: ignore[no-untyped-def]
     inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
     kind = out.dtype.element_ty
     wide = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        place = residual + rows[:, None] * residual_stride + columns[None, :]
+        total = (wide + tl.load(place, mask=inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(place, total, mask=inside)
+        wide = total.to(tl.float32)
     w = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)
     normed = wide * inverse[:, None]

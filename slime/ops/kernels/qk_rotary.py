@@ -29,6 +29,7 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
         "SIZE": heads.size,
         "HALF": half,
         "INTERLEAVED": heads.interleaved,
+        "APART": heads.apart,
         "NORM": (2 if heads.zero_centered else 1) if normed else 0,
         "PAIRS": triton.next_power_of_2(half),
         "REST": max(16, triton.next_power_of_2(rest)),
@@ -39,13 +40,17 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. With norms, the values are a view of it."""
+    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. The values are a view of it with norms, or if
+    heads are apart."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None
     sizes = _sizes(heads, width, cos.size(-1), normed=normed)
     query = mixed.new_empty(num_tokens, heads.groups * sizes["PER"], heads.size)
     key = mixed.new_empty(num_tokens, heads.groups, heads.size)
-    value = mixed.unflatten(-1, (heads.groups, -1))[..., -heads.size :] if normed else torch.empty_like(key)
+    if heads.apart:
+        value = mixed[:, -heads.groups * heads.size :].unflatten(-1, (heads.groups, -1))
+    else:
+        value = mixed.unflatten(-1, (heads.groups, -1))[..., -heads.size :] if normed else torch.empty_like(key)
     if num_tokens:
         weights = (q_weight, k_weight) if normed else (mixed, mixed)  # not read without norms
         _forward[(num_tokens,)](
@@ -70,6 +75,7 @@ def backward(
 
     `num_programs` is the number of programs that accumulate weight gradients; 0 skips these gradients.
     """
+    assert not heads.apart, "only engines have heads that are apart"
     query, num_tokens = grads[0], grads[0].size(0)
     out = query.new_empty(num_tokens, width)
     normed = mixed is not None
@@ -115,20 +121,23 @@ def _forward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
     WIDTH: tl.constexpr = PER + 2
+    QUERIES: tl.constexpr = PER if APART else WIDTH
+    KEYS: tl.constexpr = 1 if APART else WIDTH
     token = tl.program_id(0).to(tl.int64)
     first, second, others = places(SIZE, HALF, INTERLEAVED, PAIRS, REST)
     c, s = angles(cos, sin, token, HALF, PAIRS)
     row = mixed + token * (GROUPS * WIDTH * SIZE)
     out = query + token * (GROUPS * PER * SIZE)
-    heads_forward(row, out, q_weight, first, second, others, c, s, eps, GROUPS * PER, PER, WIDTH, SIZE, NORM)
-    row += PER * SIZE
+    heads_forward(row, out, q_weight, first, second, others, c, s, eps, GROUPS * PER, PER, QUERIES, SIZE, NORM)
+    row += (GROUPS if APART else 1) * PER * SIZE
     out = key + token * (GROUPS * SIZE)
-    heads_forward(row, out, k_weight, first, second, others, c, s, eps, GROUPS, 1, WIDTH, SIZE, NORM)
-    if NORM == 0:
+    heads_forward(row, out, k_weight, first, second, others, c, s, eps, GROUPS, 1, KEYS, SIZE, NORM)
+    if NORM == 0 and not APART:
         copy_heads(row + SIZE, value + token * (GROUPS * SIZE), WIDTH * SIZE, SIZE, GROUPS, SIZE, PAIRS)
 
 
@@ -153,6 +162,7 @@ def _backward(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):

@@ -271,6 +271,8 @@ _SAME_KERNELS: Mapping[str, tuple[Any, ...]] = {
     "decode_attention_backend": (None, "triton"),
     "prefill_attention_backend": (None, "triton"),
     "kv_cache_dtype": (None, "auto"),
+    "moe_runner_backend": (None, "auto", "triton"),
+    "moe_a2a_backend": (None, "none"),
     "quantization": (None,),
     "speculative_algorithm": (None,),
     "enable_fp32_lm_head": (None, False),

@@ -311,7 +311,16 @@ def trainer_can_be_true_on_policy(args: Args) -> str | None:
             args.kernels == "reference" and args.device == "cuda",
         ),
         ("training in float32 has no attention kernel on a GPU", args.device == "cuda" and _dtype(args) == "float32"),
+        (
+            "--moe-token-dispatcher-type allgather adds up experts in another order",
+            (m["expert_model_parallel_size"] or 1) > 1 and m["moe_token_dispatcher_type"] == "allgather",
+        ),
     )
+    if m["num_moe_experts"] and not args.use_rollout_routing_replay:
+        return (
+            "--true-on-policy needs the experts that the engine chose, because two experts can have equal scores; add "
+            "--use-rollout-routing-replay"
+        )
     found = next((reason for reason, holds in reasons if holds), None)
     return None if found is None else f"--true-on-policy does not work here: {found}; drop one of the two"
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from slime.compat.sglang_trainer_kernels import ATTENTION
 from slime.models import FAMILIES
-from slime.ops import attention, invariant
+from slime.ops import attention, invariant, norm, qk_rotary
+from slime.ops.qk_rotary import Heads
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -66,6 +67,27 @@ def test_log_probs_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype) -> N
     for i in (0, 7, 19):
         alone = invariant.log_softmax(logits[i : i + 1], temperatures[i : i + 1])
         assert torch.equal(alone, whole[i : i + 1])
+    tokens = torch.arange(20) * 50
+    assert torch.equal(invariant.log_probs_of(logits, temperatures, tokens), whole.gather(1, tokens[:, None])[:, 0])
+
+
+def test_heads_that_are_apart_are_those_of_a_fused_projection() -> None:
+    """Engines put all queries first, then all keys and all values; the trainer, those of each group."""
+    groups, size = 2, 8
+    mixed, (q_weight, k_weight) = draw(5, groups * 5 * size), draw(2, size, seed=1)
+    cos, sin = draw(2, 5, size // 2, seed=2)
+    query, key, value = (part.flatten(1) for part in mixed.unflatten(1, (groups, 5, size)).split([3, 1, 1], dim=2))
+    apart = torch.cat([query, key, value], dim=1)
+    want = qk_rotary.split_and_rotate(mixed, Heads(groups, size), cos, sin, q_weight, k_weight)
+    got = qk_rotary.split_and_rotate(apart, Heads(groups, size, apart=True), cos, sin, q_weight, k_weight)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_residual_is_added_before_it_is_normalised() -> None:
+    x, residual, weight = draw(6, 16), draw(6, 16, seed=1), draw(16, seed=2)
+    total = x + residual
+    out = norm.add_and_normalise(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total) and torch.equal(out, norm.rms_norm(total, weight, 1e-6))
 
 
 def test_engines_have_hooks_for_the_families_that_lend_their_kernels() -> None:
@@ -110,6 +132,21 @@ logits, temperatures = 3 * torch.randn(4, 9000), torch.tensor([0.7])
 top, log_total = kernels.log_totals(logits, temperatures)
 exact = (logits.double() / 0.7).logsumexp(1)
 assert torch.allclose((top + log_total).double(), exact, atol=1e-4)
+
+from slime.ops import norm, qk_rotary
+from slime.ops.kernels import norm as norm_kernels, qk_rotary as heads_kernels
+
+x, residual, weight = torch.randn(5, 40), torch.randn(5, 40), torch.randn(40)
+total = x + residual
+normed, _ = norm_kernels.forward(x, weight, 1e-6, False, residual)
+assert torch.equal(residual, total)
+assert torch.allclose(normed, norm.reference(total, weight, 1e-6), atol=1e-5)
+mixed, cos, sin = torch.randn(5, 2 * 5 * 8), torch.randn(5, 4), torch.randn(5, 4)
+heads = qk_rotary.Heads(2, 8, apart=True)
+for weights in [(torch.randn(8), torch.randn(8)), ()]:
+    got = heads_kernels.forward(mixed, heads, cos, sin, *weights)
+    want = qk_rotary.reference(mixed, heads, cos, sin, *(weights or (None, None)))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=environment)
