@@ -18,7 +18,9 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, assert_never
@@ -202,13 +204,26 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     # All pairs that were not chosen share one extra slot after the rows.
     places = torch.where(pairs, ranks - 1, num_rows).clamp_(max=num_rows)
     chosen = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-    chosen = chosen.scatter_(0, places, torch.arange(pairs.numel(), device=device))[:num_rows]
+    with _in_any_order():
+        chosen = chosen.scatter_(0, places, torch.arange(pairs.numel(), device=device))[:num_rows]
     tokens, experts = chosen.remainder(max(1, num_tokens)), chosen.div(max(1, num_tokens), rounding_mode="floor")
     nth = routing_map.cumsum(1).t().reshape(-1).index_select(0, chosen) - 1
     slots = torch.zeros(num_rows, dtype=torch.int32, device=device)
-    slots.scatter_(0, tokens * topk + nth, torch.arange(num_rows, dtype=torch.int32, device=device))
+    with _in_any_order():
+        slots.scatter_(0, tokens * topk + nth, torch.arange(num_rows, dtype=torch.int32, device=device))
     ends = ranks.view(num_experts, num_tokens)[:, -1] if num_tokens else ranks.new_zeros(num_experts)
     return RowPlan(tokens, experts, slots.view(num_tokens, topk), RowGroups(ends.to(torch.int32)))
+
+
+@contextlib.contextmanager
+def _in_any_order() -> Iterator[None]:
+    """For copies to different places, which PyTorch's deterministic mode would sort first."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def weigh(scores: Tensor, chosen: Tensor, dtype: torch.dtype, *, share: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -237,7 +237,7 @@ class LatentAttention(MegatronModule):
         keys = torch.cat([self._of_all_tokens(latent), turned], dim=-1)
         if packed.shard is not None:
             keys = packed.shard.of_keys(keys)
-        up, out = self._kv_up_matrices(), []
+        up, out = self._kv_up_matrices(latent.device), []
         for q, kv, chosen in zip(
             query.split(packed.query_lengths), keys.split(packed.key_lengths), selected, strict=True
         ):
@@ -269,7 +269,7 @@ class LatentAttention(MegatronModule):
             return gather_from_sequence_parallel_region(x)
         return copy_to_tensor_model_parallel_region(x)
 
-    def _kv_up_matrices(self) -> Tensor:
+    def _kv_up_matrices(self, device: torch.device) -> Tensor:
         """Returns the up projection [heads, nope + v, rank] in float32, in which its gradients are summed.
 
         This is what the layer makes of unit vectors, so adapters, quantised weights, and the way in which the layer
@@ -278,7 +278,7 @@ class LatentAttention(MegatronModule):
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         size = -(-self.kv_rank // shards) * shards
         dtype = self.config.params_dtype
-        unit = torch.eye(size, self.kv_rank, dtype=dtype, device=current_device()).unsqueeze(1)
+        unit = torch.eye(size, self.kv_rank, dtype=dtype, device=device).unsqueeze(1)
         if shards > 1:
             unit = scatter_to_sequence_parallel_region(unit)
         columns = self.linear_kv_up_proj(unit)[0][: self.kv_rank].squeeze(1)
