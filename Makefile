@@ -48,21 +48,20 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Five sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait. Tests of the
-# third share an engine, those of the fourth share training ranks. The last session shows its output as it comes, the
-# output of the others comes at the end. On Ctrl-C, each of them ends what it started.
-IN_ROOM        = $(wildcard $(addprefix tests/$(1)/,$(2)))
-SESSION_1      := $(call IN_ROOM,unit,agent data rollout) tests/mutation tests/project
-SESSION_3      := $(call IN_ROOM,unit,settings) $(call IN_ROOM,contract,agent rollout serving weights)
-SESSION_4      := $(call IN_ROOM,unit,rewards) $(call IN_ROOM,contract,training)
-SPLIT_OFF      := $(SESSION_1) $(SESSION_3) $(SESSION_4)
-IGNORED         = $(addprefix --ignore=,$(1))
-SESSION_2      := $(call IGNORED,$(SPLIT_OFF)) tests/unit
+# Four sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait; each costs
+# its imports. Tests of the first share an engine, those of the second share training ranks, the last makes whole runs
+# and has what the others have not. It shows its output as it comes, the output of the others comes at the end. On
+# Ctrl-C, each of them ends what it started.
+IN_ROOM         = $(wildcard $(addprefix tests/$(1)/,$(2)))
+SESSION_1      := $(call IN_ROOM,unit,rollout) $(call IN_ROOM,contract,agent rollout serving weights)
+SESSION_2      := $(call IN_ROOM,unit,data rewards) $(call IN_ROOM,contract,training)
+SESSION_3      := $(call IN_ROOM,unit,agent algorithms core models ops project serving training weights)
+SESSION_4      := $(addprefix --ignore=,$(SESSION_1) $(SESSION_2) $(SESSION_3)) tests
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
 trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
-$(foreach n,1 2 3 4,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
-$(PYTEST) $(SELECT) $(call IGNORED,tests/unit $(SPLIT_OFF)) tests || failed=1; \
+$(foreach n,1 2 3,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
+$(PYTEST) $(SELECT) $(SESSION_4) || failed=1; \
 for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef
 

@@ -8,7 +8,7 @@ tests that need them are skipped with the reason.
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import json
 import shutil
 import subprocess
@@ -53,23 +53,18 @@ NUM_WORDS = 8_000
 """Words that tests keep of a tokenizer's hundred thousand and more: all take seconds to load."""
 
 
-@functools.cache
-def scratch() -> tempfile.TemporaryDirectory[str]:
-    """Of this process; it goes when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="slime-tests-")
-
-
-@functools.cache
 def short_tokenizer_folder(family: str) -> Path:
-    """Holds the tokenizer of a family with its first words alone, and all its added tokens behind them.
+    """Holds the tokenizer of a family with its first words alone, and all its added tokens behind them; in `assets/`.
 
     One that does not begin with the letters, as Gemma's, stays whole.
     """
-    whole, folder = tokenizer_folder(family), Path(scratch().name) / family
+    folder = ASSETS / f"{family}-{NUM_WORDS}"
+    if folder.is_dir():
+        return folder
+    whole = tokenizer_folder(family)
     known = json.loads((whole / "tokenizer.json").read_text())
     if known["model"]["byte_fallback"]:
         return whole
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("tokenizer.json"))
     words = {word: i for word, i in known["model"]["vocab"].items() if i < NUM_WORDS}
     assert sorted(words.values()) == list(range(NUM_WORDS)), "ids with holes"
     merges = [(a, b) for a, b in known["model"]["merges"] if a in words and b in words and a + b in words]
@@ -80,7 +75,11 @@ def short_tokenizer_folder(family: str) -> Path:
     for processor in _processors(known["post_processor"]):
         for name, token in processor.get("special_tokens", {}).items():
             token["ids"] = [ids[name]]
-    (folder / "tokenizer.json").write_text(json.dumps(known))
+    with tempfile.TemporaryDirectory(dir=ASSETS) as beside:
+        made = shutil.copytree(whole, Path(beside) / "made", ignore=shutil.ignore_patterns("tokenizer.json"))
+        (made / "tokenizer.json").write_text(json.dumps(known))
+        with contextlib.suppress(OSError):  # another session was first
+            made.rename(folder)
     return folder
 
 

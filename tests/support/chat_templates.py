@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 
 from slime.data.chat import ChatRenderer
 from slime.data.sft_loss_mask import SftRow
-from tests.support.chat_hooks import NUM_WORDS, scratch, short_tokenizer_folder
+from tests.support.chat_hooks import NUM_WORDS, short_tokenizer_folder
 
 GLM4 = (
     "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}{{ '<|observation|>' }}"
@@ -247,6 +248,11 @@ def ids_of(tokenizer: Any, tokens: Sequence[str]) -> list[int]:
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="slime-tests-")
+
+
+@functools.cache
 def tekken_file() -> Path:
     """Mistral's tokenizer as its own package brings it, with its first words alone."""
     package = importlib.util.find_spec("mistral_common")
@@ -255,7 +261,7 @@ def tekken_file() -> Path:
     whole = json.loads((Path(package.origin).parent / "data" / "tekken_240718.json").read_text())
     num_special = whole["config"]["default_num_special_tokens"]
     size = {"num_vocab_tokens": NUM_WORDS, "default_vocab_size": NUM_WORDS + num_special}
-    file = Path(scratch().name) / "tekken_240718.json"
+    file = Path(_folder().name) / "tekken_240718.json"
     file.write_text(json.dumps({"config": whole["config"] | size, "vocab": whole["vocab"][:NUM_WORDS]}))
     return file
 

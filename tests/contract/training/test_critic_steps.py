@@ -17,6 +17,7 @@ from tests.support.training_ranks import run_layouts
 PPO: dict[str, Any] = {"advantage_estimator": "ppo", "critic_lr": 1e-2}
 
 
+@pytest.mark.slow
 def test_values_become_the_returns(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
     """Law: where every answer is worth 1, so is every token; an advantage would be satisfied with half of it."""
     backend = make_backend(

@@ -102,6 +102,7 @@ def test_fifty_random_updates(rig: DeltaRig, encoding: str) -> None:
     assert not any(rig.is_full(version) for version in range(3, 52))
 
 
+@pytest.mark.slow
 def test_one_altered_float_is_refused_by_name_and_the_next_sync_is_full(rig: DeltaRig) -> None:
     """What travels is altered before it is encoded: checksums fit, and the digests of the engine do not."""
     channel = rig.channel_of()

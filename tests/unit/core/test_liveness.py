@@ -20,7 +20,7 @@ from slime.core.liveness import LEAST_SHARE, MOST_LOAD, WORKING, Silence, load, 
 
 WORKS = "import time\nwhile True: pass"
 NICE = f"import os; os.nice(19)\n{WORKS}"
-IDLE = "import time\nwhile True: time.sleep(0.02)"
+IDLE = "import time\nwhile True: time.sleep(0.05)"
 """A thread that looks at something now and then, as those of a scheduler that hangs do."""
 
 
