@@ -48,20 +48,19 @@ $(STAMP): pyproject.toml $(PINS)
 demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before and after, a report
 	PY=$(PY) bash recipes/demo/run.sh
 
-# Four sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait; each costs
+# Three sessions side by side, one thread each, because tests that start engines, ranks or runs mostly wait; each costs
 # its imports. Tests of the first share an engine, those of the second share training ranks, the last makes whole runs
 # and has what the others have not. It shows its output as it comes, the output of the others comes at the end. On
 # Ctrl-C, each of them ends what it started.
 IN_ROOM         = $(wildcard $(addprefix tests/$(1)/,$(2)))
-SESSION_1      := $(call IN_ROOM,unit,rollout) $(call IN_ROOM,contract,agent rollout serving weights)
-SESSION_2      := $(call IN_ROOM,unit,data rewards) $(call IN_ROOM,contract,training)
-SESSION_3      := $(call IN_ROOM,unit,agent algorithms core models ops project serving training weights)
-SESSION_4      := $(addprefix --ignore=,$(SESSION_1) $(SESSION_2) $(SESSION_3)) tests
+SESSION_1      := $(call IN_ROOM,unit,rewards rollout) $(call IN_ROOM,contract,agent rollout serving weights)
+SESSION_2      := $(call IN_ROOM,unit,data settings) $(call IN_ROOM,contract,training)
+SESSION_3      := $(addprefix --ignore=,$(SESSION_1) $(SESSION_2)) tests
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
 trap 'kill $$pids 2>/dev/null; rm -rf $$logs' EXIT; trap 'wait; exit 130' INT; trap 'exit 143' TERM; \
-$(foreach n,1 2 3,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
-$(PYTEST) $(SELECT) $(SESSION_4) || failed=1; \
+$(foreach n,1 2,$(PYTEST) $(SELECT) -p no:cacheprovider $(SESSION_$(n)) >$$logs/$(n) 2>&1 & pids="$$pids $$!";) \
+$(PYTEST) $(SELECT) $(SESSION_3) || failed=1; \
 for pid in $$pids; do wait $$pid || failed=1; done; cat $$logs/*; exit $$failed
 endef
 
