@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.compat import PatchReport, megatron_report, require_effect
+from slime.core.errors import EngineError
 
 _USED_MODULES = (
     "megatron.core.parallel_state",
@@ -44,9 +45,13 @@ _FACTORIES = (
 def activate(device: str) -> list[PatchReport]:
     """Applies all patches and returns their reports if `device` is "cpu". Does nothing for "cuda". Idempotent.
 
-    Raises `EngineError` if a patch had no effect, for example because the upstream version is different.
+    Raises `EngineError` if a patch had no effect, for example because the upstream version is different, and for "cuda"
+    in a process that has already been patched, whose modules would be built on the CPU.
     """
     if device != "cpu":
+        megatron = sys.modules.get(_USED_MODULES[0])
+        if megatron is not None and isinstance(megatron.__dict__.get("torch"), _CpuTorch):
+            raise EngineError("this process has trained on a CPU, so it cannot train on a GPU; use another process")
         return []
     for name in _USED_MODULES:
         importlib.import_module(name)

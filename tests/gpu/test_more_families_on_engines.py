@@ -6,6 +6,7 @@ python -m pytest -s tests/gpu/test_more_families_on_engines.py
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.core.batch import TrainBatch
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import ONE_RANK
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
 from tests.contract.weights.test_families_on_engines import sync_state
 from tests.gpu.conftest import Figure
-from tests.support.engine_parity import one_rank, sampled
+from tests.support.engine_parity import sampled
 from tests.support.engines import serving, spec_of
 from tests.support.families import write_family
+from tests.support.measured_backend import MeasuredBackend
+from tests.support.ranks import Ranks, Seat
+from tests.support.training import training_args
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(400)]
 FLAGS: dict[str, Any] = {
@@ -68,6 +73,14 @@ MEAN_DIFFERENCE = 0.05
 """In nats; wrong weights are off by more than one."""
 
 
+def log_probs_on_a_cpu(seat: Seat, checkpoint: Path, batch: TrainBatch) -> Any:
+    """Log-probs of all sampled tokens, in float32, one after the other."""
+    args = training_args(checkpoint, global_batch_size=24, micro_batch_size=6)
+    with contextlib.closing(MeasuredBackend(args, **seat.place)) as backend:
+        backend.weight_version = 1
+        return np.concatenate([np.asarray(values) for values in backend.log_probs(batch)])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_samples_as_the_trainer_after_a_sync(
     family: str, tmp_path: Path, figure: Figure, monkeypatch: pytest.MonkeyPatch
@@ -94,8 +107,8 @@ def test_an_engine_samples_as_the_trainer_after_a_sync(
             print(f"{family}: the log ends with\n{server.log_tail()}", flush=True)
             raise
         control.close()
-    with one_rank(trained, global_batch_size=24, micro_batch_size=6) as backend:
-        got = np.concatenate([np.asarray(values) for values in backend.log_probs(batch)])
+    with Ranks(fresh=True) as ranks:  # a process that has trained on a CPU cannot train on a GPU
+        (got,) = ranks.run(log_probs_on_a_cpu, 1, trained, batch)
     by_engine = np.concatenate([np.asarray(s.rollout_log_probs) for s in batch.samples])
     assert np.ptp(by_engine) > 0.5, "tokens likely and unlikely"
     difference = float(np.abs(got - by_engine).mean())

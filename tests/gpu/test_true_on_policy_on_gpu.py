@@ -149,7 +149,7 @@ def test_a_row_of_experts_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_an_engines_log_probs_are_those_of_the_trainer(family: str, temperature: float, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
-    routed = ExpertFormat(16, 4, (True, True)) if family == "qwen3_moe" else None
+    routed = ExpertFormat(16, 4, (True,) * 4) if family == "qwen3_moe" else None
     if routed is not None:
         sizes |= {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "mlp_only_layers": []}
     checkpoint = write_family(tmp_path / "model", family, **sizes)

@@ -151,7 +151,8 @@ class TrainingSettings:
     log of rank 0 and slime doctor show the choices and the reasons."""
     true_on_policy: bool = False
     """Trainer and engines compute with the same kernels, so that both give every token the same log-prob, bit for bit.
-    Any difference ends the run (mismatch_limit 0). For dense Qwen3 and Llama models, without tensor parallelism."""
+    Any difference ends the run (mismatch_limit 0). For Qwen3, Qwen3-MoE (with use_rollout_routing_replay) and Llama
+    models, without tensor parallelism."""
     seed: int = opt(1234, within=SEED)
     """Seed for initialisation and dropout."""
     model_family: str | None = opt(

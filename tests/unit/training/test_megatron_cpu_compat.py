@@ -37,6 +37,12 @@ assert clip_grads.torch.ones(2, device="cuda").device.type == "cpu"
 try:
     torch.zeros(1, device="cuda")
 except (AssertionError, RuntimeError):
+    pass
+from slime.core.errors import EngineError
+try:
+    activate("cuda")
+except EngineError as error:
+    assert "another process" in str(error)
     print("ok")
 """
 
