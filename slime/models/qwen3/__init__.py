@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.core.hf_config import HfConfig
+from slime.core.hf_config import HfConfig, read_hf_config
 from slime.models import FAMILIES
 from slime.models.common.config import is_sparse, softmax_experts
 from slime.models.common.rows import attention, decoder_table, experts, mlp, pre_norm
 from slime.models.common.table import FamilyTable, Head, Spread
 from slime.models.family import Family
+
+if TYPE_CHECKING:
+    from slime.settings import Args
 
 
 @FAMILIES.register("qwen3")
@@ -41,6 +44,16 @@ class Qwen3(Family):
 @FAMILIES.register("qwen3_moe")
 class Qwen3Moe(Qwen3):
     """Qwen3 with experts in all or some layers."""
+
+    def check(self, args: Args) -> str | None:
+        config = read_hf_config(str(args.hf_checkpoint))
+        dense = [layer for layer in range(int(config["num_hidden_layers"])) if not is_sparse(config, layer)]
+        if not dense or args.debug_train_only:
+            return None
+        return (
+            f"layer {dense[0]} of this qwen3_moe is dense (mlp_only_layers, decoder_sparse_step), but SGLang's model "
+            "has experts in every layer, so no engine can serve it; only fine-tuning (--loss-type sft_loss) works"
+        )
 
     def departures(self, hf_config: HfConfig) -> dict[str, Any]:
         return {**super().departures(hf_config), **softmax_experts(hf_config)}

@@ -17,6 +17,7 @@ from slime.core.topology import EngineLayout
 from slime.settings import Args, parse_args
 from slime.settings.topology_yaml import STAGES_ENV, layout_of_group, topology_of
 from tests.support.command_line import QWEN3, refused
+from tests.support.published import SYNCED
 
 Fleet = Callable[..., list[str]]
 """Models of a file, given as lists of groups by name -> flags. `judge` has a checkpoint of its own."""
@@ -162,3 +163,14 @@ def test_on_a_cpu_an_engine_beside_colocated_ones_may_be_on_another_host_of_a_cl
 
 def layouts(args: Args) -> list[EngineLayout]:
     return [layout_of_group(args, m, g) for m in topology_of(args).models for g in m.groups if g.runs]
+
+
+def test_a_model_with_dense_layers_that_engines_would_fill_with_experts_is_refused(
+    base: list[str], tmp_path: Path
+) -> None:
+    config = SYNCED["Qwen3-30B-A3B"][0]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [3]}))
+    words = [*base]
+    words[words.index("--hf-checkpoint") + 1] = str(tmp_path)
+    assert "layer 3 of this qwen3_moe is dense" in refused(words)
+    assert parse_args([*words, "--debug-train-only"]).megatron["num_moe_experts"] == 128
