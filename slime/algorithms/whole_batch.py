@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import Arrays, Estimate, RewardedBatch, where_trained
-from slime.algorithms.advantages.returns import distilled, whiten
+from slime.algorithms.advantages.returns import distilled, trained_parts, whiten
 from slime.algorithms.aggregation import Aggregation, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample
@@ -183,7 +183,7 @@ def step_weights(
         raise DataError(f"none of the {len(positions)} samples in an optimizer step has a reward; check the grader")
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
-    num_trained = sum(int((m > 0).sum()) for m in masks)
+    num_trained = sum(int(np.count_nonzero(m > 0)) for m in masks)
     counted = num_trained
     if aggregation.counts_executions:
         counted = num_counted(tokens_per_execution(masks, executions), count_masked)
@@ -256,13 +256,16 @@ def _mean(values: Arrays, masks: Arrays) -> float:
 
 def _spread(advantages: Arrays, masks: Arrays) -> dict[str, float]:
     """Returns how the advantages of the trained tokens differ; {} without trained tokens."""
-    trained = np.concatenate([a[m > 0] for a, m in zip(advantages, masks, strict=True)])
-    if not len(trained):
+    trained = trained_parts(advantages, masks)
+    if not trained:
         return {}
+    num_tokens = sum(map(len, trained))
+    mean = math.fsum(float(t.sum()) for t in trained) / num_tokens
+    variance = math.fsum(float(np.square(t - mean).sum()) for t in trained) / num_tokens
     return {
-        "train/advantages_std": float(trained.std()),
-        "train/advantages_min": float(trained.min()),
-        "train/advantages_max": float(trained.max()),
+        "train/advantages_std": math.sqrt(variance),
+        "train/advantages_min": float(min(t.min() for t in trained)),
+        "train/advantages_max": float(max(t.max() for t in trained)),
     }
 
 

@@ -46,15 +46,15 @@ ALGORITHMS: dict[str, Mutation] = {
     "masked tokens in whitening": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "keep = [np.asarray(m) > 0 for m in mask_S]",
-        "keep = [np.asarray(m) > -1 for m in mask_S]",
+        "parts.append(values if trained.all() else values[trained])",
+        "parts.append(values)",
     ),
     "one-pass variance": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "variance = math.fsum(np.square(tokens - mean).tolist()) / (len(tokens) - 1)",
-        "variance = float(np.square(tokens.astype(np.float32)).mean() - np.float32(mean) ** 2)\n"
-        "    variance *= len(tokens) / (len(tokens) - 1)",
+        "variance = math.fsum(float(np.square(t - mean).sum()) for t in tokens) / (num_tokens - 1)",
+        "every = np.concatenate(tokens).astype(np.float32)\n"
+        "    variance = float(np.square(every).mean() - np.float32(mean) ** 2) * num_tokens / (num_tokens - 1)",
     ),
     "GAE through masked tokens": Mutation(
         "algorithms",
@@ -75,7 +75,7 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms", "algorithms/advantages/returns.py", "out[trained[-1]] += reward", "out[-1] += reward"
     ),
     "KL in the reward is a bonus": Mutation(
-        "algorithms", "algorithms/advantages/returns.py", "values = values - kl_coef", "values = values + kl_coef"
+        "algorithms", "algorithms/advantages/returns.py", "float(advantage) - kl_coef *", "float(advantage) + kl_coef *"
     ),
     "distillation away from the teacher": Mutation(
         "algorithms", "algorithms/advantages/returns.py", "- coef * excess", "+ coef * excess"

@@ -64,10 +64,10 @@ def spread_advantage(
 
     This is how estimators that compare rewards within a group apply the KL penalty: after subtracting the baseline.
     """
-    values = np.full(np.shape(mask), float(advantage))
-    if kl is not None and kl_coef:
-        values = values - kl_coef * np.asarray(kl, np.float64)
-    return np.where(np.asarray(mask) > 0, values, 0.0)
+    trained = np.asarray(mask) > 0
+    if kl is None or not kl_coef:
+        return np.where(trained, float(advantage), 0.0)
+    return np.where(trained, float(advantage) - kl_coef * np.asarray(kl, np.float64), 0.0)
 
 
 Floats = npt.NDArray[np.float64]
@@ -81,6 +81,9 @@ def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
     chunks at once. Only the carry from chunk to chunk is sequential.
     """
     assert chunk > 0, chunk
+    if decay == 1.0:
+        total: Floats = np.cumsum(x[::-1])[::-1]
+        return total
     num = -(-len(x) // chunk)
     padded = np.zeros(num * chunk, np.float64)
     padded[: len(x)] = x  # trailing zeros do not change the recursion
@@ -128,17 +131,26 @@ def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArr
     arXiv:2501.03262). Returns one array per sample [R], zero where masked.
 
     Returns zeros if there are fewer than two trained tokens or all advantages are equal. Statistics are over tokens, so
-    long responses weigh more. Unscored samples must be fully masked. The two passes use exact sums (Shewchuk 1997,
-    `math.fsum`): subtracting two large moments would fail at an offset of 1000 in float32, and the result would depend
-    on the order of samples. The variance divides by N - 1.
+    long responses weigh more. Unscored samples must be fully masked. There are two passes, because subtracting two
+    large moments would fail at an offset of 1000 in float32. The sums of samples are added exactly (Shewchuk 1997,
+    `math.fsum`), so the result does not depend on the order of samples. The variance divides by N - 1.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
-    keep = [np.asarray(m) > 0 for m in mask_S]
     values = [np.asarray(a, np.float64) for a in advantages_SR]
-    tokens = np.concatenate([np.zeros(0), *(a[k] for a, k in zip(values, keep, strict=True))])
-    if len(tokens) < 2 or np.ptp(tokens) == 0:
-        return [np.zeros(k.shape) for k in keep]
-    mean = math.fsum(tokens.tolist()) / len(tokens)
-    variance = math.fsum(np.square(tokens - mean).tolist()) / (len(tokens) - 1)
+    tokens = trained_parts(values, mask_S)
+    num_tokens = sum(map(len, tokens))
+    if num_tokens < 2 or min(t.min() for t in tokens) == max(t.max() for t in tokens):
+        return [np.zeros(a.shape) for a in values]
+    mean = math.fsum(float(t.sum()) for t in tokens) / num_tokens
+    variance = math.fsum(float(np.square(t - mean).sum()) for t in tokens) / (num_tokens - 1)
     scale = math.sqrt(variance + WHITEN_EPSILON)
-    return [np.where(k, (a - mean) / scale, 0.0) for a, k in zip(values, keep, strict=True)]
+    return [np.where(np.asarray(m) > 0, (a - mean) / scale, 0.0) for a, m in zip(values, mask_S, strict=True)]
+
+
+def trained_parts(values_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """Returns the values of the trained tokens of each sample that has some. They are not copied if all are trained."""
+    parts = []
+    for values, mask in zip(values_SR, mask_S, strict=True):
+        trained = np.asarray(mask) > 0
+        parts.append(values if trained.all() else values[trained])
+    return [part for part in parts if len(part)]

@@ -25,7 +25,7 @@ from slime.settings.fields import derived
 if TYPE_CHECKING:
     from slime.settings import Args
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64] | npt.NDArray[np.float32]
 
 
 class Aggregation(ABC):
@@ -39,7 +39,8 @@ class Aggregation(ABC):
     def token_weights(
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
-        """Returns the weight of every response token in an optimizer step: float64 [R] per sample, zero where masked.
+        """Returns the weight of every response token in an optimizer step, [R] per sample, zero where masked: float64,
+        or float32 where rounding to float32 is exact or comes last.
 
         `mask_S`: loss mask of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each sample.
         An execution without trained tokens contributes nothing but counts towards N, unless `count_masked` is False.
@@ -58,7 +59,19 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
     """Returns the number of trained tokens of each sample, or the sum of their weights."""
-    return [math.fsum(np.asarray(m, np.float64).tolist()) for m in mask_S]
+    return [_total(np.asarray(m)) for m in mask_S]
+
+
+def _total(mask: npt.NDArray[Any]) -> float:
+    """Sums a mask exactly. A sum of integers is exact in any order."""
+    if _is_binary(mask):
+        return float(np.count_nonzero(mask))
+    return math.fsum(mask.astype(np.float64).tolist())
+
+
+def _is_binary(mask: npt.NDArray[Any]) -> bool:
+    """Returns whether a mask has only zeros and ones."""
+    return not len(mask) or bool(mask.max() <= 1 and mask.sum(dtype=np.float64) == np.count_nonzero(mask))
 
 
 def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int]) -> dict[int, float]:
@@ -79,6 +92,9 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
     """Returns mask / denominator, or zeros if the denominator is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
+    if mask.dtype == np.float32 and _is_binary(mask):
+        share: Array = mask * np.float32(1.0 / denominator)
+        return share
     weights: Array = np.asarray(mask, np.float64) / denominator
     return weights
 

@@ -112,7 +112,7 @@ def prepare(
         prefixes=prefixes,
         prefix_cost=float if flops is None else functools.partial(flops.forward, num_logits=0),
     )
-    weights: list[npt.NDArray[Any]] = [np.zeros_like(s.loss_mask) for s in samples]
+    weights: dict[int, npt.NDArray[Any]] = {}
     shares, units = [0.0] * len(samples), [0.0] * len(samples)
     count_masked = not args.drop_masked_executions
     for step in schedule.steps:
@@ -121,7 +121,8 @@ def prepare(
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
     rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]
     shared = None if prefixes is None else {row: prefixes.of_row(row) for row in rows}
-    return PreparedBatch(batch, schedule, tuple(weights), tuple(shares), tuple(units), shared=shared)
+    every = tuple(weights[p] if p in weights else np.zeros_like(s.loss_mask) for p, s in enumerate(samples))
+    return PreparedBatch(batch, schedule, every, tuple(shares), tuple(units), shared=shared)
 
 
 def with_advantages(
