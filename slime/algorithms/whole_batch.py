@@ -23,6 +23,7 @@ from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED
+from slime.settings.args import for_hook
 from slime.settings.conditions import computes_advantages, minimises_policy_loss
 from slime.settings.hook_contracts import load_hook
 
@@ -77,14 +78,14 @@ class RolloutView:
 def custom_advantages(args: Args, view: RolloutView) -> Estimate:
     assert args.custom_advantage_function_path is not None, "the caller checked it"
     data = view.as_dict()
-    load_hook(args.custom_advantage_function_path, "advantage")(args, data)
+    load_hook(args.custom_advantage_function_path, "advantage")(for_hook(args), data)
     return view.estimate_in(data, "--custom-advantage-function-path")
 
 
 def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
     assert args.rollout_data_postprocess_path is not None, "the caller checked it"
     data = view.as_dict() | {"advantages": _tensors(made.advantages), "returns": _tensors(made.returns)}
-    load_hook(args.rollout_data_postprocess_path, "data_postprocess")(args, view.batch.rollout_id, data)
+    load_hook(args.rollout_data_postprocess_path, "data_postprocess")(for_hook(args), view.batch.rollout_id, data)
     return view.estimate_in(data, "--rollout-data-postprocess-path")
 
 

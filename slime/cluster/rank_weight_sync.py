@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from slime.core.engine_interface import EngineControl
 from slime.core.errors import DeadlineExceeded, SlimeError
 from slime.serving.control import FolderEngineControl, HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, shareable
-from slime.settings import Args
+from slime.settings import Args, for_hook
 from slime.settings.hook_contracts import load_hook
 from slime.training.backend import MegatronBackend
 from slime.weights.delivery import SenderMessages
@@ -219,5 +218,5 @@ def _post_write(args: Args) -> Callable[[Path, Sequence[str]], object] | None:
     path = args.custom_update_weight_post_write_path
     if path is None:
         return None
-    hook = partial(load_hook(path, "post_write"), args)
-    return lambda folder, engines: hook(str(folder), list(engines))
+    hook = load_hook(path, "post_write")
+    return lambda folder, engines: hook(for_hook(args), str(folder), list(engines))

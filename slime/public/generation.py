@@ -22,7 +22,7 @@ from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.loop import Output, generate_rollout
 from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.user_functions import RolloutHooks
-from slime.settings import Args
+from slime.settings import Args, for_hook
 
 
 async def generate_and_rm(
@@ -66,6 +66,7 @@ class GenerateState:
     """Always None, because image processors are not supported."""
     semaphore: asyncio.Semaphore
     """Limits concurrent requests to the engines' total concurrency, for functions that use their own client."""
+    _run_args: Args
     sampling_params: dict[str, Any]
     """Sampling parameters for training rollouts. Each function gets a copy."""
 
@@ -74,17 +75,21 @@ class GenerateState:
     )
 
     def __new__(cls, args: Args) -> Self:
-        context = current()
+        context, params = current(), rollout_sampling_params(args)
         known = cls._of_loops.get(context.loop)
-        if isinstance(known, cls) and known.args is args:
+        if not isinstance(known, cls) or known._run_args is not context.args:
+            known = super().__new__(cls)
+            known._run_args, known.args, known.tokenizer = context.args, for_hook(context.args), context.tokenizer
+            known.sampling_params = rollout_sampling_params(context.args)
+            num_engines = len(context.client.engines()) if context.client is not None else 0
+            known.semaphore = asyncio.Semaphore(context.args.sglang_server_concurrency * max(1, num_engines))
+            cls._of_loops[context.loop] = known
+        if params == known.sampling_params:
             return known
-        made = super().__new__(cls)
-        made.args, made.tokenizer = args, context.tokenizer
-        made.sampling_params = rollout_sampling_params(args)
-        num_engines = len(context.client.engines()) if context.client is not None else 0
-        made.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * max(1, num_engines))
-        cls._of_loops[context.loop] = made
-        return made
+        changed = super().__new__(cls)  # the function changed them, which counts for that function alone
+        changed.__dict__.update(known.__dict__)
+        changed.args, changed.sampling_params = args, params
+        return changed
 
     @property
     def aborted(self) -> bool:

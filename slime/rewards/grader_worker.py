@@ -74,6 +74,13 @@ def load_custom(path: str) -> Callable[..., Any]:
     return load_hook(path, "custom_rm")
 
 
+def _own(settings: object) -> object:
+    """Returns the settings for one call of a user's function, which may set attributes."""
+    from slime.settings import for_hook
+
+    return for_hook(settings)
+
+
 class Server:
     """Serves requests: synchronous graders one at a time, async graders concurrently."""
 
@@ -148,7 +155,7 @@ class Server:
                     result = grader.grade(samples[0], limit_s)
             else:
                 function = self.function(request["grader"])
-                result = function(self.args, samples if request["group"] else samples[0])
+                result = function(_own(self.args), samples if request["group"] else samples[0])
             if inspect.isawaitable(result):
                 result = await asyncio.wait_for(_contained(result), limit_s)
             values = result if request["group"] else [result]

@@ -34,6 +34,7 @@ from slime.rollout.sample_metrics import empty_turn_metrics, pass_rates, sample_
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
+from slime.settings import for_hook
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.hook_contracts import is_async
 
@@ -243,7 +244,7 @@ async def _call(
 ) -> Any:
     function = load(path, kind)
     assert function is not None, f"{path} is not a function"
-    given = (context.args, rollout_id, source)
+    given = (for_hook(context.args), rollout_id, source)
     call = function if is_async(function) else partial(in_thread, function)
     limit_s = context.args.execution_timeout_s  # any execution's progress counts
     return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)

@@ -49,7 +49,7 @@ from slime.rollout.types import Progress, RolloutFnTrainOutput
 from slime.rollout.user_functions import in_time, is_logged_by_user
 from slime.rollout.workers.episodes import LocalEpisodes
 from slime.rollout.workers.worker_fleet import WorkerFleet
-from slime.settings import Args
+from slime.settings import Args, for_hook
 from slime.settings.groups.evaluation import measures_loss
 from slime.settings.groups.hooks import SFT_ROLLOUT
 from slime.settings.groups.rollout import RolloutSettings
@@ -177,7 +177,7 @@ class RolloutManager:
         samples = [sample for group in output.samples for sample in group]
         path = self._args.custom_rollout_log_function_path
         logged = await is_logged_by_user(
-            limit_s, path, "rollout_log", rollout_id, self._args, samples, metrics, seconds
+            limit_s, path, "rollout_log", rollout_id, for_hook(self._args), samples, metrics, seconds
         )
         return batch, {} if logged else metrics
 
@@ -194,7 +194,8 @@ class RolloutManager:
         self.showcase.add_evaluation(rollout_id, output.data)
         path = self._args.custom_eval_rollout_log_function_path
         limit_s = self._args.execution_timeout_s
-        logged = await is_logged_by_user(limit_s, path, "eval_log", rollout_id, self._args, output.data, metrics)
+        given = (rollout_id, for_hook(self._args), output.data, metrics)
+        logged = await is_logged_by_user(limit_s, path, "eval_log", *given)
         return {} if logged else metrics
 
     async def held_out(self) -> tuple[HeldOut, ...]:

@@ -25,7 +25,7 @@ from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.rollout.filters import without_unscored
 from slime.rollout.user_functions import load
-from slime.settings import Args
+from slime.settings import Args, for_hook
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 
@@ -122,7 +122,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     if post_process is None:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]
     else:
-        result = post_process(args, list(samples))
+        result = post_process(for_hook(args), list(samples))
         if not isinstance(result, tuple) or len(result) != 2 or len(result[1]) != len(samples):
             raise HookError(
                 f"--custom-reward-post-process-path returned {type(result).__name__} for {len(samples)} samples; "
@@ -146,7 +146,7 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
         raise DataError(f"step {rollout_id} has no samples to train on; the rollout function must return some")
     convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
     if convert is not None:
-        converted = convert(args, samples)
+        converted = convert(for_hook(args), samples)
         if isinstance(converted, dict):
             _require_final_rewards(args)
             converted = from_columns(samples, converted)

@@ -14,7 +14,7 @@ from slime.rollout.generate import generate as default_generate
 from slime.rollout.guard import run_in_thread, supervised
 from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import DynamicFilterOutput
-from slime.settings import Args
+from slime.settings import Args, for_hook
 from slime.settings.groups.hooks import HookSettings
 from slime.settings.hook_contracts import accepts_keyword, is_async, load_hook
 
@@ -60,7 +60,7 @@ async def call_generate(
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
-    result = await hook(args, sample, params, **extra)
+    result = await hook(for_hook(args), sample, params, **extra)
     samples = flatten([result])
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
@@ -85,7 +85,8 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
         hook = _load(path, "sample_hook")
         given = {"rollout_id": rollout_id, "evaluation": evaluation}
         given = {name: value for name, value in given.items() if accepts_keyword(hook, name)}
-        result = await (hook(args, sample, **given) if is_async(hook) else in_thread(hook, args, sample, **given))
+        own = for_hook(args)
+        result = await (hook(own, sample, **given) if is_async(hook) else in_thread(hook, own, sample, **given))
         if not isinstance(result, Sample | None):
             raise HookError(
                 f"{name_of(hook)} returned {type(result).__name__}; a sample hook must return a Sample or None"
@@ -119,7 +120,7 @@ async def in_time(limit_s: float, hook: Hook, *args: Any) -> Any:
 
 async def keep_group(hook: Hook, args: Args, samples: list[Sample]) -> DynamicFilterOutput:
     """Calls a dynamic filter. Raises `HookError` unless the filter returns a bool or a `DynamicFilterOutput`."""
-    verdict = await in_time(args.execution_timeout_s, hook, args, samples)
+    verdict = await in_time(args.execution_timeout_s, hook, for_hook(args), samples)
     if isinstance(verdict, bool):
         return DynamicFilterOutput(keep=verdict)
     if hasattr(verdict, "keep"):

@@ -5,8 +5,8 @@ Does not import torch, transformers, Ray or an engine, so a wrong flag is report
 
 from __future__ import annotations
 
-from slime.settings.args import Args, Passthrough
+from slime.settings.args import Args, Passthrough, for_hook
 from slime.settings.command_line import main_args, parse_args, run_or_exit
 from slime.settings.hook_contracts import check_hooks, load_hook
 
-__all__ = ["Args", "Passthrough", "check_hooks", "load_hook", "main_args", "parse_args", "run_or_exit"]
+__all__ = ["Args", "Passthrough", "check_hooks", "for_hook", "load_hook", "main_args", "parse_args", "run_or_exit"]

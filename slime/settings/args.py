@@ -6,14 +6,16 @@ Invariants
 2. `getattr(args, name)` looks up slime's own fields first, then registry entries' settings, then Megatron's, then the
    user's `custom` ones.
 3. A JSON round trip preserves everything except secrets.
+4. User code receives a copy (`for_hook`), so what it sets is seen by nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.core.errors import ConfigError
 from slime.core.text import HIDDEN, nearest
@@ -35,6 +37,8 @@ from slime.settings.groups.reward import AgentSettings, RewardSettings
 from slime.settings.groups.rollout import RolloutSettings, ScheduleSettings
 from slime.settings.groups.training import CheckpointSettings, ParameterSettings, TrainingSettings
 from slime.settings.groups.weights import QuantisedSettings, WeightSyncSettings
+
+logger = logging.getLogger(__name__)
 
 
 class Passthrough(Mapping[str, Any]):
@@ -116,7 +120,7 @@ class Args(
     LaunchScriptSettings,
     ConfigurationSettings,
 ):
-    """All settings of one run. User hooks receive it as `args`."""
+    """All settings of one run. User hooks receive a copy as `args` (`for_hook`)."""
 
     components: Passthrough = field(default_factory=lambda: Passthrough("components", {}))
     """Settings of registry entries, such as the advantage estimator, by name."""
@@ -202,6 +206,41 @@ class Args(
                 value = {k: _masked(v, (owner, k) in secrets) for k, v in value.items()}
             out[one.name] = _masked(value, ("slime", one.name) in secrets)
         return out
+
+
+class HookArgs(Args):
+    """The `args` of one call of a user function, which may set and delete attributes."""
+
+    if not TYPE_CHECKING:  # frozen for type checkers
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in _TOLD and hasattr(self, name) and _is_setting(self, name):
+                _TOLD.add(name)
+                logger.warning("a function set args.%s; the new value counts only for that call of the function", name)
+            self.__dict__[name] = value
+
+        def __delattr__(self, name: str) -> None:
+            if name not in self.__dict__:
+                raise AttributeError(f"args has no attribute {name!r} of its own")
+            del self.__dict__[name]
+
+
+_TOLD: set[str] = set()
+"""Settings for which the warning was logged."""
+T = TypeVar("T")
+
+
+def for_hook(settings: T) -> T:
+    """Returns a copy of `settings` for one call of a user function. Anything but `Args` is returned as it is."""
+    if not isinstance(settings, Args):
+        return settings
+    view: Any = HookArgs.__new__(HookArgs)
+    view.__dict__.update(settings.__dict__)
+    return view
+
+
+def _is_setting(args: Args, name: str) -> bool:
+    return name in args.__dataclass_fields__ or any(name in getattr(args, owner) for owner in _BEHIND)
 
 
 def _masked(value: Any, secret: bool) -> Any:

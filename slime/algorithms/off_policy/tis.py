@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, assert_never
 from slime.algorithms.off_policy import CORRECTIONS, MismatchCorrection, OffPolicyTokens
 from slime.algorithms.token_losses import LOG_RATIO_LIMIT, clamp_counted, clamped_log_ratio, unmasked
 from slime.core.errors import HookError
+from slime.settings.args import for_hook
 from slime.settings.fields import opt
 from slime.settings.flags import BOUND
 from slime.settings.groups.algorithm import Level
@@ -57,7 +58,7 @@ class CustomWeights(MismatchCorrection):
 
         assert tokens.args.custom_tis_function_path is not None, "required by `check`"
         result = load_hook(tokens.args.custom_tis_function_path, "tis")(
-            args=tokens.args,
+            args=for_hook(tokens.args),
             pg_loss=loss,
             train_log_probs=list(tokens.trainer_log_probs.split(tokens.lengths)),
             rollout_log_probs=list(tokens.rollout_log_probs.split(tokens.lengths)),

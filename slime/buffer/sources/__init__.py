@@ -103,12 +103,13 @@ class PromptData(DataSource):
         from slime.buffer.prompts import image_column
         from slime.data.dataset import load_prompts
         from slime.data.first_rows import grader_of_prompts
+        from slime.settings import for_hook
 
         args, hook = context.args, context.buffer_filter
 
         def chosen(buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
             assert hook is not None, "called only if there is a buffer filter"
-            return hook(args, None, buffer, n)
+            return hook(for_hook(args), None, buffer, n)
 
         return DataBuffer(
             load_prompts(
@@ -137,8 +138,8 @@ class UserClass(DataSource):
     def open(self, context: SourceContext) -> DataBuffer:
         """Raises `HookError` if a method of the class is missing, or with `--buffer-filter-path`."""
         from slime.buffer.data_source import behind_buffer
-        from slime.settings.hook_contracts import load_hook
+        from slime.settings import for_hook, load_hook
 
         path = context.args.data_source_path
         assert path is not None, "the settings require --data-source-path"
-        return behind_buffer(load_hook(path, "data_source")(context.args), context.buffer_filter)
+        return behind_buffer(load_hook(path, "data_source")(for_hook(context.args)), context.buffer_filter)

@@ -46,6 +46,7 @@ from slime.rollout.transcript import Seals
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_time
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
+from slime.settings import for_hook
 
 
 @dataclass(slots=True)
@@ -190,10 +191,10 @@ class GroupLoop:
         looked_at = self.hooks.sample_filter is not None or self.hooks.all_samples is not None
         seals = await beside(Seals, [s for group in groups for s in group]) if looked_at else None
         if self.hooks.sample_filter is not None:
-            await in_time(limit_s, self.hooks.sample_filter, self.args, groups)
+            await in_time(limit_s, self.hooks.sample_filter, for_hook(self.args), groups)
         if self.hooks.all_samples is not None:
             dropped = await beside(_unpacked, self.counts.dropped)
-            await in_time(limit_s, self.hooks.all_samples, self.args, groups + dropped, self.source)
+            await in_time(limit_s, self.hooks.all_samples, for_hook(self.args), groups + dropped, self.source)
         if seals is not None:
             await beside(seals.mark_changed, [s for group in groups for s in group])
         left_behind = await self.episodes.num_left_behind()

@@ -19,7 +19,7 @@ from slime.algorithms.off_policy import OffPolicyTokens
 from slime.algorithms.policy_loss import PolicyTokens, TokenLosses
 from slime.algorithms.token_losses import negative_log_likelihood, unmasked
 from slime.core.errors import HookError
-from slime.settings import Args
+from slime.settings import Args, for_hook
 from slime.settings.conditions import fine_tunes
 from slime.settings.hook_contracts import load_hook
 from slime.training.model.log_probs import RowLogits, TokenScores
@@ -175,7 +175,9 @@ class CustomObjective(LogProbs):
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted(unmasked(values, batch.mask), batch)
 
-        loss, metrics = load_hook(args.custom_loss_function_path, "loss")(args, data, answer, sum_of_sample_mean)
+        loss, metrics = load_hook(args.custom_loss_function_path, "loss")(
+            for_hook(args), data, answer, sum_of_sample_mean
+        )
         loss = _scalar(loss, batch, source, flag)
         if not isinstance(metrics, dict) or not all(isinstance(v, Tensor) and v.numel() == 1 for v in metrics.values()):
             raise HookError(f"{flag}: the metrics must be a dict of scalar tensors, got {metrics!r:.200}")

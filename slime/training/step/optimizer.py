@@ -31,7 +31,7 @@ from torch import Tensor
 from slime.compat import megatron_gradient_norm
 from slime.core.errors import ConfigError, NumericsError
 from slime.models.common.table import EMBEDDING, HEAD
-from slime.settings import Args
+from slime.settings import Args, for_hook
 from slime.settings.hook_contracts import load_hook
 from slime.training.model.megatron_config import ddp_config, optimizer_config
 from slime.training.model.parameter_names import Held
@@ -423,17 +423,18 @@ class Muon:
 def after_init(args: Args) -> None:
     """Runs after this rank has joined its process groups and before the model is built."""
     if args.custom_megatron_init_path is not None:
-        load_hook(args.custom_megatron_init_path, "megatron_init")(args)
+        load_hook(args.custom_megatron_init_path, "megatron_init")(for_hook(args))
 
 
 def before_log_prob(args: Args, chunks: Sequence[Any], prefix: str) -> None:
     """Runs before a pass without gradients. `prefix` identifies the policy: "", `ref_` or `teacher_`."""
     if args.custom_megatron_before_log_prob_hook_path is not None:
-        load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")(args, list(chunks), prefix)
+        hook = load_hook(args.custom_megatron_before_log_prob_hook_path, "before_log_prob")
+        hook(for_hook(args), list(chunks), prefix)
 
 
 def before_train_step(args: Args, rollout_id: int, step: int, trainable: Trainable) -> None:
     """Runs before the passes of an optimizer step, while gradients are zero."""
     if args.custom_megatron_before_train_step_hook_path is not None:
         hook = load_hook(args.custom_megatron_before_train_step_hook_path, "before_train_step")
-        hook(args, rollout_id, step, list(trainable.ddps), trainable.optimizer, trainable.scheduler)
+        hook(for_hook(args), rollout_id, step, list(trainable.ddps), trainable.optimizer, trainable.scheduler)
