@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 from slime.core.errors import DataError, HookError
@@ -21,6 +21,7 @@ from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_ex
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.loop import Output, generate_rollout
 from slime.rollout.transcript import TRANSCRIPT
+from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args, for_hook
 
@@ -152,3 +153,11 @@ async def _graded_here(args: Args, sample: Sample) -> Reward:
     settings = {field.name: getattr(args, field.name) for field in fields if hasattr(args, field.name)}
     result = make_grader(rm_type, settings).grade(sample, LIMIT_S)
     return await result if inspect.isawaitable(result) else result
+
+
+def call_rollout_fn(fn: Callable[..., Any], *given: Any, evaluation: bool, **named: Any) -> Any:
+    """Calls a synchronous rollout or evaluation function. Wraps a list or dict that it returns."""
+    output = fn(*given, **named, evaluation=evaluation)
+    if evaluation:
+        return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
+    return RolloutFnTrainOutput(output) if isinstance(output, list) else output

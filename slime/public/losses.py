@@ -43,6 +43,11 @@ class MultiTurnLossMaskGenerator:
         """Like `get_loss_mask`, but returns one pair per training sample. Together they train each turn once."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
+    @staticmethod
+    def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the number of tokens from the first trained one to the end of each mask; 0 without one."""
+        return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
         """Returns the text of each run of trained tokens."""
         runs: list[list[int]] = [[]]

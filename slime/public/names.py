@@ -30,10 +30,12 @@ ALIASES: dict[str, dict[str, str]] = {
     "slime.rollout.base_types": {
         "RolloutFnEvalOutput": "slime.rollout.types:RolloutFnEvalOutput",
         "RolloutFnTrainOutput": "slime.rollout.types:RolloutFnTrainOutput",
+        "call_rollout_fn": "slime.public.generation:call_rollout_fn",
     },
     "slime.rollout.data_source": {
         "RolloutDataSource": "slime.public.sources:RolloutDataSource",
         "RolloutDataSourceWithBuffer": "slime.public.sources:RolloutDataSourceWithBuffer",
+        "pop_first": "slime.public.sources:pop_first",
     },
     "slime.rollout.filter_hub": {},
     "slime.rollout.filter_hub.base_types": {

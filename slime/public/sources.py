@@ -90,18 +90,38 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(args)
         self.buffer: list[list[Sample]] = []
         """Returned groups, oldest first."""
+        self._metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        taken, self.buffer = self.buffer[:num_samples], self.buffer[num_samples:]
+        taken = pop_first(self.args, None, self.buffer, num_samples)
         return taken + super().get_samples(num_samples - len(taken))
+
+    def get_buffer_length(self) -> int:
+        return len(self.buffer)
+
+    def update_metadata(self, metadata: dict[str, Any]) -> None:
+        """Adds values of a plugin's own, which are saved with the position. They must be JSON-serialisable."""
+        self._metadata.update(metadata)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self._metadata
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         self.buffer += samples
 
     def _state(self) -> dict[str, Any]:
         groups = [tuple(flatten(samples)) for samples in self.buffer]
-        return {**super()._state(), "buffer": [Group(group_index_of(one), one).to_dict() for one in groups]}
+        buffer = [Group(group_index_of(one), one).to_dict() for one in groups]
+        return {**super()._state(), "buffer": buffer, "metadata": self._metadata}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         self.buffer = [list(Group.from_dict(one).samples) for one in state["buffer"]]
+        self._metadata = dict(state.get("metadata", {}))
+
+
+def pop_first(args: Args, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """Takes the oldest groups out of `buffer`, as a function of `--buffer-filter-path` does."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken

@@ -92,5 +92,5 @@ def test_a_copy_is_settable_and_the_settings_are_not(tmp_path: Path, caplog: pyt
     with pytest.raises(AttributeError, match="no setting 'notes'"):
         _ = own.notes
     with pytest.raises(AttributeError, match="cannot assign"):
-        args.lr = 0.5  # type: ignore[misc]
+        args.lr = 0.5
     assert for_hook(None) is None

@@ -40,8 +40,8 @@ NAMES = {
     ),
     "slime.rollout.sft_rollout": ("generate_rollout",),
     "slime.rollout.fully_async_rollout": ("generate_rollout_fully_async",),
-    "slime.rollout.base_types": ("RolloutFnTrainOutput", "RolloutFnEvalOutput"),
-    "slime.rollout.data_source": ("RolloutDataSource", "RolloutDataSourceWithBuffer"),
+    "slime.rollout.base_types": ("RolloutFnTrainOutput", "RolloutFnEvalOutput", "call_rollout_fn"),
+    "slime.rollout.data_source": ("RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"),
     "slime.rollout.on_policy_distillation": ("reward_func", "post_process_rewards"),
     "slime.rollout.filter_hub.base_types": ("DynamicFilterOutput",),
     "slime.rollout.filter_hub.dynamic_sampling_filters": ("check_reward_nonzero_std",),
@@ -194,11 +194,32 @@ def test_a_data_source_of_the_public_name_serves_what_came_back_first(tmp_path: 
         for sample in group:
             sample.group_index = number
     source.add_samples(first[:1])
+    source.update_metadata({"round": 2})
+    assert source.get_buffer_length() == 1
     source.save(3)
     assert [g[0].prompt for g in source.get_samples(2)] == [first[0][0].prompt, "2+2="]
     again = RolloutDataSourceWithBuffer(args.replace(load=args.save))
     again.load(3)
+    assert again.get_metadata() == {"round": 2} and again.get_buffer_length() == 1
     assert [g[0].prompt for g in again.get_samples(2)] == [first[0][0].prompt, "2+2="], "its buffer, and the next row"
+
+
+def test_what_old_rollout_functions_return_is_wrapped() -> None:
+    from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+
+    def fn(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+        return {"own": {"rewards": [0.5]}} if evaluation else data_source
+
+    groups = [[Sample()]]
+    assert call_rollout_fn(fn, None, 0, groups, evaluation=False) == RolloutFnTrainOutput(groups)
+    assert call_rollout_fn(fn, None, 0, RolloutFnTrainOutput([]), evaluation=False) == RolloutFnTrainOutput([])
+    assert call_rollout_fn(fn, None, 0, None, evaluation=True) == RolloutFnEvalOutput({"own": {"rewards": [0.5]}})
+
+
+def test_a_loss_mask_says_where_the_response_begins() -> None:
+    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+
+    assert MultiTurnLossMaskGenerator.get_response_lengths([[0, 1, 0, 1], [0, 0], []]) == [3, 0, 0]
 
 
 def test_a_data_source_that_derives_from_it_is_behind_the_buffer(tmp_path: Path) -> None:
