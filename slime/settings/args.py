@@ -240,7 +240,8 @@ def for_hook(settings: T) -> T:
 
 
 def _is_setting(args: Args, name: str) -> bool:
-    return name in args.__dataclass_fields__ or any(name in getattr(args, owner) for owner in _BEHIND)
+    own = {one.name for one in dataclasses.fields(args)}
+    return name in own or any(name in getattr(args, owner) for owner in _BEHIND)
 
 
 def _masked(value: Any, secret: bool) -> Any:
