@@ -17,8 +17,9 @@ from slime.rollout.client.call import Generation, before_stop, parse_experts
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.factories import engine_client
 from slime.settings import parse_args
-from tests.support.command_line import QWEN3, complete
+from tests.support.command_line import complete
 from tests.support.fake_engine import FakeEngine, serve
+from tests.support.published import SYNCED
 
 FORMAT = ExpertFormat(num_experts=200, topk=2, sparse=(True,))
 PARAMS = {"max_new_tokens": 5}
@@ -83,11 +84,10 @@ def test_a_request_that_waited_when_it_was_aborted_has_none() -> None:
 
 def test_the_format_is_the_checkpoints(tmp_path: Path) -> None:
     """Asked for where engines record; of a model with a dense layer."""
-    flags = complete(tmp_path)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    config = {**QWEN3, "model_type": "qwen3_moe", "mlp_only_layers": [0], "tie_word_embeddings": False, **experts}
+    flags, config = complete(tmp_path), SYNCED["GLM-4.5"][0]
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    for flag, expected in (("--use-rollout-routing-replay", ExpertFormat(4, 2, (False, True))), (None, None)):
+    format_of_model = ExpertFormat(160, 8, (False,) * 3 + (True,) * (config["num_hidden_layers"] - 3))
+    for flag, expected in (("--use-rollout-routing-replay", format_of_model), (None, None)):
         args = parse_args([*flags, *([flag] if flag else [])])
         client = engine_client(args, [], None)
         assert client._experts == expected
