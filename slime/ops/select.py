@@ -10,6 +10,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,17 @@ def expert_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]
     return triton_problems(device, dtype) or grouped_problems(device, dtype)
 
 
+def delta_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    reasons = triton_problems(device, dtype)
+    if reasons or not torch.cuda.is_available():
+        return reasons
+    properties: Any = torch.cuda.get_device_properties(device)
+    shared = int(properties.shared_memory_per_block_optin)
+    return () if shared >= DELTA_SHARED else (f"its kernels need {DELTA_SHARED} bytes of shared memory, not {shared}",)
+
+
+DELTA_SHARED = 160 * 1024
+"""Bytes per block, which GPUs of data centers have. The kernels of the delta rule need up to 145 KiB, in float32."""
 OPS: Mapping[str, tuple[Fused, ...]] = {
     "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "qk_rotary": (Fused(FUSED, "one Triton kernel splits, normalises and rotates queries and keys", triton_problems),),
@@ -68,6 +80,7 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
         Fused("varlen", "torch.nn.attention.varlen", varlen_problems),
     ),
     "repeats": (Fused(FUSED, "one Triton kernel sums the gradients of copied rows", triton_problems),),
+    "delta_rule": (Fused(FUSED, "Triton kernels over chunks of tokens", delta_problems),),
     "experts": (Fused(FUSED, "PyTorch's grouped matmul, Triton kernels for rows", expert_problems),),
 }
 """Op -> its fused forms, best first."""

@@ -79,7 +79,8 @@ DIFFERENT: Mapping[str, str] = {
         "corrections replaces it"
     ),
     "`--qwen-gdn-backend`": (
-        "the default is auto: fla if its kernels are installed and can run, otherwise torch, which is plain PyTorch"
+        "the default is auto: fla if its kernels are installed and can run, otherwise slime's own kernels on a GPU; "
+        "torch is plain PyTorch"
     ),
     "`--global-batch-size` that does not divide the executions of a rollout": (
         "refused, because some executions would never be trained, and slime drops nothing"

@@ -20,7 +20,7 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models.common.packed_attention import PackedSequences, RotatingAttention
 from slime.models.qwen3_next.config import split_problem
-from slime.models.qwen3_next.delta_rule import delta_rule
+from slime.ops.delta_rule import delta_rule
 from slime.ops.qk_rotary import rotate
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over a packed row: a chunked version in plain PyTorch, or the kernels of flash-linear-attention.
+"""The gated delta rule over a packed row, over chunks: plain PyTorch, Triton kernels, or flash-linear-attention's.
 
 The state of a head is a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
 
@@ -13,12 +13,15 @@ so the state after a chunk is linear in S, with L[t] = G[last] - G[t]:
 
     S' = e^G[last] S + (e^L K)^T U = P S + R
 
-P [d_k, d_k] and R [d_k, d_v] are computed for all chunks at once. A loop over chunks, one product each, then gives the
-state before every chunk (`_States`), and all outputs follow at once.
+In plain PyTorch (`chunked`), P [d_k, d_k] and R [d_k, d_v] are computed for all chunks at once. A loop over chunks, one
+product each, then gives the state before every chunk (`_States`), and all outputs follow at once. The Triton kernels
+(`fused`, `ops.kernels.delta_rule`) loop over U and S instead, and their gradients follow from formulas.
 
 Invariants
 1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on other sequences in the row.
-2. Statistics, state and products are float32 (float64 for float64 inputs), whatever the model's dtype.
+2. Statistics and state are float32 (float64 for float64 inputs), whatever the model's dtype. So are the products of
+   `chunked`. In `fused`, products of float32 values have an error of about 2^-16 if the inputs are in half precision,
+   which is rounded to 2^-8 or 2^-11, and one like float32 otherwise.
 """
 
 from __future__ import annotations
@@ -36,9 +39,13 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
+from slime.ops.select import FUSED, name_of
 
 CHUNK = 64
 """Number of tokens in a chunk."""
+
+_SIZES = (16, 32, 64, 128)
+"""Sizes of heads that the Triton kernels support."""
 
 DeltaRule = Callable[..., Tensor]
 """(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
@@ -47,21 +54,23 @@ DeltaRule = Callable[..., Tensor]
 def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> DeltaRule:
     """Returns the implementation for `backend` (--qwen-gdn-backend).
 
-    "auto" uses the kernels if they are installed and can run, which requires a GPU and half precision. For "fla",
-    raises `ConfigError` if the kernels cannot run.
+    "auto" uses the kernels of flash-linear-attention if they are installed and can run, which requires a GPU and half
+    precision, and otherwise `chosen`. For "fla", raises `ConfigError` if its kernels cannot run.
     """
     reasons = kernel_problems(device, dtype)
     if backend == "fla" and reasons:
         raise ConfigError(
             f"--qwen-gdn-backend fla does not work here, because {' and '.join(reasons)}; use torch or auto"
         )
-    return chunked if backend == "torch" or reasons else fla_kernels
+    if backend == "torch":
+        return chunked
+    return chosen if reasons else fla_kernels
 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns why the kernels cannot run here. Empty if they can. For the last reason, see flash-linear-attention issue
-    640.
+    """Returns why the kernels of flash-linear-attention cannot run here. Empty if they can. For the last reason, see
+    its issue 640.
 
     Cached, because every layer calls it and finding a package takes milliseconds.
     """
@@ -90,6 +99,58 @@ def fla_kernels(
     decay, rate = g.unsqueeze(0), beta.unsqueeze(0)
     result: Tensor = rule(*row, g=decay, beta=rate, cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True)[0].squeeze(0)
     return result
+
+
+def chosen(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Computes the same as `chunked` with the form that `ops.select` chose, if it supports the sizes of the heads."""
+    supported = all(size in _SIZES for size in (q.size(-1), v.size(-1)))
+    rule = fused if supported and name_of("delta_rule", q) == FUSED else chunked
+    return rule(q, k, v, g, beta, lengths)
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Computes the same as `chunked` with Triton kernels. The sizes of heads must be in `_SIZES`, and not float64."""
+    out: Tensor = _Fused.apply(q, k, v, g, beta, _table(lengths, q.device))
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, table: tuple[Tensor, ...]
+    ) -> Tensor:
+        kernels: Any = importlib.import_module("slime.ops.kernels.delta_rule")
+        q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+        ctx.precision = "tf32x3" if q.dtype == torch.float32 else "bf16x3"
+        out, saved = kernels.forward((q, k, v, g, beta), kernels.Tiles(*table), ctx.precision)
+        ctx.save_for_backward(q, k, v, *saved)
+        ctx.table, ctx.dtypes = table, (g.dtype, beta.dtype)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernels: Any = importlib.import_module("slime.ops.kernels.delta_rule")
+        q, k, v, *saved = ctx.saved_tensors
+        *of_inputs, of_g, of_beta = kernels.backward(
+            (grads[0].contiguous(), q, k, v), kernels.Tiles(*ctx.table), kernels.Saved(*saved), ctx.precision
+        )
+        return *of_inputs, of_g.to(ctx.dtypes[0]), of_beta.to(ctx.dtypes[1]), None
+
+
+@functools.lru_cache(maxsize=8)
+def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns the fields of `kernels.delta_rule.Tiles` for sequences of these lengths."""
+    begins = itertools.accumulate(lengths, initial=0)
+    starts = [range(begin, begin + length, CHUNK) for begin, length in zip(begins, lengths, strict=False) if length]
+    count = [min(CHUNK, held.stop - start) for held in starts for start in held]
+    begin = itertools.accumulate((len(held) for held in starts), initial=0)
+    columns = ([start for held in starts for start in held], count, list(begin))
+    return tuple(torch.tensor(column, dtype=torch.int32).to(device) for column in columns)
 
 
 def chunked(

@@ -1,7 +1,11 @@
-"""The chunked gated delta rule equals the recurrence token by token, in value and gradient, for packed rows."""
+"""The gated delta rule over chunks equals the recurrence token by token, in value and gradient, for packed rows."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,9 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.core.errors import ConfigError
-from slime.models.qwen3_next.delta_rule import CHUNK, chunked, delta_rule
+from slime.ops.delta_rule import CHUNK, DeltaRule, _table, chunked, delta_rule, fused
 
-HEADS, KEY_DIM, VALUE_DIM = 3, 5, 7
+SIZES = (3, 5, 7)
+"""Heads, d_k and d_v."""
+KERNEL_SIZES = (2, 32, 16)
 
 
 def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -20,23 +26,26 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, len
     q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     out: list[Tensor] = []
     for row in zip(*(x.split(lengths) for x in (q, k, v, g, beta)), strict=True):
-        state = q.new_zeros(HEADS, KEY_DIM, VALUE_DIM)
+        state = q.new_zeros(*q.shape[1:], v.size(-1))
         for q_t, k_t, v_t, g_t, beta_t in zip(*row, strict=True):
             state = state * g_t.exp()[:, None, None]
             seen = torch.einsum("hkv,hk->hv", state, k_t)
             state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * (v_t - seen))
-            out.append(torch.einsum("hkv,hk->hv", state, q_t) * KEY_DIM**-0.5)
+            out.append(torch.einsum("hkv,hk->hv", state, q_t) * q.size(-1) ** -0.5)
     return torch.stack(out)
 
 
-def inputs(num_tokens: int, dtype: torch.dtype, decay: float = 1.0) -> list[Tensor]:
+def inputs(
+    num_tokens: int, dtype: torch.dtype, decay: float = 1.0, sizes: tuple[int, int, int] = SIZES
+) -> list[Tensor]:
+    heads, d_k, d_v = sizes
     generator = torch.Generator().manual_seed(num_tokens)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64)
 
-    q, k, v = random(HEADS, KEY_DIM), random(HEADS, KEY_DIM), random(HEADS, VALUE_DIM)
-    g, beta = -decay * random(HEADS).exp(), random(HEADS).sigmoid()
+    q, k, v = random(heads, d_k), random(heads, d_k), random(heads, d_v)
+    g, beta = -decay * random(heads).exp(), random(heads).sigmoid()
     return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
 
 
@@ -52,13 +61,17 @@ def test_chunks_equal_the_recurrence_in_value_and_gradient(lengths: tuple[int, .
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_a_sequence_does_not_know_its_neighbours() -> None:
+def check_borders(rule: DeltaRule, sizes: tuple[int, int, int] = KERNEL_SIZES) -> None:
     lengths = (70, 30)
-    x = [t.detach() for t in inputs(100, torch.float32)]
-    alone = chunked(*(t[70:] for t in x), (30,))
-    assert torch.equal(chunked(*x, lengths)[70:], alone), "the second sequence depends on the first"
+    x = [t.detach() for t in inputs(100, torch.float32, sizes=sizes)]
+    alone = rule(*(t[70:] for t in x), (30,))
+    assert torch.equal(rule(*x, lengths)[70:], alone), "the second sequence depends on the first"
     x[0][:70] = torch.nan
-    assert torch.equal(chunked(*x, lengths)[70:], alone), "a NaN crossed the border of a sequence"
+    assert torch.equal(rule(*x, lengths)[70:], alone), "a NaN crossed the border of a sequence"
+
+
+def test_a_sequence_does_not_know_its_neighbours() -> None:
+    check_borders(chunked, SIZES)
 
 
 def test_steep_decay_neither_overflows_nor_loses_gradients() -> None:
@@ -71,9 +84,40 @@ def test_steep_decay_neither_overflows_nor_loses_gradients() -> None:
 
 def test_kernels_are_refused_where_they_cannot_run() -> None:
     cpu = torch.device("cpu")
-    assert delta_rule(cpu, torch.float32) is chunked, "auto must fall back on a CPU"
+    x = inputs(70, torch.float32)
+    assert torch.equal(delta_rule(cpu, torch.float32)(*x, (70,)), chunked(*x, (70,))), "auto must fall back on a CPU"
     with pytest.raises(ConfigError, match=r"need a GPU.*use torch or auto"):
         delta_rule(cpu, torch.bfloat16, "fla")
+
+
+def check_kernels() -> None:
+    """Compares value and gradients of the interpreted kernels with the definition in float64."""
+    from slime.ops.kernels import delta_rule as kernels
+
+    lengths = (70, 3, 129)
+    for decay, dtype, limit in ((0.1, torch.float32, 2e-6), (200.0, torch.float32, 1e-4), (0.1, torch.bfloat16, 5e-3)):
+        x = inputs(sum(lengths), dtype, decay, KERNEL_SIZES)
+        exact = [t.detach().double().requires_grad_() for t in x]
+        want = token_by_token(*exact, lengths)
+        weights = torch.linspace(-1, 1, want.numel()).view_as(want).to(dtype)
+        gradients = torch.autograd.grad((want * weights).sum(), exact)
+        if dtype == torch.float32:
+            out = fused(*x, lengths)
+            got = [out, *torch.autograd.grad((out * weights).sum(), x)]
+        else:  # the interpreter does not multiply in bfloat16
+            plain, table = [t.detach() for t in x], kernels.Tiles(*_table(lengths, x[0].device))
+            out, saved = kernels.forward(tuple(plain), table, "ieee")
+            got = [out, *kernels.backward((weights, *plain[:3]), table, saved, "ieee")]
+        for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), got, (want.detach(), *gradients), strict=True):
+            error = float((a.detach() - b).norm() / b.norm())
+            assert error < limit, f"{name} differs by {error:.1e} of its norm for {dtype} and decay {decay}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_equal_the_recurrence_in_value_and_gradient() -> None:
+    """Interpreted on the CPU, in a process of its own: Triton decides when it is imported."""
+    code = "from tests.unit.ops import test_delta_rule as it; it.check_kernels(); it.check_borders(it.fused)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
 
 
 class Kernels(TorchDispatchMode):
