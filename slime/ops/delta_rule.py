@@ -44,8 +44,8 @@ from slime.ops.select import FUSED, name_of
 CHUNK = 64
 """Number of tokens in a chunk."""
 
-_SIZES = (16, 32, 64, 128)
-"""Sizes of heads that the Triton kernels support."""
+_SIZES = (64, 128)
+"""Sizes of heads for which the Triton kernels are used. See `LAUNCH` there about smaller ones."""
 
 DeltaRule = Callable[..., Tensor]
 """(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
@@ -113,7 +113,10 @@ def chosen(
 def fused(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Computes the same as `chunked` with Triton kernels. The sizes of heads must be in `_SIZES`, and not float64."""
+    """Computes the same as `chunked` with Triton kernels. Not for float64.
+
+    On a GPU, the sizes of heads must be in `_SIZES`.
+    """
     out: Tensor = _Fused.apply(q, k, v, g, beta, _table(lengths, q.device))
     return out
 

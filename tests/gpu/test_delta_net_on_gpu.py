@@ -57,7 +57,7 @@ def test_the_recurrence_equals_that_of_a_cpu(rule: DeltaRule, dtype: torch.dtype
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
 def test_a_trainer_on_a_gpu_is_that_on_a_cpu(tmp_path: Path, family: str, figure: Figure) -> None:
-    wide = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
+    wide = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
     checkpoint = write_qwen_next(tmp_path / "model", family, **wide)
     devices: dict[str, dict] = {
         "cpu": {"args": {"device": "cpu"}},

@@ -42,10 +42,15 @@ LAUNCH: dict[str, dict[str, int]] = {
     "back_local": {"BLOCK": 64, "num_warps": 4, "num_stages": 1},
     "back_states": {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
     "back_system": {"BLOCK": 64, "num_warps": 4, "num_stages": 1},
-    "back_queries": {"BLOCK": 32, "num_warps": 8, "num_stages": 1},
-    "back_keys": {"BLOCK": 32, "num_warps": 8, "num_stages": 1},
+    "back_queries": {"BLOCK": 64, "num_warps": 8, "num_stages": 1},
+    "back_keys": {"BLOCK": 64, "num_warps": 8, "num_stages": 1},
 }
-"""Columns of a state per program or step, warps and stages of each kernel."""
+"""Columns of a state per program or step, warps and stages of each kernel.
+
+Not every choice is safe. For Hopper, ptxas 12.8 (Triton 3.6) computes the address of some operands in shared memory
+from a register that was never set, which is an illegal memory access, in many cases where an operand has fewer than 64
+columns: heads of 16 or 32, and 32 columns of a state in `back_keys`, `back_system`, or one stage of `back_states`.
+"""
 
 
 class Tiles(NamedTuple):
