@@ -9,6 +9,15 @@ import pytest
 import torch
 
 Figure = Callable[[str, float], None]
+SPREAD = "SLIME_TEST_GPUS"
+"""The number of GPUs among which the runner spreads the workers of pytest-xdist, one GPU for each worker."""
+
+
+def pytest_configure() -> None:
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get(SPREAD)
+    if worker and gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(n) for n in range(int(gpus)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(worker.removeprefix("gw")) % int(gpus)]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

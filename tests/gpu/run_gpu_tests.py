@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slime.observability.run_folder import versions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +28,7 @@ PACKAGES = ("torch", "triton", "sglang", "sglang-kernel", "flashinfer-python", "
 SEVERAL = re.compile(r"\[.*\]$")
 GROUP = re.compile(r"@\w+$")
 """What pytest-xdist adds to the names of tests that it keeps together."""
+SPREAD = "SLIME_TEST_GPUS"
 NOTHING_SELECTED = 5
 """pytest's exit code if `-k` leaves no test of a part."""
 
@@ -60,8 +63,6 @@ def results_of(report: Path) -> list[Result]:
 
 def machine() -> dict[str, Any]:
     """The GPUs, the driver and the versions of what runs on them."""
-    import torch
-
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
     ).stdout.split("\n")[0]
@@ -93,13 +94,18 @@ def table_of(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def run(part: str, jobs: int, out: Path, arguments: list[str]) -> tuple[int, list[Result]]:
-    """Runs the tests of one part, `jobs` at a time. Returns pytest's exit code and what it found."""
+def run(part: str, jobs: int, out: Path, arguments: list[str], spread: int = 1) -> tuple[int, list[Result]]:
+    """Runs the tests of one part, `jobs` at a time on each of `spread` GPUs, or on all GPUs if that is 1.
+
+    Returns pytest's exit code and what it found.
+    """
     report = out / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--durations=15", "-m", part]
-    command += ["-n", str(jobs), "--dist", "loadgroup", f"--junitxml={report}", str(Path(__file__).parent), *arguments]
-    code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "2", **os.environ}).returncode
+    command += ["-n", str(jobs * spread), "--dist", "loadgroup", f"--junitxml={report}"]
+    command += [str(Path(__file__).parent), *arguments]
+    env = {"OMP_NUM_THREADS": "2", **os.environ} | ({SPREAD: str(spread)} if spread > 1 else {})
+    code = subprocess.run(command, cwd=ROOT, env=env).returncode
     found = results_of(report) if report.exists() else []
     report.unlink(missing_ok=True)
     return (0 if code == NOTHING_SELECTED else code), found
@@ -108,13 +114,17 @@ def run(part: str, jobs: int, out: Path, arguments: list[str]) -> tuple[int, lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the report")
-    parser.add_argument("--jobs", type=int, default=10, help="tests at once; each takes up to 8 GB of a GPU")
+    parser.add_argument("--jobs", type=int, default=10, help="tests at once per GPU; each takes up to 8 GB of it")
     parser.add_argument("pytest", nargs="*", help="after --: arguments of pytest")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    gpus = max(1, torch.cuda.device_count())
     began_s = time.monotonic()
     # Engines of two GPUs want them equally empty, so the tests of one GPU come after them.
-    parts = [run(part, args.jobs, args.out, args.pytest) for part in ("two_gpus", "not two_gpus")]
+    parts = [
+        run("two_gpus", args.jobs, args.out, args.pytest),
+        run("not two_gpus", args.jobs, args.out, args.pytest, spread=gpus),
+    ]
     seconds = time.monotonic() - began_s
     results = sorted((r for _, found in parts for r in found), key=lambda result: (result.file, result.test))
     told = {
