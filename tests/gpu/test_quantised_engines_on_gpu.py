@@ -32,6 +32,8 @@ SHAPE = SHAPES["30b-a3b-6l"] | {
 }
 START_LIMIT_S = 1000.0
 """The first INT4 engine of a host compiles SGLang's Marlin kernels with nvcc, which takes minutes."""
+ADDS_IN_ANY_ORDER = ("int4",)
+"""Kinds whose engine gives slightly different log-probs for the same request: Marlin's experts use atomic additions."""
 COMPILED_ALONE = ("gptq_marlin", "moe_wna16_marlin")
 """Kernels of SGLang that take seven minutes each. An engine would compile one after the other."""
 
@@ -40,6 +42,10 @@ def compile_kernels() -> list[subprocess.Popen[bytes]]:
     """Starts to compile these kernels side by side. Engines wait for them at the locks of SGLang's cache."""
     code = "import torch; from sglang.jit_kernel.{0} import _jit_{0}_module as compiled; compiled(torch.bfloat16)"
     return [subprocess.Popen([sys.executable, "-c", code.format(name)]) for name in COMPILED_ALONE]
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).abs().mean())
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +80,17 @@ def test_an_engine_holds_and_serves_what_it_was_sent(cases: dict[str, Case], kin
     assert trainer.control.weight_checksums()[0].checksums != want
     tokens = prompts(SHAPE["vocab_size"])
     expected = served(loaded.url, tokens)
+    repeated = difference(expected[0], served(loaded.url, tokens)[0])
+    assert repeated == 0 or kind in ADDS_IN_ANY_ORDER
+    assert difference(expected[0], served(case.servers["synced"].url, tokens)[0]) > 100 * repeated
     for version, transport in ((2, "tensor"), (3, "tensor"), (4, "disk")):
         trainer.sync(weights_of(case.shape, 10 + version), 10 * version, transport)
         trainer.sync(state, version, transport)
         assert trainer.control.weight_checksums()[0].checksums == want, transport
         log_probs, answers = served(case.servers["synced"].url, tokens)
-        assert torch.equal(log_probs, expected[0]) and answers == expected[1], transport
+        if kind in ADDS_IN_ANY_ORDER:
+            assert difference(expected[0], log_probs) <= 3 * repeated, transport
+        else:
+            assert torch.equal(log_probs, expected[0]) and answers == expected[1], transport
     flips = list(caught(trainer, state, case.flips))
     assert all(flip["caught"] and flip["named"] for flip in flips), flips

@@ -21,6 +21,7 @@ LONG_CYCLES = 20_000_000_000
 def test_what_is_filled_leaves_while_the_stream_of_the_trainer_is_busy() -> None:
     stream, bucket = SendStream(GPU), torch.zeros(1 << 20, device=GPU)
     seen: list[tuple[bool, float]] = []
+    bucket.sum().cpu()  # a kernel that is loaded for the first time waits for the whole GPU
     bucket.fill_(3)
     filled = stream.filled()
     torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]
