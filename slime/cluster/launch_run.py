@@ -50,6 +50,7 @@ from slime.rollout.guard import LAST_WORDS, last_words
 from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
 from slime.settings.command_line import without
+from slime.settings.conditions import replaced_folders
 from slime.settings.hook_contracts import check_hooks
 from slime.settings.rules import likely_mistakes
 from slime.training.state import checkpoint
@@ -74,6 +75,11 @@ LOCAL_RAY = {
 }
 """Environment variables for a single-machine Ray cluster that belongs to one run."""
 
+JOINED_RAY = {"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
+"""Environment variables for a run on an existing cluster. `ray job submit --runtime-env-json` can set variables that
+the run also sets, such as PYTHONPATH. By default, Ray then refuses to start; with this, the run's values win, which
+contain those of the job (`for_actors`)."""
+
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """The values that SGLang sets in its own processes. If the trainer uses other values, the first broadcast of a weight
 sync hangs."""
@@ -96,12 +102,13 @@ logger = logging.getLogger(__name__)
 def prepare_environment(run_id: str, *, ray_address: str | None = None) -> None:
     """Sets environment variables for this process and its children: the run id, NCCL, and local Ray.
 
-    If the run joins a cluster at `ray_address`, does not set Ray's variables.
+    If the run joins a cluster at `ray_address`, does not set the variables of a local Ray.
     """
     os.environ[RUN_ID_ENV] = run_id
     for name, value in NCCL.items():
         os.environ.setdefault(name, value)
     if ray_address is not None:
+        os.environ.update(JOINED_RAY)
         return
     assert "ray" not in sys.modules, "Ray was imported too early and would ignore its environment variables"
     for name, value in LOCAL_RAY.items():
@@ -197,7 +204,7 @@ def saves_nothing(args: Args) -> bool:
 
 def start_warnings(args: Args) -> list[str]:
     """Returns what the run does but its user probably does not want."""
-    found = [*likely_mistakes(args), *data_warnings(args)]
+    found = [*replaced_folders(args), *likely_mistakes(args), *data_warnings(args)]
     if saves_nothing(args):
         found.append("nothing will be saved; to keep the trained weights, set --save DIR or --save-hf DIR")
     return found

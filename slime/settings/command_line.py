@@ -35,16 +35,16 @@ from slime.settings.all_flags import (
     registered_names,
     secret_settings,
 )
-from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args
+from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args, Passthrough
 from slime.settings.custom_yaml import Given, config_on, merge_config, words_behind
 from slime.settings.flag_parser import OVERRIDE
-from slime.settings.flags import FIRST_PAGE, Flag
+from slime.settings.flags import FIRST_PAGE, Flag, refuse
 from slime.settings.groups import GROUPS
 from slime.settings.groups.training import OPTIMIZER_VALUES
-from slime.settings.hook_contracts import CONTRACTS
+from slime.settings.hook_contracts import CONTRACTS, check_hooks
 from slime.settings.megatron import DOCS, FIXED, OF_CHECKPOINT, SLIME_DEFAULTS, UNSUPPORTED
 from slime.settings.public_flags import FOREIGN_NAMES, tables
-from slime.settings.resolve import passed_settings, resolve
+from slime.settings.resolve import passed_settings, resolve, without_effect
 from slime.settings.roles import resolve_roles
 from slime.settings.rules import likely_mistakes
 from slime.settings.schema import load, owned_spellings
@@ -55,8 +55,8 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     """Returns the resolved settings of a run.
 
     `argv` defaults to `sys.argv[1:]`. `synchronous` selects the loop of train.py instead of train_async.py. For --help
-    [topic], --version and --explain, prints the text and raises `SystemExit(0)`. Raises one `ConfigError` that lists
-    all problems.
+    [topic], --version and --explain, prints the text and raises `SystemExit(0)`. Only --explain loads hooks, as the
+    start of a run does. Raises one `ConfigError` that lists all problems, or a `HookError`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     text = help_or_version(words, program("train" if synchronous else "train-async"))
@@ -71,9 +71,24 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
         origins=found.origins,
         resolve=functools.partial(resolve, components=found.known, custom=found.custom, synchronous=synchronous),
     )
+    args = _with_replaced(args, found.replaced)
     args = args.replace(command=("slime", "train" if synchronous else "train-async", *words))
     if explain:
+        check_hooks(args)
         _answer(explain_args(args))
+    return args
+
+
+def _with_replaced(args: Args, replaced: Mapping[tuple[str, str], str]) -> Args:
+    """Lists the values that later flags replaced among the settings without effect. Raises `ConfigError` (--strict)."""
+    if not replaced:
+        return args
+    told = dict(args.idle)
+    for (owner, dest), text in replaced.items():
+        name = f"{owner}.{dest}"
+        told[name] = f"{text}; {told[name]}" if name in told else text
+    args = args.replace(idle=Passthrough("idle", told))
+    refuse(list(without_effect(args)))
     return args
 
 
@@ -84,10 +99,12 @@ class _Parsed:
     given: Given
     origins: dict[tuple[str, str], str]
     custom: dict[str, Any]
+    replaced: dict[tuple[str, str], str]
+    """(owner, dest) -> an earlier value, and the later flag that replaces it."""
 
 
 EXPLAIN = "--explain"
-"""Prints the settings of a run instead of starting it."""
+"""Prints the settings of a run instead of starting it, and loads its hooks, as the start does."""
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:
@@ -99,13 +116,14 @@ def parse_words(words: Sequence[str]) -> _Parsed:
     named = entries_named_in(config[1], components()) if config is not None else {}
     known = components_with(named | entries_named_on(words, components()))
     table = flag_table(known)
-    given = table.parse(words, owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
+    replaced: dict[tuple[str, str], str] = {}
+    given = table.parse(words, owned=owned_spellings(), elsewhere=FOREIGN_NAMES, replaced=replaced)
     origins = dict.fromkeys(given, "command line")
     custom: dict[str, Any] = {}
     if config is not None:
         replaced = table.parse(words_behind(words), owned=owned_spellings(), elsewhere=FOREIGN_NAMES)
         given, custom = merge_config(given, origins, table, *config, replaced=replaced)
-    return _Parsed(known, given, origins, custom)
+    return _Parsed(known, given, origins, custom, replaced)
 
 
 def main_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -> Args:
@@ -182,10 +200,11 @@ _INTRO = """usage: {usage} --hf-checkpoint DIR --prompt-data FILE \\
   --help                the flags that a first run needs, and the topics
   --help TOPIC          all flags of a topic
   --help WORD           the flags with this word in their name or text, such as --help clip
-  --explain             print every resolved value and where it came from, then exit
+  --explain             load the hooks, print every resolved value and where it came from, then exit
   --version             print versions, then exit
   --override            later flags override earlier ones, and the file of an earlier --custom-config-path; without
-                        it, two different values for one flag are an error
+                        it, two different values for one flag are an error, except for Megatron's flags of the model,
+                        of which the last one counts
 """
 _AT_FILE = "Use @FILE to read the value from a file, because every user of the host can see command lines (ps)."
 

@@ -6,6 +6,7 @@ converts those to Hugging Face folders.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from slime.core.files import download_hint
 from slime.core.registry import load_object
 from slime.core.text import slime_command
 from slime.core.topology import ServedModel
-from slime.settings.fields import Need, Rule
+from slime.settings.fields import Adjusted, Need, Rule
 from slime.settings.schema import architecture_of
 from slime.settings.topology_yaml import topology_of
 
@@ -53,6 +54,11 @@ def computes_advantages(s: Any) -> bool:
 def has_policy_term(s: Any) -> bool:
     """Returns whether slime's own policy loss is computed from advantages."""
     return minimises_policy_loss(s) and bool(s.compute_advantages_and_returns)
+
+
+def samples_all_tokens(s: Any) -> bool:
+    """Returns whether every token can be sampled, so that log-probs are those of the full distribution."""
+    return bool(s.rollout_top_p == 1.0 and s.rollout_top_k == -1)
 
 
 def has_kl(s: Any) -> bool:
@@ -127,8 +133,9 @@ ENGINE_LOG_PROBS = Need(
 # --- Folders that hold a model
 
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
-_MEGATRON_SUFFIX = "_torch_dist"
-"""Suffix that public scripts add to the name of a converted folder."""
+_CONVERTED = re.compile(r"[-_.]torch[-_]dist.*")
+"""End of a converted folder's name in public scripts: `X_torch_dist` was converted from `X`."""
+_READ_INSTEAD = "a folder in Megatron's format, instead of which the run reads "
 _LENGTHS = ("max_position_embeddings",)
 """Settings that may differ between the initial weights and the engines' model."""
 
@@ -144,16 +151,74 @@ def has_megatron_checkpoint(folder: str) -> bool:
     return any((place / name).is_file() for place in places for name in _MEGATRON_FILES)
 
 
+def is_trained_by_megatron(folder: str) -> bool:
+    """Returns whether the folder has a Megatron checkpoint that was not just converted from another format."""
+    if not has_megatron_checkpoint(folder):
+        return False
+    try:
+        return (Path(folder) / _MEGATRON_FILES[0]).read_text().strip() != "release"
+    except (OSError, UnicodeDecodeError):
+        return True
+
+
+def _origin(folder: str) -> str | None:
+    """Returns the folder that `folder` was converted from, by its name; None if the name does not say it."""
+    path = Path(folder)
+    name = _CONVERTED.sub("", path.name)
+    return str(path.with_name(name)) if name != path.name and name else None
+
+
+def is_only_converted(folder: str) -> bool:
+    """Returns whether the folder is in Megatron's format, or would be, and holds no weights that were trained there."""
+    converted = has_megatron_checkpoint(folder) or (_origin(folder) is not None and not Path(folder).exists())
+    return converted and not has_hf_model(folder) and not is_trained_by_megatron(folder)
+
+
+def hf_origin(folder: str) -> str | None:
+    """Returns the Hugging Face folder that `folder` was only converted from; None if there is none."""
+    origin = _origin(folder) if is_only_converted(folder) else None
+    return origin if origin is not None and has_hf_model(origin) else None
+
+
+def instead_of_converted(folder: Any, s: Any) -> Adjusted | None:
+    """Replaces a folder that was only converted to Megatron's format by the folder that it came from (`adjust`)."""
+    return _instead(folder, hf_origin(str(folder))) if folder else None
+
+
+def instead_of_start(folder: Any, s: Any) -> Adjusted | None:
+    """Like `instead_of_converted`, with --hf-checkpoint if the folder that it came from is not there."""
+    if not folder or not is_only_converted(str(folder)):
+        return None
+    return _instead(folder, hf_origin(str(folder)) or s.hf_checkpoint)
+
+
+def _instead(folder: Any, found: str | None) -> Adjusted | None:
+    return None if found is None else Adjusted(found, why_instead(folder, found))
+
+
+def why_instead(folder: Any, found: str) -> str:
+    """Returns what --explain and the start of the run say about a folder that the run does not read."""
+    return f"{folder} {'is' if Path(folder).exists() else 'would be'} {_READ_INSTEAD}{found}"
+
+
+NO_CHECKPOINT = "does not exist or is empty, so the run starts at step 0"
+
+
+def replaced_folders(args: Args) -> list[str]:
+    """Returns a line for each folder that the user gave and that the run does not read."""
+    names = ("load", "ref_load", "critic_load", "opd_teacher_load")
+    found = {f"--{name.replace('_', '-')}": args.origins.get(name, "").removeprefix("derived: ") for name in names}
+    return [f"{flag} {why}" for flag, why in found.items() if _READ_INSTEAD in why or NO_CHECKPOINT in why]
+
+
 def what_to_give(folder: str) -> str:
     """Returns advice about a folder that is missing or not in Hugging Face format."""
-    path = Path(folder)
     convert = (
         slime_command(f"convert {folder} OUT --hf-checkpoint MODEL --trust-pickle")
         if has_megatron_checkpoint(folder)
         else ""
     )
-    if path.name.endswith(_MEGATRON_SUFFIX):
-        origin = path.with_name(path.name.removesuffix(_MEGATRON_SUFFIX))
+    if (origin := _origin(folder)) is not None and not is_trained_by_megatron(folder):
         made_of = f"no conversion is needed: pass the Hugging Face folder that it was converted from, {origin}"
         return f"{made_of}, or the output folder of this command: {convert}" if convert else made_of
     if convert:

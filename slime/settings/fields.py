@@ -100,6 +100,8 @@ class Declared:
     choices: tuple[str, ...] | None = None
     secret: bool = False
     """Whether the value is masked wherever it is written."""
+    may_be_empty: bool = False
+    """Without a value, or with an empty one, the flag gives None: scripts pass variables that can be empty."""
     append: bool = False
     """The value is a tuple; each occurrence of the flag adds one entry."""
     within: Range | None = None
@@ -264,6 +266,7 @@ def _flag(field: dataclasses.Field[Any], hint: Any, *, heading: str, doc: str) -
         required=bool(says.required),
         derived=says.compute is not None,
         secret=says.secret,
+        may_be_empty=says.may_be_empty,
         internal=says.internal,
         first=says.first,
     )

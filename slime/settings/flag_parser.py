@@ -4,7 +4,8 @@ Invariants
 1. Flags cannot be abbreviated. The error for an unknown flag suggests a similar one.
 2. A setting that is set twice, even with different spellings, must get the same value both times. Flags after
    `--override` replace earlier flags and the file of an earlier `--custom-config-path`, so a script can end with
-   `--override "$@"`.
+   `--override "$@"`. Megatron's flags for the model are different: public launch scripts put the flags of the model's
+   file first and replace some of them later, so the last one counts, and the caller is told.
 """
 
 from __future__ import annotations
@@ -59,21 +60,28 @@ class FlagTable:
         *,
         owned: Mapping[str, str] = types.MappingProxyType({}),
         elsewhere: Mapping[str, str] = types.MappingProxyType({}),
+        replaced: dict[tuple[str, str], str] | None = None,
     ) -> dict[tuple[str, str], Any]:
         """Returns the values on a command line, by (owner, dest).
 
-        `owned` and `elsewhere` map flags to advice: those that slime sets itself, and those of other programs. Raises
-        one `ConfigError` that lists all mistakes.
+        `owned` and `elsewhere` map flags to advice: those that slime sets itself, and those of other programs.
+        `replaced` receives what happened to flags of the model that were set twice; without it, they are mistakes.
+        Raises one `ConfigError` that lists all mistakes.
         """
         out: dict[tuple[str, str], Any] = {}
         problems: list[str] = []
         for part in _parts(argv):
-            out |= self._parse_part(part, owned, elsewhere, problems)
+            out |= self._parse_part(part, owned, elsewhere, problems, replaced)
         refuse(problems)
         return out
 
     def _parse_part(
-        self, argv: Sequence[str], owned: Mapping[str, str], elsewhere: Mapping[str, str], problems: list[str]
+        self,
+        argv: Sequence[str],
+        owned: Mapping[str, str],
+        elsewhere: Mapping[str, str],
+        problems: list[str],
+        replaced: dict[tuple[str, str], str] | None,
     ) -> dict[tuple[str, str], Any]:
         """Parses the arguments between two `OVERRIDE`s. Appends error messages to `problems`."""
         out: dict[tuple[str, str], Any] = {}
@@ -100,7 +108,7 @@ class FlagTable:
                 try:
                     value = self._value(flag, name, words, on=on, inline=bool(has_value))
                     taken = words[: self._num_taken(flag, words)]
-                    _keep(out, spelled, flag, shlex.join([name, *taken]), value)
+                    _keep(out, spelled, flag, shlex.join([name, *taken]), value, replaced)
                 except ConfigError as error:
                     problems.append(str(error))
                 continue
@@ -131,6 +139,8 @@ class FlagTable:
                 raise ConfigError(_about_switch(flag, name, words[0], on=on))
             return on
         words = words if flag.is_list else words[:1]
+        if flag.may_be_empty and words in ([], [""]):
+            return None
         if not words and flag.nargs not in ("*", "?"):
             raise ConfigError(f"{name} has no value; write {name} <{flag.kind}>")
         if (flag.nargs or "").isdigit() and len(words) != int(flag.nargs or 0):
@@ -155,22 +165,32 @@ def _parts(argv: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _keep(
-    out: dict[tuple[str, str], Any], spelled: dict[tuple[str, str], str], flag: Flag, said: str, value: Any
+    out: dict[tuple[str, str], Any],
+    spelled: dict[tuple[str, str], str],
+    flag: Flag,
+    said: str,
+    value: Any,
+    replaced: dict[tuple[str, str], str] | None,
 ) -> None:
     """Stores the value of one occurrence of a flag. `said` is the text that the user wrote.
 
-    Raises `ConfigError` if an earlier occurrence has a different value.
+    Raises `ConfigError` if an earlier occurrence has a different value that must not be replaced.
     """
     key = (flag.owner, flag.dest)
     if flag.append:
         out[key] = (*out.get(key, ()), value)
         return
     earlier = spelled.setdefault(key, said)
-    if out.setdefault(key, value) != value:
-        two = f"{flag.names[0]} has two values"
-        if not flag.secret:
-            two = f"{shorten(earlier, 200)} and {shorten(said, 200)} contradict each other"
-        raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that take precedence")
+    if out.setdefault(key, value) == value:
+        return
+    if replaced is not None and flag.of_model:
+        replaced[key] = f"{shorten(earlier, 200)}, which a later {shorten(said, 200)} replaces"
+        out[key], spelled[key] = value, said
+        return
+    two = f"{flag.names[0]} has two values"
+    if not flag.secret:
+        two = f"{shorten(earlier, 200)} and {shorten(said, 200)} contradict each other"
+    raise ConfigError(f"{two}; keep one, or write {OVERRIDE} before the flags that take precedence")
 
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")

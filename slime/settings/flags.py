@@ -228,6 +228,8 @@ class Flag:
     """slime computes the value if the user does not set one; --explain shows the reason."""
     secret: bool = False
     """Whether the value is masked wherever it is written. @FILE reads the value from a file."""
+    may_be_empty: bool = False
+    """Without a value, or with an empty one, the flag gives None: scripts pass variables that can be empty."""
     internal: bool = False
     """The run sets the value; there is no flag."""
     configs: tuple[str, ...] = ()
@@ -240,6 +242,12 @@ class Flag:
     @property
     def is_list(self) -> bool:
         return self.nargs in ("+", "*") or (self.nargs or "").isdigit()
+
+    @property
+    def of_model(self) -> bool:
+        """Whether this is a flag of Megatron for the model and its layers, as in a model's file of launch scripts."""
+        others = ("OptimizerConfig", "DistributedDataParallelConfig")
+        return self.owner == "megatron" and not any(config in self.configs for config in others)
 
 
 MOST_SECRET_BYTES = 65_536

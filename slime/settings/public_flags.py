@@ -23,20 +23,35 @@ DIFFERENT: Mapping[str, str] = {
         "router logits in float32, even if the model uses a different dtype; engines keep their dtype, and the "
         "mismatch is measured"
     ),
-    "`--ref-load X`": (
-        "the trainer's initial weights, and the reference: a folder in Hugging Face format. For a `torch_dist` folder: "
-        "`slime convert X OUT --hf-checkpoint MODEL --trust-pickle` "
+    "`--ref-load X`": ("the trainer's initial weights, and the reference: a folder in Hugging Face format"),
+    "`--ref-load X_torch_dist`, also for `--load`, `--critic-load`, `--opd-teacher-load`": (
+        "the Hugging Face folder `X`, whether `X_torch_dist` exists or not; without `X`, `--hf-checkpoint` (for "
+        "`--ref-load` and `--load`). The start says so in one line. If Megatron trained the weights, the folder is "
+        "refused: `slime convert X_torch_dist OUT --hf-checkpoint MODEL --trust-pickle` "
         "([checkpoints](checkpoints.md#megatrons-torch_dist))"
     ),
     "`--load X`": (
-        "a checkpoint of slime, or a folder in Hugging Face format, which takes precedence over `--ref-load`. A "
-        "missing folder is refused, unless it is also the `--save` folder"
+        "a checkpoint of slime, or a folder in Hugging Face format, which takes precedence over `--ref-load`. With a "
+        "folder that does not exist or is empty, the run starts at step 0, and says so in one line unless it is also "
+        "the `--save` folder"
     ),
     "`--save X`": (
         "slime's own checkpoints. Use `--save-hf` for Hugging Face folders, and `slime convert X OUT --to torch_dist` "
         "for Megatron"
     ),
     "a tool that converts to or from `torch_dist`": "`slime convert`, which needs no GPUs or ranks",
+    "a flag of the model given twice, as `--rotary-base` in a model's file and in the script": (
+        "the last one counts, and the earlier one is reported as replaced; other flags with two values are refused"
+    ),
+    "`--wandb-key` with an empty variable": (
+        "the login of `WANDB_API_KEY` or `wandb login`; without one, `--wandb-mode offline`"
+    ),
+    "`--ci-train-rollout-logprob-abs-diff-threshold` with `--ci-test`": "the default of `--mismatch-limit`",
+    "`--sglang-router-request-timeout-secs`": "same as `--router-request-timeout-secs`",
+    "`--rm-url` as an SGLang teacher, with `--rollout-temperature` other than 1": (
+        "the teacher's log-probs are those at temperature 1, the student's those at which it samples; the start warns"
+    ),
+    "`--use-kl-loss` with coefficient 0 beside `--rollout-top-p` or `--rollout-top-k`": "reported as having no effect",
     "`--save-debug-rollout-data X.pt`": (
         "the same path, but ending in `.jsonl.zst` (`.npz` for `--save-debug-train-data`), without pickles"
     ),
@@ -117,15 +132,10 @@ _INSTEAD_OF_REFUSED = {
     "exported": "custom-model-provider-path",
     "omit --prompt-data, and use your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
     "use --load-debug-rollout-data, which replays rollouts without engines": "load-forge-rollout-data",
-    "use --offload-train, which leaves the GPU to the engines": "release-train",
     "use --adam-beta1 0 --adam-beta2 0, which give the same update; --use-precision-aware-optimizer and "
     "--optimizer-cpu-offload reduce the memory of the state": "use-stateless-adam",
     "use --rollout-num-workers, which sends requests from several processes": "use-distributed-post",
-    "use --router-request-timeout-secs": "sglang-router-request-timeout-secs",
     "drop it: a folder in Hugging Face format holds one set of weights": "ref-ckpt-step opd-teacher-ckpt-step",
-    "drop it: every run checks itself, see --mismatch-limit": (
-        "ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm ci-train-rollout-logprob-abs-diff-threshold"
-    ),
     "drop it: the trainer has no DeepGEMM kernels; the mismatch with the engine is measured in every step": (
         "megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers "
         "megatron-deepgemm-moe-forward-modules"

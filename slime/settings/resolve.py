@@ -312,10 +312,25 @@ def without_effect(args: Args) -> Iterator[str]:
         yield f"--strict refuses settings without effect: {told}; drop them, or set what they need"
 
 
+_PLAIN_ATTENTION = Need(
+    lambda m: not m.get("multi_latent_attention"), "attention with heads of queries, keys and values, not latent ones"
+)
 ARCHITECTURE_NEEDS: Mapping[str, Need] = {
     "kv_channels": Need(
         lambda m: not m.get("multi_latent_attention"),
         "attention with one head size; latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
+    ),
+    "add_qkv_bias": _PLAIN_ATTENTION,
+    "group_query_attention": _PLAIN_ATTENTION,
+    "num_query_groups": _PLAIN_ATTENTION,
+    "max_position_embeddings": Need(
+        lambda m: m.get("position_embedding_type") not in ("rope", "mrope", "none"),
+        "learned embeddings of positions; this checkpoint has rotary ones, and its config.json determines the context "
+        "length",
+    ),
+    "ffn_hidden_size": Need(
+        lambda m: not m.get("num_moe_experts") or _says("moe_layer_freq", m["moe_layer_freq"], m).count(0) > 0,
+        "a layer without experts, which this checkpoint does not have",
     ),
     "moe_router_pre_softmax": Need(
         lambda m: m.get("moe_router_score_function", "softmax") == "softmax",

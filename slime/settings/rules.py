@@ -21,6 +21,7 @@ from slime.settings.conditions import (
     has_policy_term,
     minimises_custom_loss,
     minimises_policy_loss,
+    samples_all_tokens,
 )
 from slime.settings.custom_yaml import FREE, NEAR
 from slime.settings.data_files import check_data, files_of, first_row_names, scheme_of, split_spec
@@ -237,7 +238,7 @@ def _steps_contradict(s: Any) -> bool:
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
     """The trainer computes log-probs of the distribution after top-p and top-k, engines those of the full one."""
-    if fine_tunes(args) or (args.rollout_top_p == 1.0 and args.rollout_top_k == -1):
+    if fine_tunes(args) or samples_all_tokens(args):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
     wrong = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n)]
@@ -516,6 +517,16 @@ def kl_loss_has_no_weight(args: Args) -> str | None:
     )
 
 
+def teacher_scores_at_another_temperature(args: Args) -> str | None:
+    if not _trains(args) or not args.use_opd or args.opd_teacher_url is None or args.rollout_temperature == 1.0:
+        return None
+    return (
+        f"--opd-teacher-url scores tokens at temperature 1, but the student samples at rollout_temperature "
+        f"{args.rollout_temperature}, so it learns to sample at that temperature what the teacher gives at 1; set "
+        "--rollout-temperature 1, unless this is meant"
+    )
+
+
 def grader_is_replaced(args: Args) -> str | None:
     if args.custom_rm_path is None or not args.was_given("rm_type"):
         return None
@@ -564,6 +575,7 @@ LIKELY_MISTAKES: tuple[Rule, ...] = (
     warm_up_outlasts_the_run,
     adapters_learn_slowly,
     kl_loss_has_no_weight,
+    teacher_scores_at_another_temperature,
     grader_is_replaced,
     only_the_end_is_saved,
     evaluates_training_data,

@@ -90,6 +90,8 @@ RENAMED = {
     "megatron": {"muon-use-nesterov": "muon-nesterov"},
 }
 """Owner -> flag of an older version -> its newest name. Both are accepted, because launch scripts use both."""
+SPELLED_OUT = {"router": {"request-timeout-secs": ("--sglang-router-request-timeout-secs",)}}
+"""Owner -> flag -> other spellings, in full."""
 PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
 """Owner -> package that defines its flags, for packages of which slime supports several versions."""
 
@@ -138,7 +140,7 @@ def flags_of_owner(owner: str) -> tuple[Flag, ...]:
         return Flag(
             dest=dest,
             owner=owner,
-            names=spelled(names),
+            names=(*spelled(names), *SPELLED_OUT.get(owner, {}).get(names[0], ())),
             kind=kind,
             default=tuple(default) if isinstance(default, list) else default,
             group=owner,

@@ -1,7 +1,7 @@
 """Public launch scripts as command lines on files of a test: MODEL is the model's folder, other names are files.
 
-`MODEL_torch_dist`, which scripts give as --ref-load, is the folder that the public slime converts a model to; here it
-is left as it is, or is the model itself, as docs/migration.md says.
+`MODEL_torch_dist`, which scripts give as --ref-load, is the folder that the public slime converts a model to. Nothing
+is left out or changed: --wandb-key has no value, because its variable is empty, and folders of --load do not exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LaunchScript:
     flags: tuple[str, ...]
 
     def write(self, folder: Path) -> list[str]:
-        """Its command line for a GPU cluster, on files below `folder`, in which it is to be parsed."""
+        """Its command line, on files below `folder`, in which it is to be parsed."""
         (folder / "MODEL").mkdir()
         (folder / "MODEL" / "config.json").write_text(json.dumps(facts()["models"][self.model]))
         for word in (*self.flags, "aime-2024.jsonl"):
@@ -48,8 +48,7 @@ class LaunchScript:
                 _write_rows(folder / word)
         (folder / "multi_task.yaml").write_text(_EVALUATION)
         (folder / "mis.yaml").write_text(yaml.safe_dump(_CORRECTION))
-        words = ["MODEL" if word == "MODEL_torch_dist" else word for word in self.flags]
-        return [*words, "--device", "cuda", "--ray-address", "10.0.0.1:6379"]
+        return list(self.flags)
 
 
 def _write_rows(path: Path) -> None:

@@ -29,7 +29,10 @@ from slime.settings.conditions import (
     fine_tunes,
     has_policy_term,
     has_reference,
+    instead_of_converted,
+    instead_of_start,
     minimises_policy_loss,
+    samples_all_tokens,
 )
 from slime.settings.fields import Need, Passed, Rule, derived, is_not_zero, opt, refuse_if
 from slime.settings.flags import COEFFICIENT, STEPS_OR_NONE, url_form
@@ -55,8 +58,13 @@ def _reference(s: Any) -> str | None:
 
 
 _READS_IT = Need(
-    lambda s: has_reference(s) or s.initial_weights == s.given("ref_load"),
+    lambda s: has_reference(s) or s.initial_weights == s.ref_load,
     "--use-kl-loss or --kl-coef, because the trainer starts from --load, which is in Hugging Face format",
+)
+_MEASURABLE = Need(
+    lambda s: s.kl_loss_coef != 0 or not minimises_policy_loss(s) or samples_all_tokens(s),
+    "--kl-loss-coef above 0, or sampling from all tokens: with --rollout-top-p or --rollout-top-k, the KL to the "
+    "reference cannot be measured",
 )
 
 
@@ -90,7 +98,7 @@ class AlgorithmSettings:
     """Leave executions without a trained token out of the denominator. Default: they count, with a loss of zero."""
     log_ratio_limit: float = opt(20.0, needs=_RATIOS, ge=0, le=88)
     """Clamp log-ratios to +/- this value, and count how many are clamped. 0: off."""
-    use_kl_loss: bool = opt(False, needs=SAMPLED_LOSS, first="Algorithm")
+    use_kl_loss: bool = opt(False, needs=(SAMPLED_LOSS, _MEASURABLE), first="Algorithm")
     """Add kl_loss_coef * KL(policy, reference) to the loss."""
     kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL loss."""
@@ -117,9 +125,12 @@ class AlgorithmSettings:
         needs=ADVANTAGES,
     )
     """Whiten advantages over all trained tokens of the rollout. Default: on for both reinforce_plus_plus estimators."""
-    ref_load: str | None = derived(_reference, "a KL needs a reference: the initial weights", needs=_READS_IT)
+    ref_load: str | None = derived(
+        _reference, "a KL needs a reference: the initial weights", adjust=instead_of_start, needs=_READS_IT
+    )
     """Hugging Face folder of the reference model. The trainer also starts from this model, unless --load has other
-    weights. Default with a KL: the initial weights."""
+    weights. Default with a KL: the initial weights. Instead of a folder X_torch_dist that was only converted, the run
+    reads X, or --hf-checkpoint if X does not exist."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -146,7 +157,9 @@ def _initial(s: Any) -> str | None:
 class CriticSettings:
     """PPO's value model. It runs on the training ranks, with the policy's architecture and layout and a scalar head."""
 
-    critic_load: str | None = derived(_initial, "the critic starts from the policy's weights", needs=_NEEDS)
+    critic_load: str | None = derived(
+        _initial, "the critic starts from the policy's weights", adjust=instead_of_converted, needs=_NEEDS
+    )
     """Hugging Face folder of the critic's initial weights. Default: the policy's. The value head starts at zero."""
     critic_lr: float = derived(lambda s: s.megatron["lr"], "lr", needs=_NEEDS, gt=0, le=100)
     """Learning rate of the critic. Default: --lr."""
@@ -180,7 +193,7 @@ class TeacherSettings:
     """Bearer token of the teacher's server."""
     opd_kl_coef: float = opt(1.0, needs=(ADVANTAGES, _TEACHER), within=COEFFICIENT)
     """Weight of the distillation term."""
-    opd_teacher_load: str | None = opt(None, needs=(ADVANTAGES, _TEACHER))
+    opd_teacher_load: str | None = opt(None, adjust=instead_of_converted, needs=(ADVANTAGES, _TEACHER))
     """Hugging Face folder of the teacher, which must have the student's family and size."""
 
 
@@ -194,12 +207,8 @@ def distillation_has_a_teacher(args: Args) -> str | None:
             f"opd_type {args.opd_type} does not match opd_teacher_load {args.opd_teacher_load}: megatron needs the "
             "folder, and sglang does not use one; change one of the two"
         )
-    if args.opd_teacher_url and (args.opd_type != "sglang" or args.rollout_temperature != 1.0):
-        return (
-            f"opd_teacher_url does not work with opd_type {args.opd_type} and rollout_temperature "
-            f"{args.rollout_temperature}: set opd_type sglang, and rollout_temperature 1, because servers score "
-            "tokens at temperature 1"
-        )
+    if args.opd_teacher_url and args.opd_type != "sglang":
+        return f"opd_teacher_url does not work with opd_type {args.opd_type}: set opd_type sglang, or drop the URL"
     return None
 
 

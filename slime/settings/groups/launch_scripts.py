@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.core.hf_config import read_hf_config
 from slime.settings.fields import Need, Rule, opt
-from slime.settings.flags import COUNT, FRACTION, TOKENS
+from slime.settings.flags import BOUND, COUNT, FRACTION, TOKENS
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
 from slime.settings.schema import has_output_norms
 
@@ -40,6 +40,8 @@ def _never(text: str) -> Need:
 
 _PADDING = _never("a padded vocabulary; the trainer uses the checkpoint's")
 _ROWS = _never("padded rows; a packed row is as long as its samples")
+_CHECKED = _never("which changes nothing: every run checks itself (--mismatch-limit)")
+_GRADIENTS = _never("which changes nothing: metrics.jsonl has the gradient norm of each step, train/grad_norm")
 _UNREAD = _never("which is unused, even in the public slime")
 
 
@@ -55,7 +57,12 @@ class LaunchScriptSettings:
     """Training backend. The only choice is megatron."""
     distributed_backend: str | None = opt(None, choices=("nccl", "gloo"))
     """Backend for the training ranks' collectives. Must be the default: nccl on cuda, gloo on cpu."""
-    rollout_data_transport: str = opt("object-store", choices=("object-store",))
+    rollout_data_transport: str = opt(
+        "object-store",
+        choices=("object-store", "nixl"),
+        asks=lambda value: value == "nixl",
+        needs=_never("which changes nothing: batches always travel through Ray's object store"),
+    )
     """How batches reach training ranks."""
     use_rotary_position_embeddings: bool = False
     """Rotary position embeddings, which every family has."""
@@ -105,6 +112,29 @@ class LaunchScriptSettings:
         False, needs=_never("which changes nothing: each metric is logged under its own step")
     )
     """Log everything by the number of optimizer steps."""
+    release_train: bool = opt(
+        False,
+        needs=_never(
+            "which changes nothing: --offload-train, on with --colocate on a GPU, leaves the memory of a GPU to the "
+            "engines, and the trainer's processes stay"
+        ),
+    )
+    """End the trainer's processes while engines generate."""
+    ci_test: bool = opt(
+        False,
+        needs=Need(lambda s: s.ci_train_rollout_logprob_abs_diff_threshold is not None, _CHECKED.text),
+    )
+    """Check numbers as tests of the public slime do."""
+    ci_disable_kl_checker: bool = opt(False, needs=_CHECKED)
+    """Do not check the KL to the reference in the first step."""
+    ci_train_rollout_logprob_abs_diff_threshold: float | None = opt(
+        None, needs=Need(lambda s: s.ci_test, "--ci-test"), within=BOUND
+    )
+    """With --ci-test, the default of --mismatch-limit."""
+    ci_save_grad_norm: str | None = opt(None, needs=_GRADIENTS)
+    """File to save the gradient norm of each step to."""
+    ci_load_grad_norm: str | None = opt(None, needs=_GRADIENTS)
+    """File with the gradient norm to compare each step with."""
     ref_micro_batch_size: int | None = opt(None, needs=_UNREAD, within=COUNT)
     """Samples per forward pass of the reference model."""
     log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD, within=TOKENS)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
 from slime.core.text import slime_command
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
 
 _TENSORBOARD = Need(lambda s: s.use_tensorboard, "--use-tensorboard")
 _WANDB = Need(lambda s: s.use_wandb, "--use-wandb")
+_WANDB_HOST = "api.wandb.ai"
+
+
+def _has_no_login(s: Any) -> bool:
+    """Returns whether the user gave an empty key, and neither WANDB_API_KEY nor `wandb login` provides another."""
+    empty = s.use_wandb and s.was_given("wandb_key") and s.wandb_key is None
+    if not empty or os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"):
+        return False
+    host = urlsplit(s.wandb_host or os.environ.get("WANDB_BASE_URL") or f"https://{_WANDB_HOST}").hostname
+    try:
+        return str(host) not in Path(os.environ.get("NETRC") or Path.home() / ".netrc").read_text()
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return True
+
+
 _SAMPLES = Need(lambda s: s.log_samples > 0, "--log-samples")
 
 
@@ -55,23 +72,27 @@ class LoggingSettings:
     """Name of this run in TensorBoard."""
     use_wandb: bool = opt(False, first="Run folder")
     """Log to Weights & Biases."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = opt(None, needs=_WANDB)
-    """wandb mode."""
+    wandb_mode: Literal["online", "offline", "disabled"] | None = derived(
+        lambda s: "offline" if _has_no_login(s) else None,
+        "--wandb-key is empty, and this machine has no W&B login",
+        needs=_WANDB,
+    )
+    """wandb mode. Default: offline if --wandb-key is empty and there is no W&B login, else wandb's."""
     wandb_dir: str | None = opt(None, needs=_WANDB)
     """Folder for wandb's files. Default: the run folder."""
-    wandb_key: str | None = opt(None, secret=True, needs=_WANDB)
-    """wandb API key; preferably set as WANDB_API_KEY in the environment."""
-    wandb_host: str | None = opt(None, form=url_form, needs=_WANDB)
+    wandb_key: str | None = opt(None, secret=True, may_be_empty=True, needs=_WANDB)
+    """wandb API key; preferably set as WANDB_API_KEY in the environment. It may be empty."""
+    wandb_host: str | None = opt(None, form=url_form, may_be_empty=True, needs=_WANDB)
     """URL of the wandb server."""
-    wandb_team: str | None = opt(None, needs=_WANDB)
+    wandb_team: str | None = opt(None, may_be_empty=True, needs=_WANDB)
     """wandb entity."""
-    wandb_group: str | None = opt(None, needs=_WANDB)
+    wandb_group: str | None = opt(None, may_be_empty=True, needs=_WANDB)
     """wandb group."""
-    wandb_project: str | None = opt(None, needs=_WANDB)
+    wandb_project: str | None = opt(None, may_be_empty=True, needs=_WANDB)
     """wandb project."""
     wandb_random_suffix: bool = opt(True, off_names=("--disable-wandb-random-suffix",), needs=_WANDB, asks=always)
     """Add a random suffix to the run's name."""
-    wandb_run_id: str | None = opt(None, needs=_WANDB)
+    wandb_run_id: str | None = opt(None, may_be_empty=True, needs=_WANDB)
     """Id of the wandb run to continue."""
 
 

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.settings.conditions import (
     ADVANTAGES,
     CRITIC,
+    NO_CHECKPOINT,
     REFERENCE,
     fine_tunes,
     has_hf_model,
     has_megatron_checkpoint,
+    hf_origin,
+    is_only_converted,
+    is_trained_by_megatron,
     what_to_give,
+    why_instead,
 )
 from slime.settings.fields import Adjusted, ChosenBy, Need, Passed, Rule, derived, internal, opt, refuse_if
 from slime.settings.flags import BOUND, COUNT, EXECUTIONS, SECONDS, SEED, STEPS, STEPS_OR_NONE, TOKENS
@@ -163,8 +168,8 @@ class TrainingSettings:
     """Your own model family, registered for the checkpoint's model_type: pkg.module, path/to/file.py or
     pkg.module:ClassName. Default: slime's families."""
     mismatch_limit: float | None = derived(
-        lambda s: 0.0 if s.true_on_policy else None,
-        "--true-on-policy",
+        lambda s: 0.0 if s.true_on_policy else s.ci_train_rollout_logprob_abs_diff_threshold if s.ci_test else None,
+        "--true-on-policy, or --ci-train-rollout-logprob-abs-diff-threshold with --ci-test",
         default=None,
         names=("--logprob-gap-limit",),
         within=BOUND,
@@ -460,18 +465,27 @@ def has_checkpoint(folder: str) -> bool:
 def _fresh_start(load: Any, s: Any) -> Adjusted | None:
     if load and has_hf_model(load) and not has_checkpoint(load):
         return Adjusted(None, "--load is a folder in Hugging Face format: the run starts from its weights")
-    same = load and s.save and Path(load).resolve() == Path(s.save).resolve()
-    if not same or has_checkpoint(load):
+    if load and is_only_converted(load) and not has_checkpoint(load):
+        return Adjusted(None, why_instead(load, s.initial_weights))
+    if not load or has_checkpoint(load) or is_trained_by_megatron(load):
         return None
-    return Adjusted(None, "--load is --save and has no checkpoint yet; the run starts without it")
+    if s.save and Path(load).resolve() == Path(s.save).resolve():
+        return Adjusted(None, "--load is --save and has no checkpoint yet; the run starts without it")
+    if s.ckpt_step is None and _is_empty(Path(load)):
+        return Adjusted(None, f"{load} {NO_CHECKPOINT}")
+    return None
+
+
+def _is_empty(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def _start(s: Any) -> str:
     """Returns the folder of the initial weights, for a run that does not resume a checkpoint."""
     load = s.given("load")
-    if load and has_hf_model(load) and not has_checkpoint(load):
-        return str(load)
-    return str(s.given("ref_load") or s.hf_checkpoint)
+    if load and not has_checkpoint(load) and (found := load if has_hf_model(load) else hf_origin(load)) is not None:
+        return str(found)
+    return str((s.given("ref_load") and s.ref_load) or s.hf_checkpoint)
 
 
 _SAVES = Need(lambda s: s.save is not None, "--save")
@@ -486,9 +500,8 @@ class CheckpointSettings:
     """Checkpoints, which contain everything needed to resume: weights, optimizer, RNG, data cursor, buffer, version."""
 
     load: str | None = opt(None, adjust=_fresh_start, first="Save and resume")
-    """Checkpoint folder to resume from. If it is also --save and still empty, the run starts without a checkpoint. Or a
-    folder in Hugging Face format, whose weights the trainer starts from instead of those of --ref-load or
-    --hf-checkpoint."""
+    """Checkpoint folder to resume from. If it is empty or does not exist, the run starts at step 0. Or a folder in
+    Hugging Face format, whose weights the trainer starts from instead of those of --ref-load or --hf-checkpoint."""
     initial_weights: str = internal(_start, "--load in Hugging Face format, else --ref-load, else --hf-checkpoint")
     """Folder of the policy's initial weights, if no checkpoint is resumed."""
     ckpt_step: int | None = opt(None, needs=_RESUMES, within=STEPS_OR_NONE)
@@ -520,8 +533,10 @@ class CheckpointSettings:
 def load_holds_a_checkpoint(args: Args) -> str | None:
     """--load must contain a checkpoint, so that a run never silently starts over.
 
-    `_fresh_start` has already dropped a --load that equals --save and has no checkpoint yet.
+    `_fresh_start` has already dropped a --load without a checkpoint that equals --save, is empty or does not exist.
     """
+    if args.strict and NO_CHECKPOINT in (why := args.origins.get("load", "")):
+        return f"--strict refuses a run that was meant to resume: load {why.removeprefix('derived: ')}; drop --load"
     if args.load is None or not Path(args.load).is_dir():
         return None
     if has_checkpoint(args.load):

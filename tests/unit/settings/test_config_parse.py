@@ -15,6 +15,7 @@ from slime.core.errors import ConfigError
 from slime.settings import parse_args
 from slime.settings.command_line import explain_args as explain
 from slime.settings.command_line import help_text
+from slime.settings.conditions import replaced_folders
 from tests.support.command_line import QWEN3, listed, refused
 
 
@@ -241,8 +242,15 @@ def test_loading_from_the_empty_save_folder_is_a_fresh_start(base: list[str], tm
 def test_a_run_that_is_to_continue_does_not_start_anew(base: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     load = [*base, "--load", str(folder)]
-    assert "not a folder" in refused(load)
-    folder.mkdir()
+    for _ in range(2):
+        args = parse_args(load)
+        assert args.load is None and replaced_folders(args) == [
+            f"--load {folder} does not exist or is empty, so the run starts at step 0"
+        ]
+        assert "does not exist or is empty" in refused([*load, "--strict"])
+        assert "ckpt" in refused([*load, "--ckpt-step", "4"])
+        folder.mkdir(exist_ok=True)
+    (folder / "other").touch()
     assert "has no checkpoint" in refused(load)
     (folder / "step_000004").mkdir()
     (folder / "step_000004" / "manifest.json").write_text("{}")
