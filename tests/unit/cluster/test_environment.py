@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.launch_run import enter_start_folder, for_actors
+from slime.cluster.launch_run import JOINED_RAY, NCCL, enter_start_folder, for_actors, prepare_environment
 from slime.core.processes import RUN_ID_ENV
 from slime.serving.child_process import KEEP_ENVIRON_ENV
 
@@ -50,3 +50,11 @@ def test_relative_paths_mean_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     enter_start_folder()
     assert Path.cwd() == tmp_path
+
+
+def test_variables_of_a_ray_job_do_not_contradict_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job submit --runtime-env-json` may set PYTHONPATH; Ray refuses a variable that both set, unless told."""
+    for name in (*JOINED_RAY, *NCCL, RUN_ID_ENV):
+        monkeypatch.setenv(name, "")
+    prepare_environment("run-2", ray_address="10.0.0.1:6379")
+    assert os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
