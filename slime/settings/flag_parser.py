@@ -5,7 +5,7 @@ Invariants
 2. A setting that is set twice, even with different spellings, must get the same value both times. Flags after
    `--override` replace earlier flags and the file of an earlier `--custom-config-path`, so a script can end with
    `--override "$@"`. Megatron's flags for the model are different: public launch scripts put the flags of the model's
-   file first and replace some of them later, so the last one counts, and the caller is told.
+   file first and replace some of them later, so the last one counts, and `replaced` lists the others.
 """
 
 from __future__ import annotations

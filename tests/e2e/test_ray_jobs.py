@@ -86,7 +86,7 @@ MISC_ARGS=(
 )
 RUNTIME_ENV_JSON="{
   \\"env_vars\\": {
-    \\"PYTHONPATH\\": \\"/root/Megatron-LM/\\",
+    \\"PYTHONPATH\\": \\"/opt/Megatron-LM/\\",
     \\"CUDA_DEVICE_MAX_CONNECTIONS\\": \\"1\\",
     \\"NCCL_NVLS_ENABLE\\": \\"0\\"
   }

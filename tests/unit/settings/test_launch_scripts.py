@@ -155,9 +155,10 @@ def test_every_flag_of_launch_scripts_agrees_or_is_checked_or_is_listed(base: li
 def test_flags_that_do_nothing_here_are_listed(base: list[str]) -> None:
     words = ["--rollout-data-transport", "nixl", "--release-train", "--ci-test", "--ci-disable-kl-checker"]
     words += ["--ci-save-grad-norm", "a", "--ci-load-grad-norm", "b"]
-    args = parse_args([*base, *words, "--ci-train-rollout-logprob-abs-diff-threshold", "0.3"])
+    args = parse_args([*base, *words])
     assert {f"--{name.replace('_', '-')}" for name in args.idle} == {w for w in words if w.startswith("--")}
-    assert args.mismatch_limit == 0.3
+    args = parse_args([*base, *words, "--ci-train-rollout-logprob-abs-diff-threshold", "0.3"])
+    assert args.mismatch_limit == 0.3 and args.ci_test
 
 
 def test_the_last_value_of_a_flag_of_the_model_counts(base: list[str]) -> None:
