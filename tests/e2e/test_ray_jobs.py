@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -86,7 +87,7 @@ MISC_ARGS=(
 )
 RUNTIME_ENV_JSON="{
   \\"env_vars\\": {
-    \\"PYTHONPATH\\": \\"/opt/Megatron-LM/\\",
+    \\"PYTHONPATH\\": \\"/opt/Megatron-LM/:$PWD\\",
     \\"CUDA_DEVICE_MAX_CONNECTIONS\\": \\"1\\",
     \\"NCCL_NVLS_ENABLE\\": \\"0\\"
   }
@@ -107,9 +108,14 @@ ray job submit --address="http://127.0.0.1:PORT" \\
 """
 
 
+TOKEN = secrets.token_hex(32)
+
+
 def _environment() -> dict[str, str]:
+    """That of the terminal in which the user calls `ray start` and the script; a token closes the cluster."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     kept = {name: value for name, value in environment().items() if name not in ("RAY_ADDRESS", "WANDB_KEY")}
+    kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     return {**kept, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "240"}
 
 
