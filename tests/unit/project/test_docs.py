@@ -44,6 +44,7 @@ OF_SERVERS = {
 OF_AGENTS = {"--bare", "--tools"}
 """Flags of Claude Code."""
 OF_RAY = {"--head", "--port", "--address", "--node-ip-address", "--num-gpus", "--num-cpus", "--block"}
+OF_RAY |= {"--runtime-env-json"}
 OF_SLURM = {"--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--gpus-per-node", "--cpus-per-task", "--time"}
 OF_SLURM |= {"--nodelist", "--overlap", "--mem"}
 OF_ENTRIES = {"--temper", "--num-words"}
