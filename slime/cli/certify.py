@@ -2,15 +2,16 @@
 
     slime certify --hf-checkpoint DIR [--steps 5] [--json FILE] [flags of the run, e.g. its layout]
 
-It makes three short runs on generated prompts with a reward that depends only on the sampled tokens:
+It executes three short runs on generated prompts with a reward that depends only on the sampled tokens:
 
 - exact: with `--true-on-policy` if the model and the flags allow it, and with `--deterministic-mode`. On a GPU, engines
   sample with a seed per execution (`--sglang-enable-deterministic-inference`).
-- again: the same. On a CPU, where SGLang cannot sample with seeds, it trains on the recorded samples of the first run.
+- again: with the flags of exact. On a CPU, where SGLang cannot sample with seeds, it trains on the samples of the first
+  run.
 - plain: without these flags, to measure what they cost.
 
 The mismatch is the largest difference between the log-probs of trainer and engine. Two runs are equal if all samples,
-all metrics of training and the exported weights are bitwise equal. The exit code is 1 if the mismatch of an exact
+all training metrics and the exported weights are bitwise equal. The exit code is 1 if the mismatch of an exact
 run is not 0, or if the two runs differ.
 """
 
@@ -53,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Makes the runs and prints the certificate. Raises `ConfigError` for settings that no run accepts."""
+    """Executes the runs and prints the certificate. Raises `ConfigError` for settings that no run accepts."""
     if options.steps < 3:
         raise ConfigError(f"--steps is {options.steps}, but the first step is not timed; use 3 or more")
     if options.keep is None:
@@ -135,7 +136,7 @@ class _Run:
 
 
 def _run(folder: Path, words: Sequence[str], *, recorded: bool = True) -> _Run:
-    """Makes one run. Raises `SlimeError` with the end of its log if it fails."""
+    """Executes one run. Raises `SlimeError` with the end of its log if it fails."""
     outputs = [OVERRIDE, "--run-dir", str(folder), "--save-hf", str(folder / "hf")]
     if recorded:
         outputs += ["--save-debug-rollout-data", str(folder / "rollouts" / "{rollout_id}.jsonl.zst")]
@@ -167,7 +168,7 @@ def _digest(folder: Path, pattern: str) -> str:
 
 
 def _digest_of_samples(folder: Path) -> str:
-    """Digest of what was sampled, in the order of the samples. Ids of requests and times do not count."""
+    """Digest of the samples in order, without request ids and times."""
     from slime.rollout.recordings import load_rollout
 
     digest = hashlib.sha256()
@@ -209,7 +210,7 @@ def _mismatch(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _speed(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Tokens of responses per second, without the first step, in which kernels are compiled."""
+    """Response tokens per second, without the first step, because it compiles kernels."""
     timed = steps[1:]
     tokens = sum(step["rollout/response_tokens"] for step in timed)
     names = {"train_tokens_per_s": "perf/train_time", "generate_tokens_per_s": "perf/rollout_time"}

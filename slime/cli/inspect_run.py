@@ -142,9 +142,9 @@ def _show(samples: Sequence[ShownSample], console: Console, *, full: bool) -> No
 
 
 def _entry(name: str, value: object, *, full: bool) -> str:
-    """Returns an entry of the metadata: on one line with a note of what was left out, or whole (`full`).
+    """Formats a metadata entry: shortened to one line, or completely (`full`).
 
-    A whole mapping has its entries below each other, so that text in it keeps its lines.
+    A complete mapping gets one line or more per key, so that text in it keeps its line breaks.
     """
     if full and isinstance(value, dict) and value:
         return "\n".join(_entry(f"{name}.{key}", one, full=True) for key, one in value.items())

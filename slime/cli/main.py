@@ -129,7 +129,7 @@ class _Once(argparse._StoreAction):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises one sentence about a mistake, instead of printing the usage and argparse's own words."""
+    """Raises a `ConfigError` of one sentence, instead of printing the usage and argparse's message."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self._in_words(message)}; {self.prog} --help shows all arguments")
@@ -283,9 +283,9 @@ def _options(command: Command, words: list[str]) -> argparse.Namespace:
 
 
 def _require_known(command: Command, words: Sequence[str]) -> None:
-    """Raises `ConfigError` for a flag that belongs to a different command, or that misspells one of this command.
+    """Raises `ConfigError` for a flag of a different command, or a misspelt flag of this command.
 
-    The loop knows neither. Only the loop knows the flags of users' registry entries.
+    The loop does not know the flags of commands. Flags of users' registry entries are left to the loop.
     """
     from slime.settings.all_flags import components, entries_named_on, flag_table
     from slime.settings.public_flags import FOREIGN_NAMES

@@ -229,7 +229,7 @@ def _first_step(folder: Path, number: int) -> int | None:
 
 
 def moved(then: Mapping[str, Any], chosen: set[str], old: Path, new: Path) -> dict[str, str]:
-    """Returns the recorded outputs in the run folder, moved to the new folder. Leaves out what the user chose now.
+    """Returns the recorded outputs in the run folder, moved to the new folder, without those in `chosen`.
 
     A `load` of the run's own `save` moves with it, and is dropped if the user chose a different `save`.
     """
@@ -254,9 +254,9 @@ def moved_path(value: str, old: Path, new: Path) -> str:
 
 
 def require_free(args: Args, names: Collection[str]) -> None:
-    """Raises `ConfigError` if one of the outputs in `names` exists. Of a shared folder, only the run's part counts."""
+    """Raises `ConfigError` if one of the outputs in `names` exists. In a shared folder, only the run's part counts."""
     for name in sorted(OUTPUTS & set(names)):
-        place = getattr(args, name, None)  # of an entry that the run does not use
+        place = getattr(args, name, None)  # None if it belongs to an entry that the run does not use
         if name in SHARED_OUTPUTS:
             experiment = args.tb_experiment_name if name == "tensorboard_dir" else None
             place = experiment and place and Path(place) / (args.tb_project_name or "slime") / experiment
@@ -310,7 +310,7 @@ def differences(
 
 
 def _started(words: Sequence[str]) -> list[str]:
-    """Returns the arguments without those that only print."""
+    """Returns the arguments without the flags that only print."""
     return [word for word in words if word not in (EXPLAIN, "--help", "-h", "--version")]
 
 

@@ -166,7 +166,7 @@ class Children:
         """
         with self._lock:
             if self._over:
-                raise ConfigError(f"{command[0]} is not started any more; run the command again")
+                raise ConfigError(f"{command[0]} was not started, because the check is ending; run the command again")
             child = subprocess.Popen(command, start_new_session=True, text=True, **more)
             self._running.add(child)
         try:
@@ -178,7 +178,7 @@ class Children:
         return subprocess.CompletedProcess(command, child.returncode, output, errors)
 
     def end(self) -> None:
-        """Ends all running processes, and lets no thread start another one."""
+        """Ends all running processes and prevents threads from starting more."""
         with self._lock:
             self._over, running = True, list(self._running)
         for child in running:
@@ -186,7 +186,7 @@ class Children:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Interrupts a process group, so that pip and pytest clean up; kills what is left after `GRACE_S`."""
+    """Interrupts a process group, so that pip and pytest clean up, and kills it after `GRACE_S`."""
     if child.poll() is not None:
         return
     for number in (signal.SIGINT, signal.SIGKILL):
@@ -206,7 +206,7 @@ class Venv:
     def install(self, candidates: Sequence[str]) -> list[str]:
         """Installs the candidates without dependencies, then the versions that they pin for installed packages.
 
-        Returns what is tried instead of the installed packages: the name and version of each package.
+        Returns the name and version of each package that shadows an installed one.
         """
         if not self.python.is_file():
             self._do(sys.executable, "-m", "venv", "--without-pip", str(self.folder))

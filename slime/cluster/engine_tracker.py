@@ -102,7 +102,7 @@ class Actors:
 LOOK_AGAIN_S = 0.2
 NOTICE_S = 15.0
 """After a failed engine call, how long to wait for the supervisor to detect that the engine is lost. Longer than
-`OWNER_LIMIT_S`, because a lost host only shows in the silence of the engine's actor."""
+`OWNER_LIMIT_S`, because the only sign of a lost host is that the engine's actor does not respond."""
 LONGEST_REFUSAL_S = 3600.0
 """Maximum backoff after failed weight syncs to an external engine. Each failure also fails the sync to the others."""
 STALLS_EVERY_S = 5.0
@@ -301,7 +301,7 @@ class Engines:
         self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
-        """Returns those of `engines` that still respond and have not been replaced.
+        """Returns the members of `engines` that still respond and have not been replaced.
 
         None: returns all responding policy engines.
         """

@@ -279,7 +279,7 @@ def _temp_dir_of(pid: int) -> str:
 def end_run(
     family: ProcessFamily, files: SharedMemoryFiles, temp_dirs: Sequence[str], scratch: Sequence[str] = ()
 ) -> int:
-    """Kills the family and removes its files. Returns the number of processes left (normally 0).
+    """Kills the processes and removes their files. Returns the number of processes left (normally 0).
 
     `scratch`: glob patterns of folders to remove. They are expanded last, when no process can create new ones.
     """

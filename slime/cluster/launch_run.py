@@ -77,8 +77,8 @@ LOCAL_RAY = {
 
 JOINED_RAY = {"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}
 """Environment variables for a run on an existing cluster. `ray job submit --runtime-env-json` can set variables that
-the run also sets, such as PYTHONPATH. By default, Ray then refuses to start; with this, the run's values win, which
-contain those of the job (`for_actors`)."""
+the run also sets, such as PYTHONPATH. By default, Ray then refuses to start. With this setting, the run's values
+take precedence; they include the job's (`for_actors`)."""
 
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """The values that SGLang sets in its own processes. If the trainer uses other values, the first broadcast of a weight
@@ -188,7 +188,7 @@ def how_to_resume(args: Args, *, stopped: bool) -> str:
 
 
 def _how_to_start_over(args: Args) -> str:
-    """Returns whether the same command can be started again, and what to change if not."""
+    """Returns how to start over: with the same command, or what to change first."""
     if args.was_given("run_dir") and has_other_metrics(args):
         return f"to start over, choose a new --run-dir or delete {args.run_dir}, which contains metrics of this run"
     if args.load is not None:
@@ -203,7 +203,7 @@ def saves_nothing(args: Args) -> bool:
 
 
 def start_warnings(args: Args) -> list[str]:
-    """Returns what the run does but its user probably does not want."""
+    """Returns warnings about what the user probably does not want the run to do."""
     found = [*replaced_folders(args), *likely_mistakes(args), *data_warnings(args)]
     if saves_nothing(args):
         found.append("nothing will be saved; to keep the trained weights, set --save DIR or --save-hf DIR")

@@ -132,7 +132,7 @@ def _of_run_folder(args: Args) -> Iterator[str]:
 
 
 def has_other_metrics(args: Args) -> bool:
-    """Returns whether the run folder has metrics, and the run is not started as one that may continue (--load)."""
+    """Returns whether the run folder has metrics although the run does not resume (--load)."""
     metrics = Path(args.run_dir) / "metrics.jsonl"
     resumes = not args.origins.get("load", "default").startswith("default")  # even if an empty --load was dropped
     return not resumes and metrics.is_file() and metrics.stat().st_size > 0
@@ -154,7 +154,7 @@ def _cannot_be_made(folder: Path) -> str | None:
 
 
 def _takes_folders(folder: Path) -> bool:
-    """Tests whether a folder can be created in `folder`. Permissions do not tell: in /proc, even root cannot."""
+    """Tests whether a folder can be created in `folder`. Permissions are not enough: in /proc, even root cannot."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".slime-", dir=folder))
     except OSError:

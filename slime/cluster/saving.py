@@ -38,16 +38,16 @@ _OF_DECAY = ("min_lr", "lr_decay_iters")
 
 
 def compared_settings(args: Args) -> dict[str, Any]:
-    """Returns the settings of the schedule that a resumed run compares with those of its checkpoint."""
+    """Returns the schedule settings that a resumed run compares with its checkpoint's."""
     names = _OF_OPTIMIZER if args.megatron["lr_decay_style"] == "constant" else (*_OF_OPTIMIZER, *_OF_DECAY)
     return {name: args.megatron[name] for name in names} | {name: getattr(args, name) for name in _COMPARED}
 
 
 def changed_settings(args: Args, before: Mapping[str, Any], step: int) -> tuple[int, str] | None:
-    """Returns (log level, which settings differ from those of the checkpoint, and what takes effect from `step` on).
+    """Returns (log level, message): which settings differ from the checkpoint's, and what applies from `step` on.
 
     `before`: the settings of the checkpoint; {} if it was written without them. Returns None if nothing changed. A new
-    `num_rollout` alone is the usual way to continue, and not worth a warning.
+    `num_rollout` alone is the usual way to continue, so it is not a warning.
     """
     now = compared_settings(args)
     names = [name for name in now if name in before and before[name] != now[name]]

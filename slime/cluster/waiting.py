@@ -190,8 +190,8 @@ def _died(failure: RayError) -> bool:
 
 
 def _distance(failure: RayError) -> int:
-    """Returns a rank by likelihood of being the root cause: 0 for a process killed from outside (no crash report), 1
-    for an exception, 2 for a crash, which may be due to a lost connection to a peer."""
+    """Sort key, likeliest root cause first: 0 for a process killed from outside (no crash report), 1 for an exception,
+    2 for a crash, which may be due to a lost connection to a peer."""
     if not _died(failure):
         return 1
     log = _process(str(failure)).log

@@ -42,7 +42,7 @@ OF_SYNC, OF_JOIN = "update_weights_", "join_"
 
 
 class EndRequests(enum.Enum):
-    """Which weight syncs abort running requests. Aborted requests are later resent with the tokens generated so far."""
+    """Weight syncs that abort running requests. Aborted requests are later resent with the tokens generated so far."""
 
     NEVER = enum.auto()
     """Generation and weight sync alternate, so no requests are running."""

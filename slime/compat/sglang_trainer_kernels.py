@@ -133,7 +133,7 @@ def use_attention_kernels(_result: Any, backend: Any, *_: Any, **__: Any) -> Non
 
 
 def _decode(query: Any, keys: Any, values: Any, out: Any, starts: Any, slots: Any, *rest: Any, **_: Any) -> None:
-    """One query per sequence, whose keys are all in the cache. `rest`: splits of the keys, then the scale."""
+    """Attends with one query per sequence to keys that are all cached. `rest`: splits of the keys, then the scale."""
     from slime.ops.kernels import invariant
 
     cu_query = _of_model["counts"][: query.size(0) + 1]
@@ -154,7 +154,7 @@ def _extend(
     *rest: Any,
     **_: Any,
 ) -> None:
-    """Queries of a prefill, whose keys follow a cached prefix. `rest`: masks, the longest query, two scales, scale."""
+    """Attends in a prefill, whose keys follow a cached prefix. `rest`: masks, the longest query, two scales, scale."""
     from slime.ops.kernels import invariant
 
     invariant.attend(query, key, value, out, cu, cu, int(rest[3]), rest[6], cache=(keys, values, starts, slots))
@@ -195,8 +195,8 @@ def score(_sampler: Any, logits_output: Any, sampling_info: Any, *_: Any, **__: 
 def report(
     compute: Callable[..., Any], processor: Any, _log_probs: Any, top: Any, ids: Any, sampled: Any, *rest: Any
 ) -> Any:
-    """Replaces the log-probs from which `compute_logprobs` selects those of the sampled tokens, and others if a request
-    asks for them."""
+    """Replaces the log-probs from which `compute_logprobs` selects the sampled tokens', and any others that a request
+    asks for."""
     from slime.ops.invariant import log_probs_of, log_softmax
 
     logits, temperatures = _of_model.pop("logits"), _of_model.pop("temperatures")

@@ -1,5 +1,6 @@
-"""Lists everything that slime uses of SGLang, sglang-router, Megatron-core, Ray and transformers, and checks it against
-the installed versions: imported names, hooked functions, HTTP routes with the fields that slime sends, and settings.
+"""Lists everything that slime uses from SGLang, sglang-router, Megatron-core, Ray and transformers, and checks it
+against the installed versions: imported names, hooked functions, HTTP routes with the fields that slime sends, and
+settings.
 
     python -m slime.compat.touched      prints the findings as JSON; `slime upgrade-check` runs it in a candidate's venv
 
@@ -241,7 +242,7 @@ def _fields(kind: Any) -> dict[str, bool] | None:
 def settings() -> dict[str, dict[str, list[str]]]:
     """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest version with a list.
 
-    Nothing came or went if the installed version has a list itself.
+    Both are empty if the installed version has its own list.
     """
     from slime.cli import schemas
     from slime.core.engine_versions import WINDOW, installed

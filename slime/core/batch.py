@@ -38,7 +38,7 @@ class Elsewhere(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One training sequence of `T` tokens, of which the last `R = len(loss_mask)` are the response."""
+    """One training sequence of `T` tokens. The last `R = len(loss_mask)` tokens are the response."""
 
     tokens: npt.NDArray[np.int32]
     """[T]"""

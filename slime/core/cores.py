@@ -1,7 +1,7 @@
 """CPU cores available to this process, and settings of threads and memory for processes that compute on CPUs.
 
 A container's CPU quota limits CPU time: threads run on any core of the host until the quota is used up, and are then
-throttled until the next period. More threads than the quota has cores only means being throttled earlier.
+throttled until the next period. With more threads than the quota has cores, they are only throttled earlier.
 
 OpenMP threads spin at barriers, many times per layer. Spinning is fastest while every thread has a core to itself. If
 other work takes one core, the threads on the other cores waste time spinning: an engine with two threads on two busy
@@ -31,7 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
-    """Does in this process what `KEPT_MEMORY` does in a new one. Does nothing if the C library is not glibc."""
+    """Applies `KEPT_MEMORY` to this process, which is already running. Does nothing if the C library is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and memory_variables(os.environ):
         mallopt(_M_MMAP_MAX, 0)

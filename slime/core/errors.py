@@ -80,7 +80,7 @@ class WorkerStalled(ActorDied):
 
 
 class WeightSyncError(SlimeError, RuntimeError):
-    """An engine's weights differ from those that the trainer sent. The message names the tensors."""
+    """An engine's weights differ from the ones that the trainer sent. The message names the tensors."""
 
 
 class CheckpointError(SlimeError, RuntimeError):

@@ -386,7 +386,7 @@ def dropped_row(source: str, reason: str) -> Quarantined:
 
 
 def require_label(row: PromptRow, grader: str | None, label_key: str | None) -> None:
-    """Raises `DataError` if the row has no label, but `grader` (None: no matter which) needs one."""
+    """Raises `DataError` if the row has no label, but `grader` needs one. None: no grader does."""
     if grader is not None and row.label in (None, "") and "rm_type" not in row.metadata:
         raise DataError(f"the grader {grader} needs a label, but {label_key!r} is {row.label!r}")
 

@@ -286,7 +286,7 @@ def _problems(args: Args, checks: list[DataCheck]) -> Iterator[str]:
 
 
 def data_warnings(args: Args) -> list[str]:
-    """Returns a warning for each property of the prompts that probably trains something else than the user wants.
+    """Returns warnings about prompts on which the run would probably not train what the user wants.
 
     The datasets must have passed `data_problems`.
     """
@@ -335,7 +335,7 @@ def template_mistake(check: DataCheck, checkpoint: CheckpointTemplate, args: Arg
     return (
         f"{check.name} {check.path} has plain text prompts, and the chat template of {checkpoint.folder} is not "
         "applied, so an instruct model continues the text instead of answering it; add --apply-chat-template (or "
-        "--no-apply-chat-template if this is meant)"
+        "--no-apply-chat-template if intended)"
     )
 
 

@@ -19,8 +19,8 @@ TELL_DRIVER = {"tell_driver": True}
 
 
 class ForDriver(logging.Handler):
-    """Collects the messages logged with `TELL_DRIVER`. Ray forwards no output of actors, so without it nobody who
-    watches the console would learn of them.
+    """Collects the messages logged with `TELL_DRIVER`. Ray does not forward the output of actors, so otherwise they
+    would never reach the console.
     """
 
     def __init__(self) -> None:

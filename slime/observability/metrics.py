@@ -85,7 +85,7 @@ def minimum(value: float) -> Metric:
 
 
 def last(value: float) -> Metric:
-    """Returns a state, such as a learning rate or a version, of which the latest value is kept."""
+    """Returns a state, such as a learning rate or a version: the latest value is kept."""
     return Metric(float(value), Reduce.LAST)
 
 

@@ -127,7 +127,7 @@ class RunFolder:
         if folder.path.exists() and any(folder.path.iterdir()):
             folder._join(start, own)
             if settings.get("load") is None or not folder.has_metrics:
-                (folder.path / DROPPED_ROWS).unlink(missing_ok=True)  # of launches that this one does not continue
+                (folder.path / DROPPED_ROWS).unlink(missing_ok=True)  # from launches not continued here
         else:
             folder._make(start, own)
         return folder

@@ -355,9 +355,7 @@ class ConsoleSink:
 
 
 def _number(value: float, spec: str) -> str:
-    """Formats a number with `spec`, which may end in a unit. Never shows a number as 0 or 100 % that only rounds to it,
-    and never as -0.
-    """
+    """Formats a number with `spec`, which may end in a unit. Shows 0 or 100 % only if exact, and never -0."""
     form, space, unit = spec.partition(" ")
     shown = f"{value or 0.0:{form}}"
     if form.endswith("%"):

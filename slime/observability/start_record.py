@@ -1,7 +1,7 @@
 """Records a launch's code, input files and environment.
 
-The record is part of `run.json`, so that `slime rerun` can report what has changed. Of a large file, such as gigabytes
-of weights, only the beginning and the end are hashed.
+The record is part of `run.json`, so that `slime rerun` can report what has changed. Only the beginning and
+the end of a large file, such as gigabytes of weights, are hashed.
 
 Invariants
 1. Recording never fails a run: an unreadable file is recorded as such.
@@ -46,9 +46,9 @@ ENVIRONMENT = re.compile(
 )
 """Environment variables that affect a run's results or where it finds files."""
 MAX_HASHED_BYTES = 256 << 20
-"""Of larger files, only the beginning and the end are hashed."""
+"""Only the beginning and the end of larger files are hashed."""
 MAX_TOTAL_BYTES = 1 << 30
-"""Maximum number of bytes hashed in total. Of further files, only the beginning and the end are hashed."""
+"""Maximum number of bytes hashed in total. After that, only the beginning and the end of each file are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
 """Maximum number of files per setting. A larger folder is recorded partially."""

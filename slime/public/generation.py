@@ -87,7 +87,7 @@ class GenerateState:
             cls._of_loops[context.loop] = known
         if params == known.sampling_params:
             return known
-        changed = super().__new__(cls)  # the function changed them, which counts for that function alone
+        changed = super().__new__(cls)  # the function changed them, but only for itself
         changed.__dict__.update(known.__dict__)
         changed.args, changed.sampling_params = args, params
         return changed

@@ -100,7 +100,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def update_metadata(self, metadata: dict[str, Any]) -> None:
-        """Adds values of a plugin's own, which are saved with the position. They must be JSON-serialisable."""
+        """Adds a plugin's own values, which are saved with the position. They must be JSON-serialisable."""
         self._metadata.update(metadata)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 
 def pop_first(args: Args, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """Takes the oldest groups out of `buffer`, as a function of `--buffer-filter-path` does."""
+    """Removes and returns the oldest groups in `buffer`, like a function of `--buffer-filter-path`."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken

@@ -340,7 +340,7 @@ class KeptRouter:
     def _note(self, trouble: str | None) -> None:
         """Logs when an existing router stops responding and when it recovers."""
         if trouble and not self._silent:
-            logger.warning("%s %s; requests of the run itself are not affected", self._name, trouble)
+            logger.warning("%s %s; the run's own requests are not affected", self._name, trouble)
         if self._silent and not trouble:
             self._forget_asking()
             logger.info("%s answers again", self._name)

@@ -71,7 +71,7 @@ class Choice:
     entry: type
 
     def problems(self, settings: Any) -> list[str]:
-        """Returns the message of the entry's `check(settings) -> str | None`, if it has one, as a list."""
+        """Calls the entry's `check(settings) -> str | None`, if it has one. Returns a list of at most one message."""
         if not hasattr(self.entry, "check"):
             return []
         message = self.chooser.registry.build(self.name, settings).check(settings)
@@ -264,7 +264,7 @@ def engine_flags(owner: str) -> tuple[Flag, ...]:
 
 @cache
 def flag_table(known: Components | None = None) -> FlagTable:
-    """Returns all flags. If slime and an engine define a flag with the same name, the entry is slime's flag."""
+    """Returns all flags. If slime and an engine define a flag with the same name, slime's takes precedence."""
     engines: Sequence[Flag] = [flag for owner in ("megatron", "sglang", "router") for flag in engine_flags(owner)]
     return FlagTable([*own_flags(known), *engines])
 

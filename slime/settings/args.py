@@ -6,7 +6,7 @@ Invariants
 2. `getattr(args, name)` looks up slime's own fields first, then registry entries' settings, then Megatron's, then the
    user's `custom` ones.
 3. A JSON round trip preserves everything except secrets.
-4. User code receives a copy (`for_hook`), so what it sets is seen by nothing else.
+4. User code receives a copy (`for_hook`), so nothing else sees its changes.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class HookArgs(Args):
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in _TOLD and hasattr(self, name) and _is_setting(self, name):
                 _TOLD.add(name)
-                logger.warning("a function set args.%s; the new value counts only for that call of the function", name)
+                logger.warning("a function set args.%s; the new value applies only to that call of the function", name)
             self.__dict__[name] = value
 
         def __delattr__(self, name: str) -> None:
@@ -226,12 +226,12 @@ class HookArgs(Args):
 
 
 _TOLD: set[str] = set()
-"""Settings for which the warning was logged."""
+"""Settings whose warning has been logged."""
 T = TypeVar("T")
 
 
 def for_hook(settings: T) -> T:
-    """Returns a copy of `settings` for one call of a user function. Anything but `Args` is returned as it is."""
+    """Returns a copy of `settings` for one call of a user function, and anything other than `Args` unchanged."""
     if not isinstance(settings, Args):
         return settings
     view: Any = HookArgs.__new__(HookArgs)

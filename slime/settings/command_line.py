@@ -108,7 +108,7 @@ EXPLAIN = "--explain"
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:
-    """Parses a command line and its --custom-config-path file. Checks each value, but no combinations of values.
+    """Parses a command line and its --custom-config-path file. Checks each value by itself, but not combinations.
 
     Raises one `ConfigError` that lists all problems.
     """
@@ -203,8 +203,8 @@ _INTRO = """usage: {usage} --hf-checkpoint DIR --prompt-data FILE \\
   --explain             load the hooks, print every resolved value and where it came from, then exit
   --version             print versions, then exit
   --override            later flags override earlier ones, and the file of an earlier --custom-config-path; without
-                        it, two different values for one flag are an error, except for Megatron's flags of the model,
-                        of which the last one counts
+                        it, two different values for one flag are an error, except for Megatron's model flags, where
+                        the last one counts
 """
 _AT_FILE = "Use @FILE to read the value from a file, because every user of the host can see command lines (ps)."
 
@@ -267,7 +267,7 @@ def _first_page(usage: str) -> str:
 
 
 def _sections(flags: Sequence[Flag]) -> list[str]:
-    """Returns the flags under the headings of their groups; those of an engine under its package."""
+    """Groups the flags under headings: slime's flags by group, an engine's by package."""
     of: dict[str, list[Flag]] = {}
     for flag in flags:
         of.setdefault(flag.group if flag.owner == "slime" else load(flag.owner)["package"], []).append(flag)
@@ -280,7 +280,7 @@ def _of_optimizer(flag: Flag) -> bool:
 
 
 def _search(word: str, usage: str) -> str:
-    """Returns the flags with this word in their name, or in their text if no name has it; a flag itself alone."""
+    """Returns only the flag with this exact name, else the flags with this word in their name, else in their text."""
     every = [
         *own_flags(with_docs=True),
         *(f for owner in ("megatron", "sglang", "router") for f in engine_flags(owner)),
@@ -359,7 +359,7 @@ def _off(flag: Flag) -> str:
 
 
 def default_shown(flag: Flag) -> str:
-    """Returns what --help says about the value of a flag that is left out; "" if the flag's text says it."""
+    """Returns what --help says about a flag's default; "" if the flag's own text states it."""
     if flag.required or (flag.derived and flag.default is None):
         return ""
     if flag.derived:

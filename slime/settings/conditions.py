@@ -135,7 +135,7 @@ ENGINE_LOG_PROBS = Need(
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
 _CONVERTED = re.compile(r"[-_.]torch[-_]dist.*")
 """End of a converted folder's name in public scripts: `X_torch_dist` was converted from `X`."""
-_READ_INSTEAD = "a folder in Megatron's format, instead of which the run reads "
+_READ_INSTEAD = "a folder in Megatron's format, so the run reads "
 _LENGTHS = ("max_position_embeddings",)
 """Settings that may differ between the initial weights and the engines' model."""
 
@@ -162,14 +162,14 @@ def is_trained_by_megatron(folder: str) -> bool:
 
 
 def _origin(folder: str) -> str | None:
-    """Returns the folder that `folder` was converted from, by its name; None if the name does not say it."""
+    """Infers from the name of `folder` which folder it was converted from; None if the name does not show it."""
     path = Path(folder)
     name = _CONVERTED.sub("", path.name)
     return str(path.with_name(name)) if name != path.name and name else None
 
 
 def is_only_converted(folder: str) -> bool:
-    """Returns whether the folder is in Megatron's format, or would be, and holds no weights that were trained there."""
+    """Returns whether the folder is, or by its name would be, in Megatron's format but not trained there."""
     converted = has_megatron_checkpoint(folder) or (_origin(folder) is not None and not Path(folder).exists())
     return converted and not has_hf_model(folder) and not is_trained_by_megatron(folder)
 
@@ -181,12 +181,12 @@ def hf_origin(folder: str) -> str | None:
 
 
 def instead_of_converted(folder: Any, s: Any) -> Adjusted | None:
-    """Replaces a folder that was only converted to Megatron's format by the folder that it came from (`adjust`)."""
+    """Replaces a folder that was only converted to Megatron's format with the original folder (`adjust`)."""
     return _instead(folder, hf_origin(str(folder))) if folder else None
 
 
 def instead_of_start(folder: Any, s: Any) -> Adjusted | None:
-    """Like `instead_of_converted`, with --hf-checkpoint if the folder that it came from is not there."""
+    """Like `instead_of_converted`, but uses --hf-checkpoint if the original folder does not exist."""
     if not folder or not is_only_converted(str(folder)):
         return None
     return _instead(folder, hf_origin(str(folder)) or s.hf_checkpoint)
@@ -197,7 +197,7 @@ def _instead(folder: Any, found: str | None) -> Adjusted | None:
 
 
 def why_instead(folder: Any, found: str) -> str:
-    """Returns what --explain and the start of the run say about a folder that the run does not read."""
+    """Returns the text that --explain and the start of the run show for a folder that the run does not read."""
     return f"{folder} {'is' if Path(folder).exists() else 'would be'} {_READ_INSTEAD}{found}"
 
 

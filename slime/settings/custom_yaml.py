@@ -40,7 +40,7 @@ def config_on(words: Sequence[str]) -> tuple[str, dict[str, Any]] | None:
 
 
 def words_behind(words: Sequence[str]) -> Sequence[str]:
-    """Returns what follows the first `--override` behind the file on a command line."""
+    """Returns the arguments after the first `--override` that follows the file on a command line."""
     at = max(n for n, word in enumerate(words) if word.partition("=")[0].replace("_", "-") == _FLAG)
     return words[words.index(OVERRIDE, at) + 1 :] if OVERRIDE in words[at:] else ()
 

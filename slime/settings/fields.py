@@ -49,7 +49,7 @@ def is_not_zero(value: Any) -> bool:
 
 
 def always(value: Any) -> bool:
-    """Returns True, for a switch: switching a feature off is also a request."""
+    """Returns True. For switches: switching a feature off is also a request."""
     return True
 
 

@@ -468,7 +468,7 @@ RULES: tuple[Rule, ...] = (
     free_keys_have_a_reader,
 )
 
-# --- Likely mistakes: settings that can be meant, but usually train something else than the user believes
+# --- Likely mistakes: valid settings that usually do not train what the user expects
 
 LONG_RUN_STEPS = 20
 """A run with this many steps needs checkpoints before its last step."""
@@ -513,7 +513,7 @@ def kl_loss_has_no_weight(args: Args) -> str | None:
         return None
     return (
         "--use-kl-loss without --kl-loss-coef only logs the KL to the reference and does not keep the policy close to "
-        "it; set --kl-loss-coef (0 if this is meant), or drop --use-kl-loss"
+        "it; set --kl-loss-coef (0 if intended), or drop --use-kl-loss"
     )
 
 
@@ -522,8 +522,8 @@ def teacher_scores_at_another_temperature(args: Args) -> str | None:
         return None
     return (
         f"--opd-teacher-url scores tokens at temperature 1, but the student samples at rollout_temperature "
-        f"{args.rollout_temperature}, so it learns to sample at that temperature what the teacher gives at 1; set "
-        "--rollout-temperature 1, unless this is meant"
+        f"{args.rollout_temperature}, so it learns to match at that temperature the teacher's distribution at 1; set "
+        "--rollout-temperature 1, unless this is intended"
     )
 
 
@@ -541,7 +541,7 @@ def only_the_end_is_saved(args: Args) -> str | None:
         return None
     return (
         f"--save without --save-interval saves only after the last of {args.num_rollout} steps, so an interrupted run "
-        f"loses everything; set --save-interval ({args.num_rollout} if this is meant)"
+        f"loses everything; set --save-interval ({args.num_rollout} if intended)"
     )
 
 
@@ -583,5 +583,5 @@ LIKELY_MISTAKES: tuple[Rule, ...] = (
 
 
 def likely_mistakes(args: Args) -> list[str]:
-    """Returns a warning for each setting that probably does something else than the user wants."""
+    """Returns a warning for each setting that probably does not do what the user wants."""
     return [text for rule in LIKELY_MISTAKES if (text := rule(args)) is not None]

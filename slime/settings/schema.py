@@ -93,7 +93,7 @@ RENAMED = {
 SPELLED_OUT = {"router": {"request-timeout-secs": ("--sglang-router-request-timeout-secs",)}}
 """Owner -> flag -> other spellings, in full."""
 PACKAGES = {"sglang": "sglang", "megatron": "megatron-core"}
-"""Owner -> package that defines its flags, for packages of which slime supports several versions."""
+"""Owner -> package that defines its flags, if slime supports several versions of the package."""
 
 
 def file_name(owner: str, version: Version | None) -> str:

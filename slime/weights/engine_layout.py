@@ -117,8 +117,8 @@ def _up(size: int, multiple: int) -> int:
 
 
 Expected = str | tuple[str, str]
-"""The digest that an engine must report. If the tensor is `Row.widened`, one of two: in the dtype that is sent, or in
-float32. Both cover the same values."""
+"""The digest that an engine must report. For a `Row.widened` tensor, either of two digests of the same values: in the
+dtype that is sent, or in float32."""
 Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, Expected]]]
 """Maps layout -> rank -> resident name -> expected digest."""
 

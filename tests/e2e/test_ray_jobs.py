@@ -163,7 +163,7 @@ def test_a_script_of_the_public_form_trains_as_a_job_of_ray(tmp_path: Path, tiny
         )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
-    assert "instead of which the run reads" in said and "which a later --rotary-base" in said
+    assert "so the run reads" in said and "which a later --rotary-base" in said
     (run,) = (tmp_path / "runs").iterdir()
     assert any("train/loss" in row for row in read_jsonl(run / "metrics.jsonl"))
     assert (tmp_path / "tiny_slime" / "step_000000" / "manifest.json").is_file()

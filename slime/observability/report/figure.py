@@ -47,9 +47,9 @@ ROOM = 0.08
 ROOM_ABOVE_ONE = 0.05
 """Margin that keeps a curve at 100 % away from the title."""
 SMALL_SHARE = 0.1
-"""A panel from 0 to 1 that has only smaller values is drawn up to the largest one."""
+"""If all values of a panel from 0 to 1 are below this, its axis ends at the largest value."""
 ROUNDING = 1e-5
-"""A relative change that is only rounding, so that the curve counts as constant."""
+"""A curve with a smaller relative change counts as constant, because the change is only rounding."""
 MARKERS_UP_TO = 40
 """Curves with at most this many steps have a marker at each step."""
 

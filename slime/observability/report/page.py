@@ -287,7 +287,7 @@ def _curves(record: RunRecord, panels: Sequence[Drawn]) -> Markup | None:
     if frame.limits[0] < 0:
         notes.append("An evaluation is at the step that it follows; the one before step 0 is at -1.")
     if frame.marks:
-        notes.append("Dotted lines mark where the run was resumed. Of repeated steps, only the last one is drawn.")
+        notes.append("Dotted lines mark where the run was resumed. Only the last repetition of a step is drawn.")
     if frame.limits[1] - frame.limits[0] >= 100:
         notes.append("Pale lines show every step, strong lines the running mean.")
     if constant := in_words(panels):

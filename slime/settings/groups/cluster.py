@@ -197,7 +197,7 @@ def engines_fit_on_training_hosts(args: Args) -> str | None:
         num_per_node=per_host,
         engines=[demand(engine.num_gpus, engine.runs) for engine in topology_of(args).wanted()],
         colocate=True,
-        hosts=[host("", "", per_host + args.rollout_num_gpus, 1)] * args.actor_num_nodes,  # more would also do
+        hosts=[host("", "", per_host + args.rollout_num_gpus, 1)] * args.actor_num_nodes,  # a lower bound
     )
     return None
 

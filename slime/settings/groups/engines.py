@@ -48,7 +48,7 @@ class ServingSettings:
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Maximum number of requests in flight per engine."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
-    """Seconds that a starting engine may show no sign of life: no computation and no log output. Startup always fails
+    """Seconds that a starting engine may go without a sign of life: no computation, no log output. Startup always fails
     after five times as long. On a busy machine the limits are longer (docs/fault_tolerance.md). Also limits every other
     wait during startup: for slots, hosts, rollout workers and training ranks."""
     request_timeout_s: float = opt(600.0, within=SECONDS)

@@ -99,7 +99,7 @@ class LaunchScriptSettings:
     use_rollout_entropy: bool = opt(
         False, needs=_never("which changes nothing: the policy loss measures train/entropy_loss in the update")
     )
-    """Measure the entropy before the update."""
+    """Measure the entropy in a forward pass before the update."""
     loss_mask_type: str | None = opt(
         None,
         choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
@@ -111,7 +111,7 @@ class LaunchScriptSettings:
     wandb_always_use_train_step: bool = opt(
         False, needs=_never("which changes nothing: each metric is logged under its own step")
     )
-    """Log everything by the number of optimizer steps."""
+    """Use the optimizer step as the x axis of all metrics."""
     release_train: bool = opt(
         False,
         needs=_never(
@@ -124,7 +124,7 @@ class LaunchScriptSettings:
         False,
         needs=Need(lambda s: s.ci_train_rollout_logprob_abs_diff_threshold is not None, _CHECKED.text),
     )
-    """Check numbers as tests of the public slime do."""
+    """Check numbers as the public slime does in its tests."""
     ci_disable_kl_checker: bool = opt(False, needs=_CHECKED)
     """Do not check the KL to the reference in the first step."""
     ci_train_rollout_logprob_abs_diff_threshold: float | None = opt(

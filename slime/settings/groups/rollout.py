@@ -167,7 +167,7 @@ class RolloutSettings:
     """Top-p sampling. The trainer then computes log-probs over the tokens that remain after top-p; settings that would
     compare these with log-probs over the entire vocabulary are refused."""
     rollout_top_k: int = opt(-1, ge=-1, le=100_000_000, needs=SAMPLED)
-    """Top-k sampling; -1: off. The trainer's log-probs follow it as they follow --rollout-top-p."""
+    """Top-k sampling; -1: off. The trainer's log-probs are restricted to these tokens, as with --rollout-top-p."""
     rollout_max_response_len: int = derived(
         _half_of_context,
         "half of the model's context",

@@ -298,7 +298,7 @@ def fused_kernels_can_run(args: Args) -> str | None:
 
 
 def trainer_can_be_true_on_policy(args: Args) -> str | None:
-    """The trainer's half; `engines_can_be_true_on_policy` checks the engines'."""
+    """Checks the trainer's settings; `engines_can_be_true_on_policy` checks the engines'."""
     if not args.true_on_policy:
         return None
     if args.model_family is not None:
@@ -308,17 +308,17 @@ def trainer_can_be_true_on_policy(args: Args) -> str | None:
     m = args.megatron
     reasons = (
         (
-            "tensor_model_parallel_size above 1 adds up products in another order",
+            "tensor_model_parallel_size above 1 sums products in a different order",
             (m["tensor_model_parallel_size"] or 1) > 1,
         ),
-        ("--fp32-residual-connection keeps more digits than an engine", bool(m["fp32_residual_connection"])),
+        ("--fp32-residual-connection has a higher precision than the engines", bool(m["fp32_residual_connection"])),
         (
             "--kernels reference sums rows in an order that depends on the batch",
             args.kernels == "reference" and args.device == "cuda",
         ),
         ("training in float32 has no attention kernel on a GPU", args.device == "cuda" and _dtype(args) == "float32"),
         (
-            "--moe-token-dispatcher-type allgather adds up experts in another order",
+            "--moe-token-dispatcher-type allgather sums experts in a different order",
             (m["expert_model_parallel_size"] or 1) > 1 and m["moe_token_dispatcher_type"] == "allgather",
         ),
     )
@@ -388,9 +388,9 @@ def learning_rate_can_warm_up(args: Args) -> str | None:
 
 
 def optimizer_can_run(args: Args) -> str | None:
-    """State cannot be rounded to other dtypes, and float16 cannot hold moments: they exceed its range."""
+    """Refuses dtypes that optimizer state cannot be rounded to. Moments exceed the range of float16."""
     for name, allowed in OPTIMIZER_VALUES.items():
-        if (value := args.megatron.get(name, allowed[0])) not in allowed:  # each Megatron lacks some of the names
+        if (value := args.megatron.get(name, allowed[0])) not in allowed:  # no Megatron version has all these names
             return f"{name} is {value}, which the trainer does not support; choose {' or '.join(allowed)}"
     return None
 

@@ -31,8 +31,7 @@ WHOLE = 0
 
 
 def require_finite(scales: Tensor, weights: Tensor, kind: str) -> None:
-    """Raises `CheckpointError` if a scale is not finite, which means that an entry of `weights` [..., out, in] is
-    not."""
+    """Raises `CheckpointError` if a scale, and therefore an entry of `weights` [..., out, in], is not finite."""
     if not scales.isfinite().all():
         raise CheckpointError(
             f"a weight of shape {list(weights.shape[-2:])} has an infinite or NaN entry, which {kind} cannot "

@@ -108,8 +108,8 @@ class QuantisedOutgoing:
 
     @property
     def _run_bytes(self) -> int:
-        """The maximum size of a run. Quantising it takes less than half a bucket; two half-empty buckets leave a whole
-        one."""
+        """The maximum size of a run. Quantising it takes less than half a bucket of memory, and the two half-full
+        buckets leave a whole bucket free."""
         return min(RUN_BYTES, self._turns[0] // RUNS)
 
     def fill_bytes(self, turn: Turn) -> int:

@@ -88,7 +88,7 @@ def test_its_end_is_survived_and_its_return_brings_the_engines_back(
     theirs.keep_port()
     routers = Routers({"default": lambda: existing(theirs)})
     theirs.stop()
-    until(lambda: "requests of the run itself are not affected" in caplog.text)
+    until(lambda: "the run's own requests are not affected" in caplog.text)
     routers.admit("default", [engine_server.url])
     routers.require_alive()
     theirs.start()

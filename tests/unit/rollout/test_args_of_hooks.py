@@ -84,7 +84,7 @@ def test_a_copy_is_settable_and_the_settings_are_not(tmp_path: Path, caplog: pyt
     assert (own.lr, own.micro_batch_size, own.notes, other.notes) == (0.5, 3, ["x"], ["x", "y"])
     assert (args.lr, hasattr(args, "notes"), isinstance(own, type(args))) == (rollout_args(tmp_path).lr, False, True)
     assert [record.message for record in caplog.records if "args.lr" in record.message] == [
-        "a function set args.lr; the new value counts only for that call of the function"
+        "a function set args.lr; the new value applies only to that call of the function"
     ]
     del own.notes
     with pytest.raises(AttributeError, match="no attribute 'notes' of its own"):

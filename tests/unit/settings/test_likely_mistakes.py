@@ -79,7 +79,7 @@ def test_an_instruct_model_without_its_template_is_said(tmp_path: Path) -> None:
     """The tokenizer of the stub has a chat template."""
     flags = _prompts(tmp_path, *["What is 1+1?"] * 4)
     (told,) = start_warnings(rollout_args(tmp_path, *flags))
-    assert "has plain text prompts, and the chat template" in told and "--no-apply-chat-template if this is" in told
+    assert "has plain text prompts, and the chat template" in told and "--no-apply-chat-template if intended" in told
     for meant in ("--apply-chat-template", "--no-apply-chat-template"):
         assert start_warnings(rollout_args(tmp_path, *flags, meant)) == []
 
