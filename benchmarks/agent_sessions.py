@@ -2,8 +2,8 @@
 
     python -m benchmarks.agent_sessions [--sessions 1000] [--turns 8] [--json FILE]
 
-Agents use OpenAI's chat completions over HTTP. The engine is a function in this process that answers at once with 64
-tokens. So the benchmark measures HTTP on loopback and the adapter: reading the request, finding its place in the
+Agents use OpenAI's chat completions over HTTP. The engine is a function in this process that responds immediately with
+64 tokens. So the benchmark measures HTTP on loopback and the adapter: reading the request, finding its place in the
 session, the chat template, the tokenizer, bookkeeping, writing the answer. `turn_ms` is for a single agent,
 `turns_per_s` for all at once. Memory is measured after a first round of all sessions, during a second one, and after
 it: resident memory after `malloc_trim`, and the number of Python objects. The tokenizer is SmolLM2's

@@ -8,7 +8,7 @@ of prompts and lengths. The modes of a seed run one after the other before the n
 affects all of them. Steps before `WARM_UP` are not timed.
 
 A mode that trains short responses first has more samples per second with less work. So trained and sampled tokens
-(`requests.jsonl` of a run folder: a line per answer of the engine) are counted as well, and the table shows the mean
+(`requests.jsonl` of a run folder: one line per engine response) are counted as well, and the table shows the mean
 lengths of trained and issued samples. Needs two cores and no GPU.
 """
 

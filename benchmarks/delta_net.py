@@ -2,7 +2,7 @@
 
 python -m benchmarks.delta_net --out delta_net.json        needs a GPU, torch, Triton and this repository only
 
-Inputs are bfloat16 and random, in sequences of one length each. Times are the medians of five calls after two others.
+Inputs are bfloat16 and random, in sequences of one length each. Times are medians of five calls after two for warm-up.
 Errors are relative to plain PyTorch in float64, over the first 2,048 tokens.
 """
 

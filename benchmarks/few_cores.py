@@ -1,4 +1,4 @@
-"""Speed of engine and trainer on two cores, by how OpenMP threads wait, alone and beside other work.
+"""Speed of engine and trainer on two cores, depending on how OpenMP threads wait, with and without other work.
 
     python -m benchmarks.few_cores --model assets/smollm2-135m-instruct        the demo's model; half an hour
 

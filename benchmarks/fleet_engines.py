@@ -2,7 +2,7 @@
 
     python -m benchmarks.fleet_engines --engines 32 --every-s 30
 
-They have only what a client needs of SGLang 0.5.16: `/generate` is a stream of events of 32 tokens, one every
+They implement only what a client needs from SGLang 0.5.16: `/generate` streams events of 32 tokens, one every
 `--every-s`, and `/abort_request` ends the requests whose ids begin with the given id, if this id is itself the id of a
 request. The id of a token is its position in the sequence, so a reader notices lost tokens.
 

@@ -1,4 +1,4 @@
-"""Seconds of a training rank's processor for a batch before the first pass: schedule, token weights, advantages.
+"""CPU time of a training rank for a batch before the first pass, in seconds: schedule, token weights, advantages.
 
 python -m benchmarks.host_work --samples 512 --tokens 32768 --estimator grpo reinforce_plus_plus
 

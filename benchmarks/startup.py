@@ -1,7 +1,7 @@
 """Startup of a run: seconds of each phase, CPU seconds and memory of each process.
 
     python -m benchmarks.startup                      one step of the digits task on a tiny model, trainer and engine
-    python -m benchmarks.startup -- --hf-checkpoint ...        flags of train.py in its place
+    python -m benchmarks.startup -- --hf-checkpoint ...        flags of train.py instead of this task
 
 Prints one JSON line. Startup ends with the first verified weight sync, after which engines serve. `wall_s` counts
 from the start of the command. `phases` are the driver's (`startup/*` of `metrics.jsonl`), its first weight sync and its

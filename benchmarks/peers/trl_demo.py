@@ -1,10 +1,10 @@
-"""The demo beside TRL, one after the other on the same machine: `python -m benchmarks.peers.trl_demo --seeds 1 2 3`.
+"""The demo in slime, then in TRL, on the same machine: `python -m benchmarks.peers.trl_demo --seeds 1 2 3`.
 
 Both train SmolLM2-135M-Instruct on the demo's prompts, in float32 on the CPU: six steps of 8 prompts x 8 samples of at
 most 12 tokens, learning rate 5e-5, clip 0.2, temperature 0.7. Both answer the same 200 held-out sums greedily, before
 and after, and the same scorer scores them. TRL runs in one process and generates with transformers; its loss is the
 mean over samples (`grpo`) or over tokens (`dapo`). slime runs `recipes/demo/run.sh`, whose loss is the mean over
-samples; with `--calculate-per-token-loss` it is the mean over tokens. "seconds" are those of the whole command, with
+samples; with `--calculate-per-token-loss` it is the mean over tokens. "seconds" covers the whole command, including
 imports.
 """
 

@@ -1,4 +1,4 @@
-"""Shapes of models, and batches with lengths like those of rollouts. Imports nothing heavy and nothing of slime."""
+"""Shapes of models, and batches with lengths like those of rollouts. Imports neither slime nor anything heavy."""
 
 from __future__ import annotations
 

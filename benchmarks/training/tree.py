@@ -1,6 +1,6 @@
 """Access to a checkout of slime. This module handles all differences between checkouts.
 
-Invariant: `enter` runs before anything of `slime` is imported in the process.
+Invariant: `enter` runs before any module of `slime` is imported in the process.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ _HAS_ENGINES = Need(
 
 
 UNNAMED = "aime"
-"""Name of a single evaluation dataset for which the user sets no name."""
+"""Name of a single evaluation dataset that the user does not name."""
 
 
 def _pairs(data: Any) -> Any:
