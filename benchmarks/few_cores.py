@@ -3,7 +3,7 @@
     python -m benchmarks.few_cores --model assets/smollm2-135m-instruct        the demo's model; half an hour
 
 Each setting has an engine (16 prompts of 34 tokens, 8 tokens each) and a trainer (one step of 16 samples). They run
-one at a time, in every round once alone and once beside two looping processes. So the machine's other work affects all
+one at a time, in every round once alone and once with two looping processes. So the machine's other work affects all
 settings alike. Compare the ratios to the first setting, which are medians over rounds. With `--first` (as root) the
 measured processes and the two loops have priority over all other work. Prints a table and a JSON line, with the load
 average of each round.

@@ -1,6 +1,6 @@
 """One rank of a measurement: `python -m benchmarks.training.rank SPEC.json RANK`, started by `benchmarks/train.py`.
 
-Consumes: a spec, made by `benchmarks.train.combinations`. Produces: `result.json` beside it, written by rank 0 after
+Consumes: a spec, made by `benchmarks.train.combinations`. Produces: `result.json` next to it, written by rank 0 after
 every length, so results before an error are kept; `error_RANK.json` if it fails. Waits for: the other ranks, in
 collectives, with the limit of the process group.
 """

@@ -32,7 +32,7 @@ ATTENTION = {
 }
 """Maps a `model_type` to SGLang's attention layer. They have the same attributes."""
 MAX_SEQUENCES = 65536
-"""Upper limit of the sequences in a decode step."""
+"""Maximum number of sequences in a decode step."""
 _of_model: dict[str, Any] = {}
 """This process's `dtype`, `rotary` and `counts` (0, 1, 2, ...), the `angles` of the current pass, and `logits` and
 `temperatures` of the batch that is being sampled."""
