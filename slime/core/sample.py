@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import orjson
@@ -40,6 +41,9 @@ PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teac
 """Fields that are lists of numbers: `tokens` and the fields with one entry per response token."""
 
 
+C = TypeVar("C", bound="Counters")
+
+
 class Status(str, Enum):
     PENDING = "pending"
     """The response has not been generated yet, or only partially."""
@@ -51,6 +55,88 @@ class Status(str, Enum):
     """Generation was interrupted. It can resume from the tokens generated so far."""
     FAILED = "failed"
     """The infrastructure failed (see `failure`). The sample is never trained on or given a score of zero."""
+
+
+PUBLIC_FIELDS: Mapping[str, Any] = {
+    "rollout_id": None,
+    "train_metadata": None,
+    "apply_chat_template_kwargs": None,
+    "multimodal_inputs": None,
+    "multimodal_train_inputs": None,
+    "multimodal_train_input_id": None,
+    "non_generation_time": 0.0,
+    "rollout_top_p_token_ids": None,
+    "rollout_top_p_token_offsets": None,
+}
+"""Fields of the public slime's `Sample` that are attributes here -> value of an unset one."""
+UNSYNCED = "default"
+"""What an engine reports as its weight version before the first weight sync, which is version 0."""
+
+
+def version_of(reported: Any) -> int:
+    """Returns a weight version that an engine reported, or that user code copied from its report."""
+    return 0 if reported == UNSYNCED else int(reported)
+
+
+class Counters(dict[str, Any]):
+    """Counters of an engine's requests, summed up. A dict, so that samples remain JSON-serialisable."""
+
+    keys_of: ClassVar[Mapping[str, str]] = {}
+    """Counter -> its key in the engine's `meta_info`."""
+
+    def __init__(self, given: Mapping[str, Any] | None = None, **named: Any) -> None:
+        super().__init__({**dict.fromkeys(self.keys_of, 0), **(given or {}), **named})
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).keys_of:
+                return self[name]
+            raise AttributeError(f"{type(self).__name__} has no counter {name!r}; it has {', '.join(self.keys_of)}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            self[name] = value
+
+    def add(self, meta_info: Mapping[str, Any], *_: Any) -> None:
+        """Adds the counts of one request. Counts that the engine does not report are 0."""
+        for name, key in self.keys_of.items():
+            self[name] += int(meta_info.get(key) or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        return cls(data)
+
+
+class SpecInfo(Counters):
+    """Counters of speculative decoding."""
+
+    keys_of: ClassVar[Mapping[str, str]] = {
+        "spec_accept_token_num": "spec_accept_token_num",
+        "spec_draft_token_num": "spec_draft_token_num",
+        "spec_verify_ct": "spec_verify_ct",
+        "completion_token_num": "completion_tokens",
+    }
+
+    @property
+    def spec_accept_rate(self) -> float:
+        return float(self["spec_accept_token_num"] / max(1, self["spec_draft_token_num"]))
+
+    @property
+    def spec_accept_length(self) -> float:
+        return float(self["completion_token_num"] / max(1, self["spec_verify_ct"]))
+
+
+class PrefixCacheInfo(Counters):
+    """Counters of an engine's prefix cache."""
+
+    keys_of: ClassVar[Mapping[str, str]] = {"cached_tokens": "cached_tokens", "total_prompt_tokens": "prompt_tokens"}
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        return float(self["cached_tokens"] / max(1, self["total_prompt_tokens"]))
 
 
 FINISH_REASONS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -131,6 +217,8 @@ class Sample:
             if not name.startswith("__"):
                 with contextlib.suppress(KeyError):
                     return object.__getattribute__(self, "attributes")[name]
+                with contextlib.suppress(KeyError):
+                    return PUBLIC_FIELDS[name]
             raise AttributeError(f"a sample has no attribute {name!r}")
 
         def __delattr__(self, name: str) -> None:
@@ -165,7 +253,8 @@ class Sample:
             said = "without log-probs" if trainable else "with log-probs"
             raise DataError(f"trainable={trainable} {said}; a token is trainable if and only if it has a log-prob")
         if meta_info is not None:
-            weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(meta_info.get("weight_version", NOT_SAMPLED))
+            reported = meta_info.get("weight_version", NOT_SAMPLED)
+            weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or version_of(reported)
             ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
             finish_reason = ended if finish_reason is None else finish_reason
             recorded = meta_info.get("routed_experts")
@@ -193,6 +282,9 @@ class Sample:
         self.response += text
         if finish_reason is not None:
             self.status = FINISH_REASONS.get(finish_reason, self.status)
+        if meta_info is not None and update_terminal_info:
+            self.spec_info.add(meta_info)
+            self.prefix_cache_info.add(meta_info)
         self.validate()
 
     @property
@@ -209,10 +301,43 @@ class Sample:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Distinct weight versions that sampled this response, in order of first use."""
+        """Distinct weight versions that sampled this response, in order of first use.
+
+        User code may set them, which counts as long as the tokens have no versions of their own.
+        """
         versions = self.held("token_versions")
+        if versions is None:
+            return [version_of(one) for one in self.attributes.get("weight_versions", ())]
         known = versions.distinct.tolist() if isinstance(versions, Column) else versions or ()
         return [v for v in dict.fromkeys(known) if v != NOT_SAMPLED]
+
+    @weight_versions.setter
+    def weight_versions(self, reported: Sequence[Any]) -> None:
+        self.attributes["weight_versions"] = [version_of(one) for one in reported]
+
+    @property
+    def spec_info(self) -> SpecInfo:
+        """Counters of speculative decoding, kept among the attributes."""
+        return self._counters("spec_info", SpecInfo)
+
+    @spec_info.setter
+    def spec_info(self, counters: Mapping[str, Any]) -> None:
+        self.attributes["spec_info"] = SpecInfo(counters)
+
+    @property
+    def prefix_cache_info(self) -> PrefixCacheInfo:
+        """Counters of the engines' prefix cache, kept among the attributes."""
+        return self._counters("prefix_cache_info", PrefixCacheInfo)
+
+    @prefix_cache_info.setter
+    def prefix_cache_info(self, counters: Mapping[str, Any]) -> None:
+        self.attributes["prefix_cache_info"] = PrefixCacheInfo(counters)
+
+    def _counters(self, name: str, kind: type[C]) -> C:
+        found = self.attributes.get(name)
+        if not isinstance(found, kind):  # not set, or a dict that was read from JSON
+            found = self.attributes[name] = kind(found)
+        return found
 
     def pack(self) -> None:
         """Stores the numeric lists as arrays without losing precision. Reading a field converts it back to a list."""
@@ -317,11 +442,25 @@ def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> byte
 
 FIELDS = dataclasses.fields(Sample)
 _OWN_NAMES = frozenset(dir(Sample)) | {f.name for f in FIELDS}
-setattr(Sample, "Status", Status)  # noqa: B010 - the public slime's name; a nested class would be a different type
+for _public in (Status, SpecInfo, PrefixCacheInfo):  # the public slime's names; nested classes would be different types
+    setattr(Sample, _public.__name__, _public)
 _FIELDS = {name: UnpackedList(Sample.__dict__[name]) for name in PER_TOKEN}
 """Descriptors of the fields that can be stored as arrays."""
 for _name, _field in _FIELDS.items():
     setattr(Sample, _name, _field)
+_SET_LATER = frozenset(PUBLIC_FIELDS) | {"weight_versions", "spec_info", "prefix_cache_info"}
+_init: Any = Sample.__init__
+
+
+@functools.wraps(_init)
+def _init_with_public_names(self: Sample, *given: Any, **named: Any) -> None:
+    public = {name: named.pop(name) for name in _SET_LATER & named.keys()}
+    _init(self, *given, **named)
+    for name, value in public.items():
+        setattr(self, name, value)
+
+
+setattr(Sample, "__init__", _init_with_public_names)  # noqa: B010 - type checkers see the fields alone
 
 
 @dataclass(frozen=True, slots=True)

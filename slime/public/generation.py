@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -19,11 +20,14 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import current
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
 from slime.rollout.generate import rollout_sampling_params
+from slime.rollout.guard import waiting
 from slime.rollout.loop import Output, generate_rollout
 from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
 from slime.settings import Args, for_hook
+
+logger = logging.getLogger(__name__)
 
 
 async def generate_and_rm(
@@ -115,6 +119,14 @@ def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, 
         "not run step by step; use --fully-async without this function, or subclass "
         "slime.rollout.schedules.fully_async.FullyAsync and pass the class to --rollout-schedule"
     )
+
+
+async def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
+    """Never returns, so that the engines stay up for a profiler or for requests by hand. Stop the run to end it."""
+    logger.warning("step %d generates nothing and waits until the run is stopped (sleep_rollout)", rollout_id)
+    with waiting():
+        await asyncio.Event().wait()
+    raise AssertionError("unreachable: nothing sets the event")
 
 
 LIMIT_S = 30.0

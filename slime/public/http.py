@@ -1,4 +1,4 @@
-"""`post`: HTTP POST with retries, for plugins of the public slime.
+"""HTTP for plugins of the public slime: `post` with retries, images in requests, and serving an application.
 
 Requests to `/generate` on one of the run's routers go through the engine client. It authenticates, resumes generation
 after weight syncs and lost engines, and records which weights sampled each token (`transcript`). Responses have
@@ -10,14 +10,20 @@ The engine client has its own timeouts. For other servers, the timeout is `TIMEO
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import socket
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import HookError
-from slime.core.processes import host_port
+from slime.core.processes import host_port, http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
 from slime.rollout.client.engine_client import EngineClient
@@ -50,7 +56,7 @@ async def post(
 
     Client errors (4xx) that a retry cannot fix are not retried.
     """
-    client = _client_of(url)
+    client = client_of(url)
     if client is not None:
         return await _generate(client, payload, headers or {})
     with waiting():
@@ -79,7 +85,7 @@ async def _send(url: str, payload: Mapping[str, Any], headers: Mapping[str, str]
         return await answer.text()
 
 
-def _client_of(url: str) -> EngineClient | None:
+def client_of(url: str) -> EngineClient | None:
     """Returns the engine client for a router's `/generate` URL. None for other URLs and outside a rollout."""
     try:
         context = current()
@@ -143,3 +149,62 @@ def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
     if generation.routed_experts is not None:
         meta["routed_experts"] = generation.routed_experts
     return {"text": generation.text, "output_ids": list(generation.tokens), "meta_info": meta}
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:
+    """Returns an image of PIL as a data URI with an RGB PNG, the form in which engines get images."""
+    out = io.BytesIO()
+    image.convert("RGB").save(out, "PNG", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns keyword arguments for a Hugging Face processor: the inputs by kind, ids as lists, media as tensors."""
+    media = {name: {"return_tensors": "pt"} for name in ("images_kwargs", "videos_kwargs", "audio_kwargs")}
+    text = {"return_tensors": None, "return_mm_token_type_ids": False}
+    return {**(multimodal_inputs or {}), "text_kwargs": text, **media}
+
+
+# ---- serving an application ----------------------------------------------------------------------------------------
+
+
+ROLLOUT_LOOP: web.AppKey[asyncio.AbstractEventLoop] = web.AppKey("rollout_loop", asyncio.AbstractEventLoop)
+"""Set in an application whose handlers need the rollout's event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedApp:
+    url: str
+    """Without a path."""
+    port: int
+    runner: web.AppRunner
+    loop: asyncio.AbstractEventLoop
+
+    def stop(self) -> None:
+        """Stops listening, in the background."""
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop)
+
+
+def run_app_in_thread(app: web.Application, host: str = "127.0.0.1", port: int = 0) -> ServedApp:
+    """Serves an aiohttp application until the process ends. Returns once the port accepts connections.
+
+    A daemon thread runs the handlers; those of an adapter run on the rollout's event loop, as its engine client does.
+    Raises `OSError` if the port is in use.
+    """
+    listens = socket.create_server((host, port), backlog=1024)
+    loop = app.get(ROLLOUT_LOOP)
+    if loop is None:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name=f"app-{listens.getsockname()[1]}", daemon=True).start()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+
+    async def serve() -> None:
+        await runner.setup()
+        await web.SockSite(runner, listens).start()
+
+    asyncio.run_coroutine_threadsafe(serve(), loop)
+    bound = int(listens.getsockname()[1])
+    return ServedApp(http_url("127.0.0.1" if host in ("0.0.0.0", "") else host, bound), bound, runner, loop)

@@ -21,6 +21,13 @@ from types import ModuleType
 from typing import Any
 
 ALIASES: dict[str, dict[str, str]] = {
+    "slime.agent.adapters.common": {
+        "BaseAdapter": "slime.agent.adapters:RunAdapter",
+        "flatten_content": "slime.agent.adapters.openai_chat:text_of",
+    },
+    "slime.agent.aiohttp_threaded": {
+        "run_app_in_thread": "slime.public.http:run_app_in_thread",
+    },
     "slime.backends": {},
     "slime.backends.megatron_utils": {},
     "slime.backends.megatron_utils.cp_utils": {
@@ -87,6 +94,12 @@ ALIASES: dict[str, dict[str, str]] = {
         "generate_and_rm_group": "slime.public.generation:generate_and_rm_group",
         "generate_rollout": "slime.rollout.loop:generate_rollout",
     },
+    "slime.rollout.sglang_streaming_rollout": {
+        "generate_streaming": "slime.rollout.generate:generate",
+    },
+    "slime.rollout.sleep_rollout": {
+        "sleep": "slime.public.generation:sleep",
+    },
     "slime.rollout.turns": {
         "count_tool_call": "slime.rollout.sample_metrics:count_tool_call",
         "expect_tools": "slime.rollout.sample_metrics:expect_tools",
@@ -110,10 +123,15 @@ ALIASES: dict[str, dict[str, str]] = {
         "load_function": "slime.core.registry:load_object",
     },
     "slime.utils.processing_utils": {
+        "build_processor_kwargs": "slime.public.http:build_processor_kwargs",
+        "encode_image_for_rollout_engine": "slime.public.http:encode_image_for_rollout_engine",
+        "load_processor": "slime.rollout.factories:processor_of",
         "load_tokenizer": "slime.rollout.factories:tokenizer_of",
     },
     "slime.utils.types": {
+        "PrefixCacheInfo": "slime.core.sample:PrefixCacheInfo",
         "Sample": "slime.core.sample:Sample",
+        "SpecInfo": "slime.core.sample:SpecInfo",
     },
 }
 """Module -> public name -> `module:name` in this package."""

@@ -45,10 +45,18 @@ def load_tokenizer(args: Args) -> Any:
     return tokenizer
 
 
-def tokenizer_of(path: str) -> Any:
+def tokenizer_of(path: str, **given: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    return AutoTokenizer.from_pretrained(path, **given)
+
+
+def processor_of(path: str, **given: Any) -> Any:
+    """Loads a checkpoint's processor of text and images. Returns None for a checkpoint without an image processor."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(path, **given)
+    return processor if hasattr(processor, "image_processor") else None
 
 
 def load_data_source(args: Args, tokenizer: Any) -> DataBuffer:

@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Protocol
 
 import orjson
@@ -448,7 +448,7 @@ class Adapter:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Starts listening and returns the URL without a path."""
-        self._runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -465,6 +465,7 @@ class Adapter:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    @cached_property
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/healthz", self._health)

@@ -93,6 +93,17 @@ class Harness(ABC):
         if done.code:
             raise HarnessFailed(f"npm install {self.package} exited with {done.code}: {done.stderr[-500:]}")
 
+    async def install_cli(self, sandbox: Shell, **given: Any) -> None:
+        """The public slime's name of `install`."""
+        await self.install(sandbox, **given)
+
+    async def write_config(
+        self, sandbox: Shell, *, url: str, key: str, folder: str = "/work", home: str = "/root", model: str = MODEL
+    ) -> None:
+        """Writes the program's settings files."""
+        for file, text in self.files(Place(url, key, home, folder, model)).items():
+            await sandbox.write_file(file, text)
+
     async def run(
         self,
         sandbox: Shell,
@@ -107,13 +118,12 @@ class Harness(ABC):
         flags: Sequence[str] = (),
         timeout_s: float = 1800.0,
     ) -> HarnessResult:
-        """Runs the program on a prompt until it exits, for at most `timeout_s`.
+        """Writes the settings files, and runs the program on a prompt until it exits, for at most `timeout_s`.
 
         `path`: replaces the sandbox's PATH. `flags`: more words at the end of the command line.
         """
+        await self.write_config(sandbox, url=url, key=key, folder=folder, home=home, model=model)
         place = Place(url, key, home, folder, model)
-        for file, text in self.files(place).items():
-            await sandbox.write_file(file, text)
         env = {"HOME": home, "TERM": "dumb", **self.environment(place)}
         if path is not None:
             env["PATH"] = path

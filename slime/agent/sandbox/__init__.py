@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -36,6 +37,10 @@ class ExecResult:
     stdout: str
     stderr: str
     timed_out: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpacks to (code, stdout, stderr), as in the public slime."""
+        return iter((self.code, self.stdout, self.stderr))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +83,21 @@ class Sandbox(ABC):
 
     async def exec(
         self,
-        command: str,
+        command: str = "",
         *,
         user: str | None = None,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
         check: bool = False,
         idempotent: bool = False,
+        cmd: str = "",
+        timeout: float | None = None,
     ) -> ExecResult:
         """Runs a shell command line in `folder`. `check`: raise `CommandFailed` unless the status is 0. `idempotent`: a
-        remote sandbox may resend the command if the response is lost.
+        remote sandbox may resend the command if the response is lost. `cmd`, `timeout`: the public slime's names of
+        `command` and `timeout_s`.
         """
+        command, timeout_s = command or cmd, timeout_s if timeout is None else timeout
         with waiting(), traced("tool: command", sandbox=self.sandbox_id):
             result = await self._exec(Command(command, user, env or {}, timeout_s, idempotent))
         if check and (result.code != 0 or result.timed_out):
@@ -139,18 +148,29 @@ SANDBOXES: Registry[Sandbox] = Registry("sandbox", flag="sandbox", package="slim
 
 
 async def exec_and_wait(
-    sandbox: Sandbox, command: str, *, timeout_s: float, poll_s: float = 5.0, key: str
+    sandbox: Sandbox,
+    command: str = "",
+    *,
+    timeout_s: float = 1800.0,
+    poll_s: float = 5.0,
+    key: str | None = None,
+    user: str | None = None,
+    env: Mapping[str, str] | None = None,
+    cmd: str = "",
+    timeout: float | None = None,
 ) -> ExecResult:
     """Runs a long command through short calls: starts it detached, then polls until it ends.
 
-    `key`: identifies the run. A second call with the same key waits for the same run.
+    `key`: identifies the run; a second call with the same key waits for the same run. `cmd`, `timeout`: the public
+    slime's names of `command` and `timeout_s`; with `cmd`, the code at the time limit is -1.
     """
-    folder = f"{sandbox.folder}/.slime-run-{key}"
+    folder = f"{sandbox.folder}/.slime-run-{key or secrets.token_hex(8)}"
+    timeout_s = timeout_s if timeout is None else timeout
     at = shlex.quote(folder)
-    inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command)} >{at}/out 2>{at}/err </dev/null; "
+    inner = f"echo $$ >{at}/pid; sh -c {shlex.quote(command or cmd)} >{at}/out 2>{at}/err </dev/null; "
     inner += f"echo $? >{at}/code; mv {at}/code {at}/done"
     start = f"mkdir {at} 2>/dev/null || exit 0; setsid sh -c {shlex.quote(inner)} >/dev/null 2>&1 </dev/null &"
-    await sandbox.exec(start, check=True, idempotent=True)
+    await sandbox.exec(start, check=True, idempotent=True, user=user, env=env)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
@@ -158,8 +178,8 @@ async def exec_and_wait(
             code, timed_out = int(await sandbox.read_file(f"{folder}/done")), False
             break
         if loop.time() >= deadline:
-            await sandbox.exec(f"kill -s KILL -- -$(cat {at}/pid)", idempotent=True)
-            code, timed_out = 137, True
+            await sandbox.exec(f"kill -s KILL -- -$(cat {at}/pid)", idempotent=True, user=user)
+            code, timed_out = -1 if cmd else 137, True
             break
         await asyncio.sleep(min(poll_s, max(0.0, deadline - loop.time())))
     out, err = [(await sandbox.read_file(f"{folder}/{name}")).decode(errors="replace") for name in ("out", "err")]

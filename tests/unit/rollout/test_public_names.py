@@ -28,16 +28,20 @@ from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 PLUGIN = "tests.support.public_plugin"
 NAMES = {
-    "slime.utils.types": ("Sample",),
+    "slime.utils.types": ("Sample", "SpecInfo", "PrefixCacheInfo"),
     "slime.utils.http_utils": ("post",),
     "slime.utils.misc": ("load_function", "SingletonMeta"),
     "slime.utils.async_utils": ("run",),
     "slime.utils.mask_utils": ("MultiTurnLossMaskGenerator",),
-    "slime.utils.processing_utils": ("load_tokenizer",),
+    "slime.utils.processing_utils": (
+        *("load_tokenizer", "load_processor", "build_processor_kwargs", "encode_image_for_rollout_engine"),
+    ),
     "slime.utils.external_utils.command_utils": ("execute_train",),
     "slime.rollout.sglang_rollout": (
         *("GenerateState", "generate", "generate_and_rm", "generate_and_rm_group", "generate_rollout"),
     ),
+    "slime.rollout.sglang_streaming_rollout": ("generate_streaming",),
+    "slime.rollout.sleep_rollout": ("sleep",),
     "slime.rollout.sft_rollout": ("generate_rollout",),
     "slime.rollout.fully_async_rollout": ("generate_rollout_fully_async",),
     "slime.rollout.base_types": ("RolloutFnTrainOutput", "RolloutFnEvalOutput", "call_rollout_fn"),
@@ -52,6 +56,8 @@ NAMES = {
     "slime.rollout.rm_hub.math_dapo_utils": ("compute_score", "math_dapo_compute_score"),
     "slime.rollout.rm_hub.math_utils": ("extract_answer", "extract_boxed_answer", "grade_answer_verl"),
     "slime.agent.adapters": ("AnthropicAdapter", "OpenAIAdapter"),
+    "slime.agent.adapters.common": ("BaseAdapter", "flatten_content"),
+    "slime.agent.aiohttp_threaded": ("run_app_in_thread",),
     "slime.agent.harness": ("ClaudeCodeHarness", "CodexHarness"),
     "slime.agent.sandbox": ("Sandbox", "E2BSandbox", "exec_and_wait"),
     "slime.backends.megatron_utils.cp_utils": ("all_gather_with_cp", "slice_log_prob_with_cp"),
@@ -266,10 +272,56 @@ def test_a_sample_takes_attributes_which_live_as_long_as_it_does() -> None:
     sample.rollout_id, sample.trace = 7, {"turns": [1]}
     assert Sample.from_dict(json.loads(sample.to_json())) == sample == sample.copy()
     assert sample.copy().trace["turns"] is not sample.trace["turns"]
-    del sample.rollout_id
-    assert not hasattr(sample, "rollout_id") and PublicSample.Status.COMPLETED is Status.COMPLETED
+    del sample.trace
+    assert not hasattr(sample, "trace") and PublicSample.Status.COMPLETED is Status.COMPLETED
     with pytest.raises(AttributeError, match="no attribute 'reponse'"):
         _ = sample.reponse
+
+
+def test_a_sample_has_the_public_fields() -> None:
+    """Law: those that it has no field for are attributes, with the public value while they are unset."""
+    given = {"rollout_id": 3, "train_metadata": {"a": 1}, "non_generation_time": 0.5}
+    given |= {"rollout_top_p_token_ids": [5], "rollout_top_p_token_offsets": [0, 1], "multimodal_inputs": {"k": 1}}
+    sample = Sample(tokens=[1], **given)
+    assert {name: getattr(sample, name) for name in given} == given == sample.attributes
+    assert Sample.from_dict(json.loads(sample.to_json())) == sample
+    fresh = Sample()
+    fresh.non_generation_time += 2.0
+    assert (fresh.rollout_id, fresh.multimodal_inputs, fresh.non_generation_time) == (None, None, 2.0)
+    with pytest.raises(TypeError, match="respnse"):
+        Sample(respnse="x")  # type: ignore[call-arg]
+
+
+def test_weight_versions_may_be_set_and_tokens_know_better() -> None:
+    """Law: a plugin may set what an engine reported, as long as the tokens do not have versions of their own."""
+    sample = Sample(tokens=[1, 2], response_length=1, weight_versions=["default", "3"])  # type: ignore[call-arg]
+    assert sample.weight_versions == [0, 3]
+    sample.token_versions = [7]
+    sample.weight_versions = ["9"]
+    assert sample.weight_versions == [7]
+
+
+def test_an_engine_without_a_weight_sync_has_version_0() -> None:
+    sample, meta = Sample(tokens=[1]), {"weight_version": "default", "finish_reason": {"type": "stop"}}
+    sample.append_response_tokens(None, tokens=[2], log_probs=[-1.0], trainable=True, meta_info=meta)
+    assert (sample.token_versions, sample.status) == ([0], Status.COMPLETED)
+
+
+def test_counters_of_an_engine_add_up_and_live_as_long_as_the_sample() -> None:
+    from slime.utils.types import PrefixCacheInfo, SpecInfo
+
+    counts = {"spec_accept_token_num": 2, "spec_draft_token_num": 8, "spec_verify_ct": 2, "completion_tokens": 4}
+    meta = {"weight_version": "1", "cached_tokens": 3, "prompt_tokens": 6, **counts}
+    sample = Sample(tokens=[1])
+    for _ in range(2):
+        sample.append_response_tokens(None, tokens=[2], log_probs=[-1.0], trainable=True, meta_info=meta)
+    again = Sample.from_dict(json.loads(sample.to_json()))
+    assert (again.spec_info.spec_accept_token_num, again.spec_info.spec_accept_rate) == (4, 0.25)
+    assert (again.spec_info.spec_accept_length, again.prefix_cache_info.prefix_cache_hit_rate) == (2.0, 0.5)
+    assert again.prefix_cache_info.to_dict() == {"cached_tokens": 6, "total_prompt_tokens": 12}
+    assert isinstance(again.spec_info, Sample.SpecInfo) and Sample.SpecInfo is SpecInfo  # type: ignore[attr-defined]
+    assert SpecInfo.from_dict({"spec_verify_ct": 1}).completion_token_num == 0
+    assert PrefixCacheInfo().prefix_cache_hit_rate == 0.0
 
 
 def test_the_settings_may_stand_for_the_reward_key(tmp_path: Path) -> None:
@@ -394,6 +446,133 @@ def test_graders_may_be_asked_where_a_reward_function_runs(tmp_path: Path) -> No
     assert asyncio.run(async_rm(args, right)) == 1.0
     by_row = Sample(response="\\boxed{5}", label="4", metadata={"rm_type": "math"})
     assert asyncio.run(batched_async_rm(args, [right, by_row])) == [1.0, 0.0]
+
+
+def test_images_are_what_engines_and_processors_take() -> None:
+    import base64
+
+    from PIL import Image
+
+    from slime.data.images import as_png
+    from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+
+    head, _, body = encode_image_for_rollout_engine(Image.new("RGBA", (3, 2))).partition(",")
+    assert head == "data:image/png;base64" and as_png(base64.b64decode(body))[1] == (3, 2)
+    given = build_processor_kwargs({"images": [1]})
+    assert given["images"] == [1] and given["images_kwargs"] == {"return_tensors": "pt"}
+    assert given["text_kwargs"]["return_tensors"] is None, "ids stay lists"
+
+
+def test_content_of_messages_is_flattened_to_text() -> None:
+    from slime.agent.adapters.common import flatten_content
+
+    assert flatten_content(None) == "" and flatten_content("a") == "a"
+    assert flatten_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+
+
+def test_an_application_is_served_beside_the_code_that_starts_it() -> None:
+    """Law: a blocking client in the thread that started it gets its answer."""
+    import urllib.request
+
+    from slime.agent.aiohttp_threaded import run_app_in_thread
+
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.router.add_get("/", hello)
+    served = run_app_in_thread(app)
+    assert urllib.request.urlopen(served.url, timeout=10).read() == b"hello"
+    served.stop()
+
+
+def test_a_rollout_that_sleeps_waits_until_it_is_ended() -> None:
+    from slime.rollout.sleep_rollout import sleep
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sleep(None, 0, None), timeout=0.05)
+
+    asyncio.run(main())
+
+
+def test_sandboxes_and_harnesses_take_the_public_arguments(tmp_path: Path) -> None:
+    """Law: commands run under either spelling, and results unpack to code, stdout and stderr."""
+    from slime.agent.harness import ClaudeCodeHarness
+    from slime.agent.sandbox import Command, ExecResult, Sandbox, exec_and_wait
+
+    class Here(Sandbox):
+        name, folder = "here", str(tmp_path)
+
+        async def __aenter__(self) -> Here:
+            self.sandbox_id = "here"
+            return self
+
+        async def __aexit__(self, *error: object) -> None: ...
+
+        async def _exec(self, command: Command) -> ExecResult:
+            if command.line.startswith("npm "):
+                return ExecResult(0, command.line, "")
+            done = subprocess.run(["sh", "-c", command.line], cwd=tmp_path, capture_output=True, text=True)
+            return ExecResult(done.returncode, done.stdout, done.stderr)
+
+        async def write_file(self, path: str, content: bytes | str) -> None: ...
+
+        async def read_file(self, path: str) -> bytes:
+            return Path(path).read_bytes()
+
+    async def main() -> None:
+        async with Here() as sb:
+            code, out, err = await sb.exec(cmd="echo a; echo b >&2; exit 3", timeout=5)
+            assert (code, out, err) == (3, "a\n", "b\n")
+            code, out, _ = await exec_and_wait(sb, cmd="echo done", timeout=20, poll_s=0.01)
+            assert (code, out) == (0, "done\n")
+            assert (await exec_and_wait(sb, cmd="sleep 60", timeout=0, poll_s=0.01)).code == -1
+            await ClaudeCodeHarness().install_cli(sb)
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_built_from_a_tokenizer(tmp_path: Path) -> None:
+    """Law: an agent behind an adapter of the public form trains what the run's engines sampled."""
+    (tmp_path / "own.py").write_text(ADAPTER_PLUGIN)
+    hook = ("--custom-generate-function-path", f"{tmp_path}/own.py:generate")
+    batch, _ = a_step(rollout_args(tmp_path, *hook))
+    assert len(batch.samples) == 8 and all(s.loss_mask.sum() == 8 for s in batch.samples)
+    assert all((s.token_versions[s.loss_mask > 0] == 1).all() for s in batch.samples)
+
+
+ADAPTER_PLUGIN = """
+import aiohttp
+from slime.agent.adapters import AnthropicAdapter
+from slime.agent.aiohttp_threaded import run_app_in_thread
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.misc import SingletonMeta
+
+class Served(metaclass=SingletonMeta):
+    def __init__(self, args):
+        tokenizer = GenerateState(args).tokenizer
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        own = {"tool_parser": "qwen25", "reasoning_parser": "qwen3", "max_turns_per_sid": 3}
+        self.adapter = AnthropicAdapter(tokenizer=tokenizer, sglang_url=url, fork_threshold_tokens=8, **own)
+        self.served = run_app_in_thread(self.adapter.app, "127.0.0.1", 0)
+
+async def generate(args, sample, sampling_params):
+    one, sid = Served(args), f"session-{sample.index}"
+    one.adapter.open_session(sid, sampling_params, max_context_tokens=200)
+    body = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": sample.prompt}]}
+    async with aiohttp.ClientSession(headers={"x-api-key": sid}) as client:
+        async with client.post(f"{one.served.url}/v1/messages", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            assert (await answer.json())["role"] == "assistant"
+    await one.adapter.shutdown_session(sid)
+    [found] = one.adapter.finish_session(sid, base_sample=sample, extra_metadata={"agent": "own"})
+    return found
+"""
 
 
 def test_whole_responses_are_what_context_parallel_ranks_have() -> None:
