@@ -152,8 +152,9 @@ class Sample:
     index: int | None = None
     """Execution id within the group. An execution is one of `n_samples_per_prompt` runs of the prompt. Fan-out siblings
     share the id."""
-    prompt: str | list[dict[str, Any]] = ""
-    """The prompt as text (chat template already applied) or as messages."""
+    prompt: Any = ""
+    """The prompt as text (chat template already applied) or as messages; with a generate function of your own and
+    without a template, any JSON value."""
     tokens: list[int] = field(default_factory=list)
     """[T] prompt and response ids, exactly as the engine received or sampled them."""
     response: str = ""
@@ -513,8 +514,8 @@ class Group:
 class PromptRow:
     """A usable dataset row. Its containers are read-only, so samples must copy them."""
 
-    prompt: str | list[dict[str, Any]]
-    """The prompt as text (chat template already applied) or as messages."""
+    prompt: Any
+    """As in `Sample`."""
     prompt_tokens: tuple[int, ...] | None
     """The tokenized prompt. None: there is no tokenizer, or the prompt is messages without a chat template."""
     label: Any

@@ -32,9 +32,12 @@ from slime.data.template_spelling import joined, omitted_message, writes_tools
 from slime.observability.logs import TELL_DRIVER
 from slime.observability.samples import DROPPED_ROWS
 from slime.settings import Args
+from slime.settings.conditions import fine_tunes
 from slime.settings.data_files import files_of, scheme_of
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.groups.data import DataSettings
+from slime.settings.groups.hooks import SFT_ROLLOUT
+from slime.settings.rules import own_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,8 @@ class _Keys:
     label: str | None
     metadata: str | None
     tools: str | None
+    any_prompt: bool = False
+    """Whether a prompt may be any JSON value, because a user's function turns it into tokens."""
 
 
 def _hash_of_prompt(row: PromptRow) -> int:
@@ -165,6 +170,7 @@ class PromptDataset:
         held_out: bool = False,
         images: ImageColumn | None = None,
         grader: str | None = None,
+        any_prompt: bool = False,
     ) -> PromptDataset:
         """Loads a .jsonl, .jsonl.zst or .parquet file, a folder or glob pattern of such files, or a data scheme, which
         defines its own column names. The path may end with a slice, `@[a:b]`.
@@ -173,7 +179,7 @@ class PromptDataset:
         tokenized. Otherwise a string is tokenized as it is, without special tokens, and messages stay messages.
         `allow_control_tokens` (template only) turns control strings in the data into control tokens. `held_out` is
         passed to `read_rows`. `images` is the image column and requires the template. `grader` is the grader that needs
-        a label, if any.
+        a label, if any. `any_prompt` keeps prompts that are neither text nor messages as they are.
 
         Raises `DataError` for an unreadable or empty file, or if more than the fraction `max_dropped` of the rows is
         malformed (`too_many_dropped`); `ConfigError` for a length limit or template without a tokenizer.
@@ -184,7 +190,7 @@ class PromptDataset:
         if apply_chat_template:
             kwargs = apply_chat_template_kwargs
             chat = ChatRenderer(tokenizer, kwargs=kwargs, allow_control_tokens=allow_control_tokens)
-        keys = _Keys(input_key, label_key, metadata_key, tool_key)
+        keys = _Keys(input_key, label_key, metadata_key, tool_key, any_prompt and not apply_chat_template)
         if made := scheme_of(str(path)) is not None:
             keys = _Keys(INPUT, LABEL, METADATA, TOOLS)
         folder = Path() if made else files_of(str(path))[0].parent
@@ -431,7 +437,9 @@ def _parse(value: Mapping[str, Any], keys: _Keys, source: str) -> PromptRow:
             raise DataError(f"{keys.tools!r} and {keys.metadata!r} list different tools; remove one list")
         metadata["tools"] = tools
     label = value[keys.label] if keys.label is not None else None
-    prompt = _checked_prompt(value[keys.prompt], keys.prompt)
+    prompt = value[keys.prompt]
+    if not keys.any_prompt or isinstance(prompt, str) or prompt in (None, [], {}) or _are_messages(prompt):
+        prompt = _checked_prompt(prompt, keys.prompt)
     for name, part in (("the prompt", prompt), ("the label", label), ("the metadata", metadata)):
         try:
             # The fingerprint hashes JSON, but parquet can contain bytes and dates, and NaN for a missing number.
@@ -454,6 +462,10 @@ def _decoded(value: Mapping[str, Any], key: str | None, kind: type) -> Any:
     if not isinstance(found, kind):
         raise DataError(f"{key!r} must be a {kind.__name__}, got {type(found).__name__}")
     return kind(found)
+
+
+def _are_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
 
 
 def _checked_prompt(prompt: Any, key: str) -> str | list[dict[str, Any]]:
@@ -510,6 +522,7 @@ def _load(
     images: ImageColumn | None,
     grader: str | None,
 ) -> PromptDataset:
+    held_out = columns if isinstance(columns, EvalDatasetConfig) else None
     made = PromptDataset.load(
         path,
         tokenizer=tokenizer,
@@ -521,13 +534,21 @@ def _load(
         apply_chat_template_kwargs=columns.apply_chat_template_kwargs,
         max_prompt_tokens=max_prompt_tokens,
         max_dropped=args.max_dropped_row_fraction,
-        held_out=isinstance(columns, EvalDatasetConfig),
+        held_out=held_out is not None,
         images=images,
         grader=grader,
+        any_prompt=users_read_prompts(args, held_out),
     )
-    name = columns.name if isinstance(columns, EvalDatasetConfig) else None
-    record_dropped(args.run_dir, name, made.dropped)
+    record_dropped(args.run_dir, None if held_out is None else held_out.name, made.dropped)
     return made
+
+
+def users_read_prompts(args: Args, held_out: EvalDatasetConfig | None = None) -> bool:
+    """Returns whether a user's function turns the prompts of the training data, or of `held_out`, into tokens."""
+    if fine_tunes(args) or args.rollout_function_path == SFT_ROLLOUT:
+        return False
+    own = None if held_out is None else held_out.custom_generate_function_path or args.eval_function_path
+    return own is not None or not own_lengths(args)
 
 
 def record_dropped(run_dir: str, dataset: str | None, dropped: Iterable[Quarantined]) -> None:
@@ -547,9 +568,15 @@ def record_dropped(run_dir: str, dataset: str | None, dropped: Iterable[Quaranti
 
 
 def read_row(
-    raw: RawRow, *, input_key: str, label_key: str | None, metadata_key: str | None, tool_key: str | None
+    raw: RawRow,
+    *,
+    input_key: str,
+    label_key: str | None,
+    metadata_key: str | None,
+    tool_key: str | None,
+    any_prompt: bool = False,
 ) -> PromptRow:
     """Parses one row like `PromptDataset.load`, but does not render or tokenize it. Raises `DataError`."""
     if raw.value is None:
         raise DataError(raw.error or "unreadable")
-    return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key), f"row {raw.line}")
+    return _parse(raw.value, _Keys(input_key, label_key, metadata_key, tool_key, any_prompt), f"row {raw.line}")

@@ -174,7 +174,9 @@ def messages_problem(check: DataCheck) -> str | None:
 
 
 def _row(check: DataCheck, raw: RawRow) -> PromptRow:
-    keys = {"label_key": check.label_key, "metadata_key": check.metadata_key, "tool_key": check.tool_key}
+    keys: dict[str, Any] = {"label_key": check.label_key, "metadata_key": check.metadata_key}
+    own = check.takes_messages and not check.template and not check.conversations
+    keys |= {"tool_key": check.tool_key, "any_prompt": own}
     for flag, key in (("--input-key", check.input_key), ("--label-key", check.label_key)):
         if raw.value is not None and key is not None and key not in raw.value:
             raise DataError(f"there is no column {key!r}; set {flag} to one of {_columns(raw)}")

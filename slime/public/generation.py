@@ -86,6 +86,9 @@ class GenerateState:
             known = super().__new__(cls)
             known._run_args, known.args, known.tokenizer = context.args, for_hook(context.args), context.tokenizer
             known.sampling_params = rollout_sampling_params(context.args)
+            if context.loopback is not None:
+                with context.loopback.addressed(known.args, shared=True):
+                    pass  # the addresses stay valid
             num_engines = len(context.client.engines()) if context.client is not None else 0
             known.semaphore = asyncio.Semaphore(context.args.sglang_server_concurrency * max(1, num_engines))
             cls._of_loops[context.loop] = known

@@ -21,32 +21,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import HookError
 from slime.core.processes import host_port, http_url
-from slime.core.sample import NOT_SAMPLED
-from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Generation
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.retries import RETRY_STATUSES
 from slime.rollout.context import current
-from slime.rollout.generate import LIMITS
 from slime.rollout.guard import waiting
+from slime.rollout.loopback_router import generation_of
 
 TIMEOUT_S = 600.0
 PAUSE_S = 1.0
-ROUTING_KEY = "x-smg-routing-key"
-"""The router sends all requests with the same value of this header to the same engine."""
-_READ = {"input_ids", "text", "sampling_params", "return_logprob"}
-_IGNORED: Mapping[str, tuple[Any, ...]] = {
-    "stream": (None, False),
-    "return_routed_experts": (None, False, True),  # always returned if the run records them
-    "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
-    "return_text_in_logprobs": (None, False),
-    "image_data": (None, []),
-    "rid": (None,),
-}
-"""Other request keys -> values that can safely be ignored."""
 
 
 async def post(
@@ -58,7 +42,7 @@ async def post(
     """
     client = client_of(url)
     if client is not None:
-        return await _generate(client, payload, headers or {})
+        return await generation_of(client, payload, headers or {})
     with waiting():
         for number in range(max(1, max_retries)):
             try:
@@ -92,63 +76,16 @@ def client_of(url: str) -> EngineClient | None:
     except HookError:
         return None
     address = url.removeprefix("http://").removesuffix("/")
+    if context.loopback is not None and address.endswith("/generate"):
+        at = context.loopback.model_at(address.removesuffix("/generate"))
+        if at is not None:
+            return context.models[at]
     args = context.args
     routers: dict[Any, Any] = {None: (args.sglang_router_ip, args.sglang_router_port)}
     for name, (host, port) in (routers | (args.sglang_model_routers or {})).items():
         if address == f"{host_port(str(host), port)}/generate":
             return context.engine() if name is None else context.models[name]
     return None
-
-
-async def _generate(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """Generates with the engine client. Raises `HookError` for request keys that the client does not support."""
-    odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
-    if odd:
-        raise HookError(
-            f"the engine client does not support {', '.join(sorted(odd))} for /generate; pass only input_ids or text, "
-            "sampling_params and return_logprob"
-        )
-    ids = payload.get("input_ids")
-    if ids is None:
-        tokenizer = current().tokenizer
-        if tokenizer is None or "text" not in payload:
-            raise HookError("a request to /generate requires input_ids or text; pass one of them")
-        ids = tokenizer.encode(payload["text"], add_special_tokens=False)
-    ids = list(ids)
-    session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
-    params = _limited(client, payload.get("sampling_params") or {}, len(ids))
-    if params is None:
-        return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""))
-    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True))
-
-
-def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
-    """Caps `max_new_tokens` at the execution's limits. Returns None if no more tokens may be sampled."""
-    limits, context = LIMITS.get(), current()
-    if limits is None or client is not context.client:
-        return params
-    asked = params.get("max_new_tokens", ENGINE_MAX_NEW_TOKENS)
-    asked = context.args.rollout_max_response_len if asked is None else asked
-    most = limits.next_answer(asked, num_read)
-    return {**params, "max_new_tokens": most} if most or not asked else None
-
-
-def _worded(ids: list[int], generation: Generation) -> dict[str, Any]:
-    """Returns the response in SGLang's format."""
-    versions = generation.versions
-    pairs = zip(generation.log_probs, generation.tokens, strict=True)
-    meta = {
-        "finish_reason": {"type": generation.finish_reason},
-        "prompt_tokens": len(ids),
-        "completion_tokens": len(generation.tokens),
-        "cached_tokens": generation.cached_tokens,
-        "weight_version": str(versions[-1] if versions else generation.weight_version),
-        TOKEN_VERSIONS_KEY: versions,
-        "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
-    }
-    if generation.routed_experts is not None:
-        meta["routed_experts"] = generation.routed_experts
-    return {"text": generation.text, "output_ids": list(generation.tokens), "meta_info": meta}
 
 
 # ---- images --------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from typing import Any
 from slime.core.blame import here, how_it_ended
 from slime.core.errors import SlimeError
 from slime.core.liveness import Silence, processor_s, within
-from slime.rewards.grader_env_vars import grader_environment
+from slime.rewards.grader_confinement import grader_environment
 from slime.rewards.grader_worker import HEADER, ONLINE
 
 MAX_REPLY_BYTES = 2**26

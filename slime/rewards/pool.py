@@ -17,7 +17,7 @@ Invariants
    each in a process of its own, because any of them could have blocked it.
 3. Processes start on first use. After `close`, all of them have exited.
 4. Grading uses its own threads, because users' code can occupy those of the event loop.
-5. No process sees secrets of the run in its settings or environment (`grader_env_vars`).
+5. No process sees secrets of the run in its settings or environment (`grader_confinement`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ if __name__ == "__main__":  # the supervisor runs this file as a script; its for
 from slime.core import confine
 from slime.core.confine import CALLS, LANDLOCK, view
 from slime.core.processes import scratch_prefix
-from slime.rewards.grader_env_vars import FEW_THREADS
+from slime.rewards.grader_confinement import FEW_THREADS
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """A program is killed if it prints more or writes a larger file."""

@@ -30,6 +30,7 @@ from slime.rollout.types import Progress
 from slime.settings import Args
 
 if TYPE_CHECKING:
+    from slime.rollout.loopback_router import LoopbackRouter
     from slime.rollout.workers.episodes import Episodes
 
 
@@ -63,6 +64,8 @@ class RolloutContext:
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
     """Runs the groups; None: they run in this process."""
+    loopback: LoopbackRouter | None = None
+    """The address of this process for HTTP clients of user code."""
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
         """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""

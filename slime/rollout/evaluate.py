@@ -32,9 +32,8 @@ from slime.rollout.filters import rewards_by_execution
 from slime.rollout.guard import supervised
 from slime.rollout.sample_metrics import empty_turn_metrics, pass_rates, sample_metrics, spread, turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slime.rollout.user_functions import RolloutHooks, in_thread, load
+from slime.rollout.user_functions import RolloutHooks, in_thread, load, reachable
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
-from slime.settings import for_hook
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.hook_contracts import is_async
 
@@ -244,7 +243,7 @@ async def _call(
 ) -> Any:
     function = load(path, kind)
     assert function is not None, f"{path} is not a function"
-    given = (for_hook(context.args), rollout_id, source)
     call = function if is_async(function) else partial(in_thread, function)
     limit_s = context.args.execution_timeout_s  # any execution's progress counts
-    return await supervised(call(*given, evaluation=evaluation), what=path, limit_s=limit_s)
+    with reachable(context.args) as own:
+        return await supervised(call(own, rollout_id, source, evaluation=evaluation), what=path, limit_s=limit_s)

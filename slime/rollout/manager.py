@@ -39,6 +39,7 @@ from slime.rollout.factories import (
 )
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import beside, end_tasks, supervised
+from slime.rollout.loopback_router import LoopbackRouter
 from slime.rollout.recordings import Recorder
 from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES
@@ -134,6 +135,7 @@ class RolloutManager:
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
         self._clients = Models() if engines is None else model_clients(args, self._tokenizer, keys=keys)
+        self._loopback = LoopbackRouter(args, self._clients, keys)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None
         self._workers = workers
@@ -261,7 +263,7 @@ class RolloutManager:
 
     async def close(self) -> None:
         """Closes schedule, graders and connections. Warns about and cancels components that exceed `CLOSE_LIMIT_S`."""
-        others = (self._workers, *self._clients.values(), self._teacher)
+        others = (self._workers, self._loopback, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
             closing = asyncio.create_task(part.close(), name=f"closing {type(part).__name__}")
             await asyncio.wait([closing], timeout=CLOSE_LIMIT_S)
@@ -309,6 +311,7 @@ class RolloutManager:
             teacher=self._teacher,
             eval_datasets=self._eval_datasets,
             workers=self._workers,
+            loopback=self._loopback,
         )
         self._progress.append(context.progress)
         try:

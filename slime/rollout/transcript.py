@@ -166,7 +166,7 @@ class Transcript:
         if len(known) >= num and said is not None:
             return
         versions, log_probs, recorded = np.full(num, NOT_SAMPLED, np.int32), np.zeros(num), list[_Answer]()
-        for answer, ours, own in self._answers_in(sample):
+        for answer, ours, own in self._known_answers_in(sample):
             here = answer.sampled[ours]
             if said is not None and len(said) == num:
                 here = here & _close(said[own], answer.log_probs[ours])
@@ -183,6 +183,29 @@ class Transcript:
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
 
+    def _known_answers_in(self, sample: Sample) -> list[tuple[_Answer, slice, slice]]:
+        """Like `_answers_in`, but if this execution's answers leave trained tokens over, with those of `STRAYS` and, if
+        the tokens have log-probs, of other executions. This execution's come last.
+        """
+        found = list(self._answers_in(sample))
+        if self is STRAYS or not self._leaves_over(sample, found):
+            return found
+        found = [*STRAYS._answers_in(sample), *found]
+        said = sample.column("rollout_log_probs")
+        if said is None or not said.any() or not self._leaves_over(sample, found):
+            return found
+        return [*(part for other in _LIVE if other is not self for part in other._answers_in(sample)), *found]
+
+    @staticmethod
+    def _leaves_over(sample: Sample, found: Sequence[tuple[_Answer, slice, slice]]) -> bool:
+        """Returns whether `sample` has trained tokens that are not in `found`."""
+        mask = sample.column("loss_mask")
+        left = np.ones(sample.response_length, np.bool_) if mask is None else np.asarray(mask) > 0
+        for answer, ours, own in found:
+            if len(left) >= own.stop:
+                left[own] &= ~answer.sampled[ours]
+        return bool(left.any())
+
     def problem(self, sample: Sample) -> str:
         """Describes the first violation of invariant 1 in a sample; empty if there is none.
 
@@ -193,7 +216,10 @@ class Transcript:
             return ""
         found = list(self._answers_in(sample))
         reason = self._first_problem(sample, found)
-        if reason:  # a thread or a shared task may have sent the request
+        if reason:  # a thread, a shared task or an HTTP client may have sent the request
+            strays = list(STRAYS._answers_in(sample))
+            reason = self._first_problem(sample, [*found, *strays]) if strays else reason
+        if reason:
             others = [one for one in (*_LIVE, STRAYS) if one is not self]
             elsewhere = [part for other in others for part in other._answers_in(sample)]
             reason = self._first_problem(sample, [*found, *elsewhere]) if elsewhere else reason

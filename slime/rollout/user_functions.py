@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.buffer.groups import flatten
 from slime.core.errors import HookError
 from slime.core.sample import Sample
+from slime.rollout.context import current
 from slime.rollout.generate import generate as default_generate
 from slime.rollout.guard import run_in_thread, supervised
 from slime.rollout.transcript import TRANSCRIPT
@@ -19,6 +21,7 @@ from slime.settings.groups.hooks import HookSettings
 from slime.settings.hook_contracts import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
+T = TypeVar("T")
 
 
 def load(path: str | None, kind: str) -> Hook | None:
@@ -51,6 +54,20 @@ class RolloutHooks:
         )
 
 
+@contextlib.contextmanager
+def reachable(args: T) -> Iterator[T]:
+    """Yields the settings for one call of a user's function, whose HTTP clients reach the engines at the router's
+    address in them (`loopback_router`).
+    """
+    own = for_hook(args)
+    try:
+        loopback = current().loopback
+    except HookError:
+        loopback = None
+    with loopback.addressed(own) if loopback is not None else contextlib.nullcontext():
+        yield own
+
+
 async def call_generate(
     hook: Hook, args: HookSettings, sample: Sample, params: dict[str, Any], *, evaluation: bool
 ) -> list[Sample]:
@@ -60,7 +77,8 @@ async def call_generate(
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
-    result = await hook(for_hook(args), sample, params, **extra)
+    with reachable(args) if hook is not default_generate else contextlib.nullcontext(args) as own:
+        result = await hook(own, sample, params, **extra)
     samples = flatten([result])
     if not samples or not all(isinstance(s, Sample) for s in samples):
         kinds = sorted({type(s).__name__ for s in samples}) or ["nothing"]
@@ -85,8 +103,8 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
         hook = _load(path, "sample_hook")
         given = {"rollout_id": rollout_id, "evaluation": evaluation}
         given = {name: value for name, value in given.items() if accepts_keyword(hook, name)}
-        own = for_hook(args)
-        result = await (hook(own, sample, **given) if is_async(hook) else in_thread(hook, own, sample, **given))
+        with reachable(args) as own:
+            result = await (hook(own, sample, **given) if is_async(hook) else in_thread(hook, own, sample, **given))
         if not isinstance(result, Sample | None):
             raise HookError(
                 f"{name_of(hook)} returned {type(result).__name__}; a sample hook must return a Sample or None"

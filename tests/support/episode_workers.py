@@ -13,6 +13,7 @@ from typing import Any
 from slime.core.errors import ActorDied
 from slime.core.sample import Group
 from slime.rollout.context import Models
+from slime.rollout.loopback_router import LoopbackRouter
 from slime.rollout.manager import RolloutManager
 from slime.rollout.user_functions import RolloutHooks
 from slime.rollout.workers.episode_worker import EpisodeWorker, InOrder
@@ -80,6 +81,7 @@ class WorkerOf(EpisodeWorker):
         self._args, self._hooks = args, RolloutHooks.load(args)
         self._client, self._graders = client, graders
         self._models, self._scopes, self._running = Models(), {}, {}
+        self._loopback = LoopbackRouter(args, {})
         self._tokenizer = self._teacher = self._last_words = self._watchdog = None
 
 

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from slime.core import confine
-from slime.rewards.grader_env_vars import grader_environment
+from slime.rewards.grader_confinement import grader_environment
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, re, resource, signal, socket, struct, sys, time

@@ -17,6 +17,7 @@ import re
 import signal
 import socket
 import stat
+import struct
 import sys
 import tempfile
 from collections import Counter
@@ -41,6 +42,9 @@ ROUTES = (
     *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/v1/models", "/v1/loads", "/get_loads"),
     *("/workers", "/docs", "/openapi.json", "/flush_cache", "/start_profile", "/weights_checker"),
 )
+OF_THIS_USER = ("/health", "/health_generate", "/server_info", "/get_server_info", "/v1/models")
+OF_THIS_USER += ("/model_info", "/get_model_info")
+"""What a `LoopbackRouter` forwards for processes of the run's user, as this one is."""
 WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     "sglang::router": (
         *("/liveness", "/readiness", "/health", "/health_generate", "/engine_metrics"),
@@ -48,8 +52,8 @@ WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     ),
     "sglang::router metrics": ROUTES,  # numbers alone, whatever is asked
     "SGLang": ("/health", "/health_generate"),
-    "ray::RolloutAct": ("/healthz",),  # the adapter for agents: how many sessions there are
-    "ray::EpisodeAct": ("/healthz",),
+    "ray::RolloutAct": ("/healthz", *OF_THIS_USER),  # the adapter for agents: how many sessions there are
+    "ray::EpisodeAct": ("/healthz", *OF_THIS_USER),
     "Ray's metrics": ROUTES,  # numbers of its autoscaler
 }
 """Who answers over HTTP -> what it answers anybody."""
@@ -217,7 +221,7 @@ def _problem(where: Listening, owners: Mapping[int, str]) -> str | None:
     """What is wrong with a socket of a network or without a file; None if nothing is."""
     if where.kind == "unix":
         return "a name without a file has no mode: everybody on this host may connect"
-    if not ip_address(where.address).is_loopback:
+    if not ip_address(where.address).is_loopback and not (where.kind == "tcp" and is_on_loopback_device(where.port)):
         return "other hosts reach it"
     whose = {who(pid, name) for pid, name in owners.items()}
     if where.kind == "tcp6":
@@ -236,6 +240,23 @@ def _problem(where: Listening, owners: Mapping[int, str]) -> str | None:
     key = next(filter(None, (_entry(pid, USE_KEY) for pid in owners)), b"").decode()
     more = [route for route in CONTROL if _status(where.port, route, "POST", key) != 401]
     return f"whoever may generate may ask it for {more}" if more else None
+
+
+def is_on_loopback_device(port: int) -> bool:
+    """Whether the listening IPv4 socket of this port is bound to the device lo, which /proc/net/tcp does not tell."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as netlink:  # NETLINK_SOCK_DIAG
+        request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 1 << 10) + bytes(48)  # TCP_LISTEN
+        netlink.send(struct.pack("=IHHII", 16 + len(request), 20, 0x301, 1, 0) + request)  # a dump
+        while True:
+            data = netlink.recv(1 << 16)
+            while data:
+                size, kind = struct.unpack_from("=IH", data)
+                if kind in (2, 3):  # an error, or the end
+                    return False
+                (number,) = struct.unpack_from("!H", data, 16 + 4)
+                if number == port:
+                    return int.from_bytes(data[16 + 40 : 16 + 44], sys.byteorder) == socket.if_nametoindex("lo")
+                data = data[size + -size % 4 :]
 
 
 def _status(port: int, route: str, method: str = "GET", key: str = "") -> int | None:

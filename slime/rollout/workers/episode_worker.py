@@ -28,6 +28,7 @@ from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.factories import grader_pool, load_tokenizer, model_clients, teacher_client
 from slime.rollout.guard import END_LIMIT_S, Watchdog, beside, end_tasks, num_left_behind
+from slime.rollout.loopback_router import LoopbackRouter
 from slime.rollout.traces import Sums
 from slime.rollout.types import Progress
 from slime.rollout.user_functions import RolloutHooks
@@ -61,6 +62,7 @@ class EpisodeWorker:
         self._hooks = RolloutHooks.load(args)
         self._tokenizer = load_tokenizer(args)
         self._models = model_clients(args, self._tokenizer, keys=keys)
+        self._loopback = LoopbackRouter(args, self._models, keys)
         policy = topology_of(args).main
         self._client = self._models[policy.name] if policy is not None else None
         self._teacher, self._graders = teacher_client(args), grader_pool(args)
@@ -146,7 +148,7 @@ class EpisodeWorker:
         await self._graders.close()
         if self._watchdog is not None:
             self._watchdog.close()
-        for client in (*self._models.values(), self._teacher):
+        for client in (self._loopback, *self._models.values(), self._teacher):
             if client is not None:
                 await client.close()
 
@@ -161,6 +163,7 @@ class EpisodeWorker:
             loop=asyncio.get_running_loop(),
             rollout_id=work.rollout_id,
             teacher=self._teacher,
+            loopback=self._loopback,
         )
         if work.scope is not None:
             REQUEST_SCOPE.set(self._scopes[work.scope])

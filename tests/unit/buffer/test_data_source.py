@@ -174,6 +174,8 @@ def test_the_settings_choose(tmp_path: Path) -> None:
         "data_source": "prompt_data",
         "data_source_path": None,
         "rollout_function_path": "",
+        "custom_generate_function_path": None,
+        "loss_type": "policy_loss",
         "max_dropped_row_fraction": 0.05,
         "rollout_batch_size": 1,
         "run_dir": str(tmp_path),

@@ -27,8 +27,7 @@ from slime.core.errors import ConfigError, SlimeError
 from slime.core.sample import Sample
 from slime.rewards import grader_process
 from slime.rewards import pool as pool_module
-from slime.rewards.grader_confinement import is_formula
-from slime.rewards.grader_env_vars import FEW_THREADS, grader_environment
+from slime.rewards.grader_confinement import FEW_THREADS, grader_environment, is_formula
 from slime.rewards.pool import GraderPool
 from slime.rewards.program_sandbox import missing_here
 from slime.rewards.scores import Score, Scored, Unscored

@@ -19,6 +19,7 @@ from slime.core.batch import TrainBatch
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.data.first_rows import data_problems
 from slime.public.names import ALIASES
 from slime.rollout.manager import RolloutManager
 from tests.support import public_plugin
@@ -260,6 +261,28 @@ def test_public_spellings_of_rollout_functions_are_ours(tmp_path: Path) -> None:
     assert rollout_args(tmp_path, *said).debug_train_only
     said = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
     assert rollout_args(tmp_path, *said, synchronous=False).fully_async
+
+
+@pytest.mark.parametrize("prompt", [7, 2.5, {"task": "retail", "index": 3}, [1, 2], [{"task": 1}]])
+def test_any_prompt_reaches_a_generate_function_as_it_is(tmp_path: Path, prompt: Any) -> None:
+    """Law: what turns into tokens in a function of the user, nothing else has to understand."""
+    rows = "".join(json.dumps({"input": prompt, "label": str(number)}) + "\n" for number in range(9))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "own.py").write_text(
+        "import json\n"
+        "from slime.rollout.sglang_rollout import GenerateState, generate as of_text\n"
+        "async def generate(args, sample, sampling_params):\n"
+        f"    assert sample.prompt == {prompt!r}, sample.prompt\n"
+        "    sample.tokens = GenerateState(args).tokenizer.encode(f'{sample.label}+1=')\n"
+        "    return await of_text(args, sample, sampling_params)\n"
+    )
+    hook = ("--custom-generate-function-path", f"{tmp_path}/own.py:generate")
+    args = rollout_args(tmp_path, *hook, "--prompt-data", str(tmp_path / "rows.jsonl"))
+    assert data_problems(args) == []
+    batch, _ = a_step(args)
+    assert len(batch.samples) == 8
+    nobody = rollout_args(tmp_path, "--prompt-data", str(tmp_path / "rows.jsonl"))
+    assert "none of its 9 rows can be used" in data_problems(nobody)[0]
 
 
 # --- a sample -------------------------------------------------------------------------------------------------------
@@ -527,7 +550,7 @@ def test_sandboxes_and_harnesses_take_the_public_arguments(tmp_path: Path) -> No
             assert (code, out, err) == (3, "a\n", "b\n")
             code, out, _ = await exec_and_wait(sb, cmd="echo done", timeout=20, poll_s=0.01)
             assert (code, out) == (0, "done\n")
-            assert (await exec_and_wait(sb, cmd="sleep 60", timeout=0, poll_s=0.01)).code == -1
+            assert (await exec_and_wait(sb, cmd="sleep 60", timeout=0.3, poll_s=0.01)).code == -1
             await ClaudeCodeHarness().install_cli(sb)
 
     asyncio.run(main())

@@ -20,6 +20,7 @@ from slime.rollout.client.teacher_client import TeacherClient, parse_log_probs
 from slime.rollout.manager import RolloutManager
 from slime.rollout.recordings import head_and_tail, load_rollout, save_train_batch
 from slime.rollout.workflows.rejection import has_right, keep_best, keep_right
+from slime.settings.rules import teacher_scores_at_another_temperature
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
@@ -96,9 +97,9 @@ def test_log_probs_of_other_tokens_are_refused(pairs: Any) -> None:
         parse_log_probs({"meta_info": {"input_token_logprobs": pairs}}, [6, 7])
 
 
-def test_a_teacher_at_another_temperature_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at temperature 1"):
-        rollout_args(tmp_path, *OPD, "--opd-teacher-url", "http://t", "--rollout-temperature", "0.5")
+def test_a_teacher_at_another_temperature_is_warned_about(tmp_path: Path) -> None:
+    args = rollout_args(tmp_path, *OPD, "--opd-teacher-url", "http://t", "--rollout-temperature", "0.5")
+    assert "at temperature 1" in str(teacher_scores_at_another_temperature(args))
     with pytest.raises(ConfigError, match="opd_teacher_url"):
         rollout_args(tmp_path, "--opd-teacher-url", "http://t", "--strict")
     alone = rollout_args(tmp_path, "--opd-teacher-url", "http://t")

@@ -1,0 +1,403 @@
+"""`LoopbackRouter`: the address of a router for HTTP clients of user code, which know none of the run's keys.
+
+    async with httpx.AsyncClient() as client:                                # in a generate function
+        await client.post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", json=payload)
+
+Requests to `/generate` go through the engine client of this process, as those of `slime.utils.http_utils.post` do: they
+continue after weight syncs and lost engines, and the transcript records what was sampled. Other requests that only
+generate or read (`FORWARDED`) are sent to the run's router with its key.
+
+Each call of a user's function gets its own address of 127.0.0.0/8 on the same port, which tells its requests apart.
+Where the operating system does not restrict a socket to the loopback device, all calls share 127.0.0.1. Requests that
+belong to no running call are recorded in `transcript.STRAYS`.
+
+Invariants
+1. Only connections from this machine are accepted, and only from processes of this user (`user_of`).
+2. The address of a call that has ended still works, but its requests count for no execution.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import os
+import socket
+import weakref
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from slime.core.engine_interface import TOKEN_VERSIONS_KEY
+from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRejected, SlimeError
+from slime.core.processes import http_url
+from slime.core.sample import NOT_SAMPLED
+from slime.core.text import NO_KEYS, EngineKeys
+from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation
+from slime.rollout.client.engine_client import EngineClient
+from slime.rollout.context import current
+from slime.rollout.generate import LIMITS
+from slime.rollout.guard import beside
+from slime.rollout.transcript import STRAYS, TRANSCRIPT, Transcript
+from slime.settings import Args
+from slime.settings.topology_yaml import topology_of
+
+SHARED = "127.0.0.1"
+"""The address of requests that belong to no particular call."""
+FORWARDED = frozenset(
+    [
+        *("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank"),
+        *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+    ]
+)
+MAX_BODY_BYTES = 256 * 2**20
+ROUTING_KEY = "x-smg-routing-key"
+"""The router sends all requests with the same value of this header to the same engine."""
+
+
+class LoopbackRouter:
+    """Listens from the first `addressed` call until `close`. Belongs to one event loop."""
+
+    def __init__(self, args: Args, clients: Mapping[str, EngineClient], keys: EngineKeys = NO_KEYS) -> None:
+        self._args, self._clients, self._main = args, clients, topology_of(args).main
+        self._is_exposed = any(args.was_given(name) for name in ("router_host", "sglang_router_ip"))
+        self._key = args.router.get("api_key") or keys.use
+        self._contexts: dict[str, contextvars.Context] = {}
+        """Address -> the context of the running call that has it."""
+        self._numbers = itertools.count(1)
+        self._ports: dict[str, int] = {}
+        self._own_addresses = True
+        self._runners: list[web.AppRunner] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Connections whose user has been checked."""
+        self._session: aiohttp.ClientSession | None = None
+
+    @contextlib.contextmanager
+    def addressed(self, view: Any, *, shared: bool = False) -> Iterator[None]:
+        """Sets the router addresses in `view`, the settings that a user's function gets, to this process's.
+
+        Requests to them during the block belong to the calling execution, unless `shared`. Leaves the addresses of a
+        router that the user made reachable for others. Does nothing without engines.
+        """
+        if not isinstance(view, Args) or self._is_exposed or not self._clients or self._main is None:
+            yield
+            return
+        self._listen()
+        host = self._own_address() if self._own_addresses and not shared else SHARED
+        addresses = {name: (host, port) for name, port in self._ports.items()}
+        ip, port = addresses[self._main.name]
+        values = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_model_routers": addresses}
+        view.__dict__.update(values)
+        if not shared:
+            self._contexts[host] = contextvars.copy_context()
+        try:
+            yield
+        finally:
+            if not shared:
+                self._contexts.pop(host, None)
+
+    def model_at(self, address: str) -> str | None:
+        """Returns the model whose requests go to `host:port`; None if that is not an address of this object."""
+        host, _, port = address.rpartition(":")
+        if not host.startswith("127."):
+            return None
+        return next((name for name, known in self._ports.items() if str(known) == port), None)
+
+    async def close(self) -> None:
+        for task in list(self._starting):
+            await task
+        for runner in self._runners:
+            await runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+    def _own_address(self) -> str:
+        number = next(self._numbers)
+        return f"127.{1 + (number >> 16) % 250}.{(number >> 8) % 256}.{number % 256}"
+
+    def _listen(self) -> None:
+        """Begins to listen. Connections wait in the kernel until the server has started."""
+        for name in self._clients if not self._ports else ():
+            sock, self._own_addresses = _loopback_socket()
+            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            app.router.add_route("*", "/{path:.*}", self._handler(name))
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            self._runners.append(runner)
+            task = asyncio.get_running_loop().create_task(_serve(runner, sock), name="loopback router")
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+            self._ports[name] = int(sock.getsockname()[1])
+
+    def _handler(self, model: str) -> Any:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            if not await self._is_ours(http):
+                return _failed(403, "this address belongs to a run of another user")
+            if http.path != "/generate":
+                return await self._forward(http, model)
+            context = self._context_of(http)
+            if context is None:
+                return _failed(503, "no function of the run is being called, so its engines take no requests")
+            return await asyncio.get_running_loop().create_task(self._generate(http, model), context=context)
+
+        return handle
+
+    async def _is_ours(self, http: web.Request) -> bool:
+        transport = http.transport
+        if transport is None:
+            return False
+        if transport not in self._checked:
+            peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
+            if await beside(user_of, peer, own) != os.getuid():
+                return False
+            self._checked.add(transport)
+        return True
+
+    def _context_of(self, http: web.Request) -> contextvars.Context | None:
+        """Returns the context in which a request runs; None if no call is running."""
+        assert http.transport is not None, "the connection is open"
+        host = http.transport.get_extra_info("sockname")[0]
+        if host != SHARED and host in self._contexts:
+            return self._contexts[host].copy()
+        if not self._contexts:
+            return None
+        anyone = next(reversed(self._contexts.values())).copy()
+        senders = [one for context in self._contexts.values() if (one := context.get(TRANSCRIPT)) is not None]
+        anyone.run(TRANSCRIPT.set, _Anyones(senders=senders))
+        anyone.run(LIMITS.set, None)
+        return anyone
+
+    async def _generate(self, http: web.Request, model: str) -> web.StreamResponse:
+        try:
+            payload = orjson.loads(await http.read())
+            if not isinstance(payload, dict):
+                raise DataError("the body must be a JSON object")
+            if not payload.get("stream"):
+                answer = await generation_of(self._clients[model], payload, http.headers)
+                answer["meta_info"].pop("routed_experts", None)  # the transcript has them
+                return _json(answer)
+            return await self._streamed(http, model, payload)
+        except ValueError as problem:  # includes `DataError`
+            return _failed(400, str(problem))
+        except SlimeError as problem:
+            return _failed(_status(problem), str(problem))
+
+    async def _streamed(self, http: web.Request, model: str, payload: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        payload = {**payload, "stream": False}
+        async with aclosing(generation_parts(self._clients[model], payload, http.headers)) as parts:
+            async for part in parts:
+                part["meta_info"].pop("routed_experts", None)
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(b"data: " + orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _forward(self, http: web.Request, model: str) -> web.StreamResponse:
+        routers = self._args.sglang_model_routers or {}
+        if http.path not in FORWARDED:
+            return _failed(404, f"{http.path} is not available here; use /generate, or slime's functions")
+        if model not in routers:
+            return _failed(503, f"{http.path} requires a router, which this run does not have; set --router-port")
+        self._session = self._session or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        headers = {"Content-Type": http.content_type} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        url, body = f"{http_url(*routers[model])}{http.path_qs}", await http.read()
+        try:
+            async with self._session.request(http.method, url, data=body, headers=headers) as answer:
+                response = web.StreamResponse(status=answer.status)
+                response.content_type = answer.content_type
+                await response.prepare(http)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientConnectionError as problem:
+            return _failed(502, f"the run's router does not answer: {problem}")
+
+
+@dataclass(slots=True, eq=False, weakref_slot=False)
+class _Anyones(Transcript):
+    """The transcript of a request that any of some executions may have sent. Its answers go to `STRAYS`."""
+
+    senders: Sequence[Transcript] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        for one in self.senders if name == "taken_back" and value else ():
+            one.taken_back = True
+
+    def begin_call(self, call: Call) -> None:
+        STRAYS.begin_call(call)
+
+    def end_call(self, call: Call) -> None:
+        STRAYS.end_call(call)
+
+
+def _loopback_socket() -> tuple[socket.socket, bool]:
+    """Returns a listening socket that only this machine reaches, and whether it has all addresses of 127.0.0.0/8."""
+    sock = socket.socket()
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+        sock.bind(("0.0.0.0", 0))
+        everywhere = True
+    except (OSError, AttributeError):
+        sock.close()
+        sock = socket.socket()
+        sock.bind((SHARED, 0))
+        everywhere = False
+    sock.listen(4096)
+    return sock, everywhere
+
+
+async def _serve(runner: web.AppRunner, sock: socket.socket) -> None:
+    await runner.setup()
+    await web.SockSite(runner, sock, backlog=4096).start()
+
+
+def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
+    """Returns the user id of the process at the other end of a connection within this machine; None if unknown."""
+    wanted = f" {_in_table(peer)} {_in_table(own)} "
+    for line in Path("/proc/net/tcp").read_text().splitlines():
+        if wanted in line:
+            return int(line.split()[7])
+    return None
+
+
+def _in_table(address: tuple[str, int]) -> str:
+    """Returns an address as /proc/net/tcp has it, in the byte order of the machine."""
+    packed = int.from_bytes(socket.inet_aton(address[0]), "little" if _LITTLE else "big")
+    return f"{packed:08X}:{address[1]:04X}"
+
+
+_LITTLE = socket.htons(1) != 1
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), content_type="application/json")
+
+
+def _failed(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def _status(problem: SlimeError) -> int:
+    match problem:
+        case RequestRejected() | HookError():
+            return 400
+        case DeadlineExceeded():
+            return 504
+    return 502
+
+
+# ---- requests in SGLang's format -----------------------------------------------------------------------------------
+
+_READ = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
+_IGNORED: Mapping[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "return_routed_experts": (None, False, True),  # always returned if the run records them
+    "logprob_start_len": (None, -1),
+    "top_logprobs_num": (None, 0),
+    "return_text_in_logprobs": (None, False),
+    "image_data": (None, []),
+}
+"""Other request keys -> values that can safely be ignored."""
+
+
+async def generation_of(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """Answers a request to `/generate`. Raises `HookError` for request keys that the client does not support."""
+    ids, params, session = _request(client, payload, headers)
+    if params is None:
+        return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""))
+    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True))
+
+
+async def generation_parts(
+    client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Like `generation_of`, but yields the answer so far after each chunk, as SGLang's stream does."""
+    ids, params, session = _request(client, payload, headers)
+    so_far = Generation((), (), "length", NOT_SAMPLED, "")
+    if params is None:
+        yield _worded(ids, so_far)
+        return
+    parts: list[Generation] = []
+    async with aclosing(client.stream(ids, params, session_id=session, returns_partial=True)) as stream:
+        before: Generation | None = None
+        async for part in stream:
+            if before is not None:
+                yield _worded(ids, _joined(parts), ended=False)
+            parts.append(part)
+            before = part
+    yield _worded(ids, _joined(parts))
+
+
+def _joined(parts: list[Generation]) -> Generation:
+    last = parts[-1]
+    return Generation(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        finish_reason=last.finish_reason,
+        weight_version=tuple(version for part in parts for version in part.versions),
+        text="".join(part.text for part in parts),
+        cached_tokens=max(part.cached_tokens for part in parts),
+        routed_experts=last.routed_experts,
+    )
+
+
+def _request(
+    client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]
+) -> tuple[list[int], Mapping[str, Any] | None, str | None]:
+    """Returns the prompt ids, the sampling parameters (None: no token may be sampled) and the session."""
+    odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
+    if odd:
+        raise HookError(
+            f"the engine client does not support {', '.join(sorted(odd))} for /generate; pass only input_ids or text, "
+            "sampling_params and return_logprob"
+        )
+    ids = payload.get("input_ids")
+    if ids is None:
+        tokenizer = current().tokenizer
+        if tokenizer is None or "text" not in payload:
+            raise HookError("a request to /generate requires input_ids or text; pass one of them")
+        ids = tokenizer.encode(payload["text"], add_special_tokens=False)
+    ids = list(ids)
+    session = next((value for name, value in headers.items() if name.lower() == ROUTING_KEY), None)
+    return ids, _limited(client, payload.get("sampling_params") or {}, len(ids)), session
+
+
+def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> Mapping[str, Any] | None:
+    """Caps `max_new_tokens` at the execution's limits. Returns None if no more tokens may be sampled."""
+    limits, context = LIMITS.get(), current()
+    if limits is None or client is not context.client:
+        return params
+    asked = params.get("max_new_tokens", ENGINE_MAX_NEW_TOKENS)
+    asked = context.args.rollout_max_response_len if asked is None else asked
+    most = limits.next_answer(asked, num_read)
+    return {**params, "max_new_tokens": most} if most or not asked else None
+
+
+def _worded(ids: list[int], generation: Generation, *, ended: bool = True) -> dict[str, Any]:
+    """Returns the response in SGLang's format."""
+    versions = generation.versions
+    pairs = zip(generation.log_probs, generation.tokens, strict=True)
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": generation.finish_reason} if ended else None,
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(generation.tokens),
+        "cached_tokens": generation.cached_tokens,
+        "weight_version": str(versions[-1] if versions else generation.weight_version),
+        TOKEN_VERSIONS_KEY: versions,
+        "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
+    }
+    if generation.routed_experts is not None:
+        meta["routed_experts"] = generation.routed_experts
+    return {"text": generation.text, "output_ids": list(generation.tokens), "meta_info": meta}
