@@ -254,8 +254,7 @@ class Sample:
             said = "without log-probs" if trainable else "with log-probs"
             raise DataError(f"trainable={trainable} {said}; a token is trainable if and only if it has a log-prob")
         if meta_info is not None:
-            reported = meta_info.get("weight_version", NOT_SAMPLED)
-            weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or version_of(reported)
+            weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or version_of(meta_info.get("weight_version", -1))
             ended = (meta_info.get("finish_reason") or {}).get("type") if update_terminal_info else None
             finish_reason = ended if finish_reason is None else finish_reason
             recorded = meta_info.get("routed_experts")
@@ -283,10 +282,14 @@ class Sample:
         self.response += text
         if finish_reason is not None:
             self.status = FINISH_REASONS.get(finish_reason, self.status)
-        if meta_info is not None and update_terminal_info:
+        self._count(meta_info if update_terminal_info else None)
+        self.validate()
+
+    def _count(self, meta_info: Mapping[str, Any] | None) -> None:
+        """Adds the counts of a finished request to the counters."""
+        if meta_info is not None:
             self.spec_info.add(meta_info)
             self.prefix_cache_info.add(meta_info)
-        self.validate()
 
     @property
     def prompt_length(self) -> int:

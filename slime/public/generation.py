@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import logging
 import weakref
@@ -19,6 +20,7 @@ from slime.rewards.scores import Unscored
 from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import current
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
+from slime.rollout.factories import processor_of
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import waiting
 from slime.rollout.loop import Output, generate_rollout
@@ -67,8 +69,6 @@ class GenerateState:
 
     args: Args
     tokenizer: Any
-    processor: None = None
-    """Always None, because image processors are not supported."""
     semaphore: asyncio.Semaphore
     """Limits concurrent requests to the engines' total concurrency, for functions that use their own client."""
     _run_args: Args
@@ -98,6 +98,12 @@ class GenerateState:
         changed.__dict__.update(known.__dict__)
         changed.args, changed.sampling_params = args, params
         return changed
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor of text and images. None unless the data has images (`--multimodal-keys`)."""
+        has_images = self._run_args.multimodal_keys is not None
+        return processor_of(self._run_args.hf_checkpoint) if has_images else None
 
     @property
     def aborted(self) -> bool:

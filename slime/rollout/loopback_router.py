@@ -24,6 +24,7 @@ import contextvars
 import itertools
 import os
 import socket
+import struct
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -35,14 +36,15 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from slime.buffer.prompts import image_column
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRejected, SlimeError
 from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys
-from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation
+from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures
 from slime.rollout.client.engine_client import EngineClient
-from slime.rollout.context import current
+from slime.rollout.context import RolloutContext, current
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import beside
 from slime.rollout.transcript import STRAYS, TRANSCRIPT, Transcript
@@ -53,7 +55,7 @@ SHARED = "127.0.0.1"
 """The address of requests that belong to no particular call."""
 FORWARDED = frozenset(
     [
-        *("/health", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info"),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
         *("/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank"),
         *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
     ]
@@ -141,6 +143,8 @@ class LoopbackRouter:
         async def handle(http: web.Request) -> web.StreamResponse:
             if not await self._is_ours(http):
                 return _failed(403, "this address belongs to a run of another user")
+            if http.path in ("/health", "/health_generate"):
+                return web.Response(status=200 if self._clients[model].engines() else 503)
             if http.path != "/generate":
                 return await self._forward(http, model)
             context = self._context_of(http)
@@ -156,7 +160,7 @@ class LoopbackRouter:
             return False
         if transport not in self._checked:
             peer, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-            if await beside(user_of, peer, own) != os.getuid():
+            if user_of(peer, own) != os.getuid():
                 return False
             self._checked.add(transport)
         return True
@@ -264,21 +268,32 @@ async def _serve(runner: web.AppRunner, sock: socket.socket) -> None:
 
 
 def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
-    """Returns the user id of the process at the other end of a connection within this machine; None if unknown."""
-    wanted = f" {_in_table(peer)} {_in_table(own)} "
-    for line in Path("/proc/net/tcp").read_text().splitlines():
-        if wanted in line:
-            return int(line.split()[7])
-    return None
+    """Returns the user id of the process at the other end of a connection within this machine; None if unknown.
+
+    Asks the kernel for this one socket (sock_diag(7)). Its table of all, /proc/net/tcp, takes milliseconds to read.
+    """
+    ends = struct.pack("!HH", peer[1], own[1]) + _padded(peer[0]) + _padded(own[0])
+    which = ends + struct.pack("=III", 0, ANY_COOKIE, ANY_COOKIE)
+    asked = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, ALL_STATES) + which
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as netlink:
+        netlink.settimeout(ANSWER_S)
+        netlink.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0) + asked)
+        answer = netlink.recv(1 << 12)
+    _, kind = struct.unpack_from("=IH", answer)
+    if kind != SOCK_DIAG_BY_FAMILY or answer[20 : 20 + len(ends)] != ends:
+        return None
+    return int(struct.unpack_from("=I", answer, USER_AT)[0])
 
 
-def _in_table(address: tuple[str, int]) -> str:
-    """Returns an address as /proc/net/tcp has it, in the byte order of the machine."""
-    packed = int.from_bytes(socket.inet_aton(address[0]), "little" if _LITTLE else "big")
-    return f"{packed:08X}:{address[1]:04X}"
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
+ALL_STATES, ANY_COOKIE = 0xFFFFFFFF, 0xFFFFFFFF
+USER_AT = 16 + 4 + 48 + 12
+"""Where an answer has the user: behind two headers, the socket's id, and three numbers."""
+ANSWER_S = 5.0
 
 
-_LITTLE = socket.htons(1) != 1
+def _padded(address: str) -> bytes:
+    return socket.inet_aton(address).ljust(16, b"\0")
 
 
 def _json(value: Any) -> web.Response:
@@ -300,14 +315,13 @@ def _status(problem: SlimeError) -> int:
 
 # ---- requests in SGLang's format -----------------------------------------------------------------------------------
 
-_READ = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
+_READ = {"input_ids", "text", "image_data", "sampling_params", "return_logprob", "rid"}
 _IGNORED: Mapping[str, tuple[Any, ...]] = {
     "stream": (None, False),
     "return_routed_experts": (None, False, True),  # always returned if the run records them
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "return_text_in_logprobs": (None, False),
-    "image_data": (None, []),
 }
 """Other request keys -> values that can safely be ignored."""
 
@@ -315,15 +329,37 @@ _IGNORED: Mapping[str, tuple[Any, ...]] = {
 async def generation_of(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """Answers a request to `/generate`. Raises `HookError` for request keys that the client does not support."""
     ids, params, session = _request(client, payload, headers)
+    seen: dict[str, Any] = {}
+    if uris := payload.get("image_data"):
+        ids, seen["pictures"] = await beside(_with_images, ids, uris, current())
+        params = _limited(client, payload.get("sampling_params") or {}, len(ids))
     if params is None:
         return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""))
-    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True))
+    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True, **seen))
+
+
+def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[list[int], Pictures]:
+    """Stores the images of a request. Returns the prompt with one placeholder per token of an image, and the images.
+
+    Raises `HookError` if the run takes no images, and `DataError` for images that do not fit the placeholders.
+    """
+    column = image_column(context.args)
+    if column is None:
+        raise HookError("the request has image_data, but the run takes no images; set --multimodal-keys")
+    found = column.read({column.column: images}, Path())
+    pictures = context.pictures(found.digests)
+    transcript = TRANSCRIPT.get()
+    if transcript is not None and len(found.digests) > len(transcript.images):
+        transcript.images, transcript.image_token = list(found.digests), pictures.token_id
+    return column.expanded(pictures.written(ids), found), pictures
 
 
 async def generation_parts(
     client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Like `generation_of`, but yields the answer so far after each chunk, as SGLang's stream does."""
+    if payload.get("image_data"):
+        raise HookError("a request with image_data cannot be streamed; drop stream")
     ids, params, session = _request(client, payload, headers)
     so_far = Generation((), (), "length", NOT_SAMPLED, "")
     if params is None:
@@ -361,7 +397,7 @@ def _request(
     if odd:
         raise HookError(
             f"the engine client does not support {', '.join(sorted(odd))} for /generate; pass only input_ids or text, "
-            "sampling_params and return_logprob"
+            "image_data, sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
     if ids is None:

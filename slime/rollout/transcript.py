@@ -86,6 +86,10 @@ class Transcript:
     """Whether the run cancelled a request, whether to the policy or a judge, from an agent or a hook."""
     closed: bool = False
     """Whether the execution has ended. Later requests from its tasks are recorded in `STRAYS`."""
+    images: list[str] = field(default_factory=list)
+    """Digests of the images of the request that had most of them (`Sample.images`)."""
+    image_token: int | None = None
+    """The id that stands for an image in prompts."""
     _answers: list[_Answer] = field(default_factory=list)
     _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
     _by_said: dict[int, _Answer] = field(default_factory=dict)
@@ -161,7 +165,9 @@ class Transcript:
                 places.insert(at, number)
 
     def complete(self, sample: Sample) -> None:
-        """Fills in versions, log-probs and routed experts of sampled tokens where user code omitted them."""
+        """Fills in images, and versions, log-probs and experts of sampled tokens, where user code omitted them."""
+        if len(self.images) > len(sample.images) and self._num_images_in(sample) == len(self.images):
+            sample.images = list(self.images)
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
         if len(known) >= num and said is not None:
             return
@@ -182,6 +188,12 @@ class Transcript:
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
+
+    def _num_images_in(self, sample: Sample) -> int:
+        """Returns the number of runs of placeholders."""
+        tokens = np.asarray(sample.column("tokens"), np.int32)
+        here = np.concatenate([[False], tokens == self.image_token])
+        return int((here[1:] & ~here[:-1]).sum())
 
     def _known_answers_in(self, sample: Sample) -> list[tuple[_Answer, slice, slice]]:
         """Like `_answers_in`, but if this execution's answers leave trained tokens over, with those of `STRAYS` and, if

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime.buffer.groups import flatten
 from slime.core.errors import HookError
+from slime.core.files import ImageFolder
 from slime.core.sample import Sample
 from slime.rollout.context import current
 from slime.rollout.generate import generate as default_generate
@@ -22,6 +24,8 @@ from slime.settings.hook_contracts import accepts_keyword, is_async, load_hook
 
 Hook = Callable[..., Any]
 T = TypeVar("T")
+IMAGE_ATTRIBUTES = ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")
+"""Images and their patches in public plugins. The trainer makes patches from `Sample.images`."""
 
 
 def load(path: str | None, kind: str) -> Hook | None:
@@ -77,7 +81,11 @@ async def call_generate(
     """
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
-    with reachable(args) if hook is not default_generate else contextlib.nullcontext(args) as own:
+    own_code = hook is not default_generate
+    if own_code and sample.images:
+        sample = sample.copy()  # images cannot be saved, and the group may be at any time
+        sample.multimodal_inputs = {"images": _opened(sample.images)}  # type: ignore[attr-defined]
+    with reachable(args) if own_code else contextlib.nullcontext(args) as own:
         result = await hook(own, sample, params, **extra)
     samples = flatten([result])
     if not samples or not all(isinstance(s, Sample) for s in samples):
@@ -115,11 +123,21 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
     return sample
 
 
+def _opened(digests: Sequence[str]) -> list[Any]:
+    """Returns images of the run as those of PIL, which read their pixels when these are used."""
+    from PIL import Image
+
+    folder = ImageFolder.of_run(current().args.run_dir)
+    return [Image.open(io.BytesIO(folder.read(digest))) for digest in digests]
+
+
 def _complete(sample: Sample) -> None:
-    """Fills in sampling data that user code omitted, and validates the sample."""
+    """Fills in what user code omitted, drops images that the run keeps itself, and validates the sample."""
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)
+    for name in IMAGE_ATTRIBUTES if sample.images else ():
+        sample.attributes.pop(name, None)
     sample.validate()
 
 

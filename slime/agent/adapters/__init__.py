@@ -68,7 +68,7 @@ class RunAdapter(Adapter):
         context = current()
         client = context.engine() if sglang_url is None else client_of(f"{sglang_url.removesuffix('/')}/generate")
         if client is None:
-            raise HookError(f"{sglang_url} is no router of this run; use args.sglang_router_ip and _port")
+            raise HookError(f"no router of this run has the address {sglang_url}; use args.sglang_router_ip and _port")
         chat = ChatRenderer(tokenizer, kwargs=context.args.apply_chat_template_kwargs)
         known = tool_parser is not None and tool_parser in FORMATS
         if tool_parser is not None and not known:

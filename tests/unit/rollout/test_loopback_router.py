@@ -5,6 +5,7 @@ else does; what they sampled is known as well as what the run's own client sampl
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import shutil
@@ -204,9 +205,12 @@ def test_an_interrupted_request_of_nobody_in_particular_puts_back_all_who_may_ha
         await context.engine().abort_scope(scope)
         assert (await asking)["meta_info"]["finish_reason"]["type"] == "abort" and transcript.taken_back
 
-    TRANSCRIPT.set(transcript)
-    REQUEST_SCOPE.set(RequestScope())
-    on_loopback(tmp_path, work, engine=engine)
+    def run() -> None:
+        TRANSCRIPT.set(transcript)
+        REQUEST_SCOPE.set(RequestScope())
+        on_loopback(tmp_path, work, engine=engine)
+
+    contextvars.copy_context().run(run)
 
 
 async def one_answer(url: str, payload: Any) -> Any:
