@@ -22,6 +22,7 @@ from slime.compat import (
     sglang_trainer_kernels,
     sglang_update_sessions,
     sglang_version_prefixes,
+    sglang_weight_stream,
 )
 from slime.compat.sglang_cpu import activate, forked_children
 
@@ -53,6 +54,7 @@ def patch_sglang(arguments: list[str], *, token_versions: bool) -> None:
         (sglang_memory_gate, sglang_memory_gate.GATE_ENV in os.environ),
         (sglang_aborted_requests, True),
         (sglang_update_sessions, True),
+        (sglang_weight_stream, True),
         (sglang_token_versions, token_versions),
         (sglang_version_prefixes, token_versions),
         (sglang_routed_experts, sglang_routed_experts.FLAG in arguments),

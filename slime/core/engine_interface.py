@@ -24,6 +24,15 @@ SENDER_HEADER = "x-slime-sender"
 SESSION_CONFLICT = 409
 """HTTP status of a control call that an open weight update forbids (`slime.compat.sglang_update_sessions`)."""
 
+STREAM = "slime_stream"
+"""Part of the answer of an engine that joins a group and can receive many buckets in one call."""
+
+
+def stream_format(num_tensors: Sequence[int]) -> str:
+    """Returns the `load_format` of a call that announces buckets with these numbers of tensors."""
+    return f"{STREAM}:{','.join(map(str, num_tensors))}"
+
+
 OWN_REQUESTS = "slime-"
 """Prefix of request ids sent by the run itself. If a weight sync aborts such a request, the run's client resumes it."""
 ASK_AGAIN = "this request was aborted because the engine's weights are being updated; send it again"
@@ -37,11 +46,7 @@ class Hasher(Protocol):
     """Incrementally computes the digest of a tensor that arrives in parts."""
 
     def add(self, parts: Sequence[Any]) -> None:
-        """Adds tensors (all on one device) as if concatenated along dim 0. May keep references until `flush`."""
-        ...
-
-    def flush(self) -> None:
-        """Hashes the added tensors and drops the references. On a GPU, this only enqueues work and returns."""
+        """Adds tensors (all on one device) as if concatenated along dim 0. May keep references until `Digest.read`."""
         ...
 
     def finish(self) -> str:
@@ -58,6 +63,11 @@ class Digest(Protocol):
 
     def begin(self) -> Hasher:
         """Returns a hasher for a tensor that arrives in parts."""
+        ...
+
+    def read(self, hashers: Sequence[Hasher]) -> None:
+        """Hashes the tensors that were added to these hashers and drops the references. On a GPU, this is one kernel
+        for all of them, and it only enqueues work."""
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
@@ -121,7 +131,10 @@ class EngineControl(Protocol):
 
     def init_weights_update_group(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None: ...
+    ) -> bool:
+        """Joins a sender's process group. Returns whether the engine can receive many buckets in one call
+        (`slime.compat.sglang_weight_stream`)."""
+        ...
 
     def destroy_weights_update_group(self, *, group_name: str) -> None: ...
 
@@ -136,7 +149,8 @@ class EngineControl(Protocol):
         flush_cache: bool,
         weight_version: WeightVersion,
     ) -> None:
-        """Receives one broadcast per tensor, or one for all tensors if `load_format` is "flattened_bucket"."""
+        """Receives one broadcast per tensor, or one for all tensors if `load_format` is "flattened_bucket", or one for
+        each bucket if it is a `stream_format`."""
         ...
 
     def update_weights_from_disk(

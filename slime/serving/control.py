@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from slime.core.engine_interface import SENDER_HEADER, RankChecksums, WeightVersion
+from slime.core.engine_interface import SENDER_HEADER, STREAM, RankChecksums, WeightVersion
 from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.processes import this_sender
 from slime.core.topology import EngineLayout, EngineRank
@@ -116,10 +116,10 @@ class HttpEngineControl:
 
     def init_weights_update_group(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
-    ) -> None:
+    ) -> bool:
         body = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
         group = {"world_size": world_size, "group_name": group_name, "backend": backend}
-        self._post("init_weights_update_group", {**body, **group})
+        return STREAM in self._post("init_weights_update_group", {**body, **group}).text
 
     def destroy_weights_update_group(self, *, group_name: str) -> None:
         self._post("destroy_weights_update_group", {"group_name": group_name})

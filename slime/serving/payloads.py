@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 
 from slime.core.engine_interface import Hasher
 from slime.serving.child_process import SHM
-from slime.serving.tensor_hash import TileHasher, finish_all
+from slime.serving.tensor_hash import TileHasher, finish_all, read_all
 from slime.weights.hf_shards import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
@@ -164,6 +164,9 @@ class _Digest:
     def begin(self) -> _PartsHasher:
         return _PartsHasher()
 
+    def read(self, hashers: Sequence[Hasher]) -> None:
+        read_all([hasher.tiles for hasher in hashers if isinstance(hasher, _PartsHasher) and hasher.tiles is not None])
+
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
         tiles = [hasher.tiles for hasher in hashers if isinstance(hasher, _PartsHasher) and hasher.tiles is not None]
         of_tiles = iter(finish_all(tiles))
@@ -187,10 +190,6 @@ class _PartsHasher:
             return
         for run in byte_runs(parts):
             self._sha.update(run.numpy().data)
-
-    def flush(self) -> None:
-        if self.tiles is not None:
-            self.tiles.flush()
 
     def finish(self) -> str:
         return self._sha.digest()[:8].hex() if self.tiles is None else self.tiles.finish()

@@ -22,6 +22,9 @@ from slime.weights.hf_shards import byte_runs
 
 TILE_WORDS = 8192
 BLOCK_WORDS = 256
+STEPS = 12
+MAX_PARTS = 2**STEPS
+"""Maximum number of parts in one kernel call, which finds the part of a tile in `STEPS` steps."""
 SEED = 0x243F6A88
 SECOND_SEED = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
 PLACE_FACTORS = 0x27D4EB2D, 0x165667B1
@@ -42,40 +45,59 @@ class TileHasher:
         """Index of the first tile of each part."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Keeps the parts (uncopied) until `flush` hashes them together, because a kernel per expert is too slow."""
+        """Keeps the parts (uncopied) until `read_all`, because a kernel per part is too slow."""
         self._pending += parts
 
-    def flush(self) -> None:
-        """Hashes the added parts. Keeps a copy of up to three trailing bytes that do not fill a word."""
-        self._read(last=False)
+    def take(self, *, last: bool) -> list[tuple[Tensor, int]]:
+        """Returns (words [n] int32, position of the first word) of the parts that have not been hashed.
 
-    def _read(self, *, last: bool) -> None:
-        flat = _flat(self._pending)
-        num_whole = flat.numel() // 4 * 4
-        rest = flat[num_whole:]
-        if last and rest.numel():
-            flat = torch.cat([flat, flat.new_zeros(4 - rest.numel())])
-            num_whole, rest = flat.numel(), flat[:0]
-        self._pending = [rest.clone()] if rest.numel() else []
-        if num_whole:
-            words = flat[:num_whole].view(torch.int32)
-            self._begins.append(self._num_words // TILE_WORDS)
-            self._sums.append(tile_sums(words, self._num_words))
-            self._num_words += words.numel()
+        Keeps a copy of up to three trailing bytes that do not fill a word, unless these are the `last` parts.
+        """
+        runs = byte_runs(self._pending)
+        if any(run.storage_offset() % 4 or run.numel() % 4 for run in runs):
+            runs = [_joined(runs)]
+            rest = runs[0][runs[0].numel() // 4 * 4 :]
+            if last and rest.numel():
+                runs = [torch.cat([runs[0], rest.new_zeros(4 - rest.numel())])]
+            else:
+                runs = [runs[0][: runs[0].numel() - rest.numel()]]
+                self._pending = [rest.clone()] if rest.numel() else []
+        else:
+            self._pending = []
+        taken = []
+        for run in runs:
+            if run.numel():
+                taken.append((run.view(torch.int32), self._num_words))
+                self._num_words += run.numel() // 4
+        return taken
+
+    def keep(self, sums: Tensor, begin: int) -> None:
+        """Keeps the sums of a part whose first word is at position `begin`."""
+        self._begins.append(begin // TILE_WORDS)
+        self._sums.append(sums)
 
     def finish(self) -> str:
         return finish_all([self])[0]
 
-    def rest(self) -> tuple[list[Tensor], list[int], int]:
-        """Hashes the remaining bytes. Returns each part's sums, each part's first tile, and the number of words."""
-        if self._pending:
-            self._read(last=True)
+    def found(self) -> tuple[list[Tensor], list[int], int]:
+        """Returns each part's sums, each part's first tile, and the number of words."""
         return self._sums, self._begins, self._num_words
+
+
+def read_all(hashers: Sequence[TileHasher], *, last: bool = False) -> None:
+    """Hashes all parts that were added, on a GPU in one kernel for up to `MAX_PARTS`. `last`: no parts will follow."""
+    taken = [(hasher, *part) for hasher in hashers for part in hasher.take(last=last)]
+    for start in range(0, len(taken), MAX_PARTS):
+        batch = taken[start : start + MAX_PARTS]
+        sums = sums_of_parts([(words, begin) for _, words, begin in batch])
+        for (hasher, _, begin), one in zip(batch, sums, strict=True):
+            hasher.keep(one, begin)
 
 
 def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
     """Returns 16 hex digits per hasher. Takes a dozen kernel launches and one synchronisation in total."""
-    parts = [hasher.rest() for hasher in hashers]
+    read_all(hashers, last=True)
+    parts = [hasher.found() for hasher in hashers]
     num_tiles = [-(-num_words // TILE_WORDS) for _, _, num_words in parts]
     firsts = [0, *itertools.accumulate(num_tiles)]
     sums = [one for own, _, _ in parts for one in own]
@@ -102,35 +124,37 @@ def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device)
     return (torch.arange(int(counts.sum())) + shifts).to(device)
 
 
-def tile_sums(words: Tensor, begin: int) -> Tensor:
-    """Returns both sums of each tile that `words` overlaps: [tiles, 2] int32.
+def sums_of_parts(parts: Sequence[tuple[Tensor, int]]) -> Sequence[Tensor]:
+    """Returns both sums of each tile that a part overlaps: [tiles, 2] int32 per part.
 
-    `words`: [n] int32; `begin`: position of the first word in the tensor.
+    `parts`: at most `MAX_PARTS`, each (words [n] int32, position of the first word in its tensor), on one device.
     """
-    num_tiles = (begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1
-    if not words.is_cuda:
-        return _tile_sums_in_torch(words, begin, num_tiles)
-    sums = torch.empty(num_tiles, 2, dtype=torch.int32, device=words.device)
-    skipped = begin % TILE_WORDS
-    first_place = _signed(begin - skipped)
-    _kernel()[(num_tiles,)](words, sums, words.numel(), skipped, first_place, num_warps=4)
-    return sums
-
-
-def _signed(number: int) -> int:
-    """Returns the low 32 bits as an int32."""
-    return (number + 2**31) % 2**32 - 2**31
+    if not parts:
+        return ()
+    counts = [(begin % TILE_WORDS + words.numel() - 1) // TILE_WORDS + 1 for words, begin in parts]
+    device = parts[0][0].device
+    if device.type != "cuda":
+        return [_tile_sums_in_torch(*part, count) for part, count in zip(parts, counts, strict=True)]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    rows = [
+        (words.data_ptr(), words.numel(), begin % TILE_WORDS, begin - begin % TILE_WORDS, first)
+        for (words, begin), first in zip(parts, firsts, strict=False)
+    ]
+    table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    sums = torch.empty(firsts[-1], 2, dtype=torch.int32, device=device)
+    _kernel()[(firsts[-1],)](table, sums, len(parts), num_warps=4)
+    return sums.split(counts)
 
 
 @functools.cache
 def _kernel() -> Any:
-    from slime.serving.tensor_hash_kernel import tile_sums_kernel
+    from slime.serving.tensor_hash_kernel import sums_of_parts_kernel
 
-    return tile_sums_kernel
+    return sums_of_parts_kernel
 
 
 def _tile_sums_in_torch(words: Tensor, begin: int, num_tiles: int) -> Tensor:
-    """Computes `tile_sums` in 64-bit integers. Used on CPUs and as the reference for the kernel."""
+    """Computes the sums of one part in 64-bit integers. Used on CPUs and as the reference for the kernel."""
     place = torch.arange(begin, begin + words.numel(), device=words.device) & _WORD
     tile = place.new_tensor(range(num_tiles)).repeat_interleave(TILE_WORDS)[begin % TILE_WORDS :][: words.numel()]
     sums = torch.zeros(num_tiles, 2, dtype=torch.int64, device=words.device)
@@ -158,10 +182,7 @@ def _mixed_64(x: int) -> int:
     return x ^ x >> 31
 
 
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates the bytes of all parts into one tensor, aligned for 32-bit words."""
-    runs = byte_runs(parts)
-    if not runs:
-        return torch.empty(0, dtype=torch.uint8)
-    flat = torch.cat(runs) if len(runs) > 1 else runs[0]
+def _joined(runs: Sequence[Tensor]) -> Tensor:
+    """Returns the bytes of all runs as one tensor, aligned for 32-bit words."""
+    flat = torch.cat(list(runs)) if len(runs) > 1 else runs[0]
     return flat.clone() if flat.storage_offset() % 4 else flat

@@ -8,6 +8,7 @@ import triton.language as tl
 from slime.serving import tensor_hash
 
 TILE: tl.constexpr = tl.constexpr(tensor_hash.TILE_WORDS)
+STEPS: tl.constexpr = tl.constexpr(tensor_hash.STEPS)
 BLOCK: tl.constexpr = tl.constexpr(tensor_hash.BLOCK_WORDS)
 SEED_1: tl.constexpr = tl.constexpr(tensor_hash.SEED)
 SEED_2: tl.constexpr = tl.constexpr(tensor_hash.SECOND_SEED)
@@ -35,15 +36,28 @@ def _at(place, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):  #
     return (place * tl.full((), FACTOR, tl.uint32) + tl.full((), SEED, tl.uint32)) ^ rotated
 
 
-@triton.jit(do_not_specialize=["num_words", "skipped", "first_place"])
-def tile_sums_kernel(words, sums, num_words, skipped, first_place):  # type: ignore[no-untyped-def]
-    """Runs one program per tile. `skipped`: number of words of the first tile that precede `words`; `first_place`:
-    position of that tile's first word in the full tensor, modulo 2^32, as int32.
+@triton.jit(do_not_specialize=["num_parts"])
+def sums_of_parts_kernel(table, sums, num_parts):  # type: ignore[no-untyped-def]
+    """Runs one program per tile.
+
+    `table` [parts, 5] int64 has for each part its address, number of words, the number of words of its first tile that
+    precede it, the position of that tile's first word in the full tensor, and the number of tiles before this part.
     """
     tile = tl.program_id(0)
+    part = 0
+    above = num_parts
+    for _ in tl.static_range(STEPS):  # the last part that begins at this tile or before it
+        middle = (part + above) // 2
+        here = tl.load(table + middle * 5 + 4) <= tile
+        part = tl.where(here, middle, part)
+        above = tl.where(here, above, middle)
+    words = tl.load(table + part * 5).to(tl.pointer_type(tl.int32))
+    num_words = tl.load(table + part * 5 + 1)
+    skipped = tl.load(table + part * 5 + 2)
+    first_place = tl.load(table + part * 5 + 3)
+    base = (tile - tl.load(table + part * 5 + 4)) * TILE
     sum_1 = tl.zeros((), dtype=tl.uint32)
     sum_2 = tl.zeros((), dtype=tl.uint32)
-    base = tile.to(tl.int64) * TILE
     for offset in tl.static_range(0, TILE, BLOCK):
         in_tiles = base + offset + tl.arange(0, BLOCK)
         index = in_tiles - skipped

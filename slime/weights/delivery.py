@@ -20,6 +20,7 @@ Invariants
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -76,9 +77,15 @@ class Delivery:
     was raised: the run then ends, and the thread might never return."""
 
     def __init__(
-        self, turns: Sequence[Turn], peers: Peers, deliver: Callable[[Bucket], None], stream: SendStream
+        self,
+        turns: Sequence[Turn],
+        peers: Peers,
+        deliver: Callable[[Bucket, Sequence[Turn]], None],
+        stream: SendStream,
     ) -> None:
-        """`deliver` sends a bucket to all engines or raises."""
+        """`deliver` sends a bucket to all engines or raises. Its second argument contains this turn and all turns that
+        follow before another rank sends; it is empty if an earlier call has announced this turn.
+        """
         self._turns, self._peers, self._deliver, self._stream = turns, peers, deliver, stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._running: deque[Future[None]] = deque()
@@ -118,12 +125,19 @@ class Delivery:
             elif self._good:
                 began = time.monotonic()
                 with self._stream.after(filled):
-                    self._deliver(bucket)
+                    self._deliver(bucket, self._stretch(number))
                 self.seconds += time.monotonic() - began
         except BaseException as error:
             self._note(error)
         self._heard = number + 1
         self._let_begin(number + 1)
+
+    def _stretch(self, number: int) -> Sequence[Turn]:
+        """Returns the consecutive turns of this rank that begin with turn `number`, or () inside a stretch."""
+        rank = self._peers.rank
+        if number and self._turns[number - 1].sender == rank:
+            return ()
+        return tuple(itertools.takewhile(lambda turn: turn.sender == rank, self._turns[number:]))
 
     def _let_begin(self, number: int) -> None:
         """Notifies the sender of turn `number`, unless this rank is the sender."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,27 @@ Digests = Mapping[EngineLayout, Mapping[EngineRank, Mapping[str, Expected]]]
 """Maps layout -> rank -> resident name -> expected digest."""
 
 
+_Place = tuple[EngineLayout, EngineRank, str, Holding]
+_Places = tuple[tuple[_Place, ...], Mapping[Holding, bool]]
+
+
+def _places(table: FamilyTable, layouts: tuple[EngineLayout, ...], name: str, on_cpu: bool) -> _Places:
+    """Returns the ranks that hold a shard of a resident tensor, and whether each holding is of unmodified HF tensors.
+
+    Kept with the table, because every weight sync needs it for every tensor.
+    """
+    known: dict[Any, _Places] = vars(table).setdefault("_slime_places", {})
+    if (found := known.get((layouts, name, on_cpu))) is not None:
+        return found
+    held = table.resident[name]
+    places = tuple((layout, *place) for layout in layouts for place in holdings(table, held, layout))
+    unchanged: dict[Holding, bool] = {}
+    for *_, holding in places:
+        if holding not in unchanged:
+            unchanged[holding] = holds_unchanged(table, holding.entries(held), holding.share, on_cpu=on_cpu)
+    return known.setdefault((layouts, name, on_cpu), (places, unchanged))
+
+
 @dataclass(slots=True)
 class _Resident:
     """A resident tensor that has not received all of its entries yet."""
@@ -131,7 +153,7 @@ class _Resident:
     """The entries, in stacking order."""
     parts: dict[Holding, tuple[Hasher, bool]]
     """Maps each holding to its hasher and to whether the rank stores the HF tensors unmodified."""
-    places: list[tuple[EngineLayout, EngineRank, str, Holding]]
+    places: Sequence[_Place]
     """The ranks that hold a shard of the tensor, with the resident name and the holding of each."""
     waiting: dict[str, Tensor] = field(default_factory=dict)
     """HF tensors of incomplete entries."""
@@ -144,10 +166,6 @@ class _Resident:
     def hashers(self) -> list[Hasher]:
         """The hasher of each holding in order, and `widened` if there is one."""
         return [hasher for hasher, _ in self.parts.values()] + ([self.widened] if self.widened else [])
-
-    def flush(self) -> None:
-        for hasher in self.hashers:
-            hasher.flush()
 
 
 def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
@@ -168,6 +186,8 @@ class ExpectedDigests:
         self._sums: dict[str, str] = {}
         self._seen: set[str] = set()
         self._unread_bytes = 0
+        self._unread: list[Hasher] = []
+        """Hashers of complete tensors with parts that have not been read."""
 
     def add(self, hf_name: str, tensor: Tensor) -> None:
         """Adds one full HF tensor. Raises `WeightSyncError` if it is unknown, a duplicate, or has the wrong shape."""
@@ -184,24 +204,22 @@ class ExpectedDigests:
         resident.waiting[hf_name] = tensor.detach()
         self._take(resident)
         self._unread_bytes += tensor.nbytes
-        if self._unread_bytes >= UNREAD_BYTES:
-            self._unread_bytes = 0
-            for one in self._open.values():
-                one.flush()
         if resident.num_taken == len(resident.held):
-            resident.flush()
             self._complete.append(self._open.pop(name))
+            self._unread += resident.hashers
+        if self._unread_bytes >= UNREAD_BYTES:
+            self.read()
+
+    def read(self) -> None:
+        """Hashes the tensors that were added. Call it before their memory changes."""
+        self._digest.read([*self._unread, *(hasher for one in self._open.values() for hasher in one.hashers)])
+        self._unread_bytes = 0
+        self._unread.clear()
 
     def _begin(self, name: str, *, on_cpu: bool) -> _Resident:
         held = self._table.resident[name]
-        resident = _Resident(held, {}, [])
-        for layout in self._layouts:
-            for rank, own_name, holding in holdings(self._table, held, layout):
-                resident.places.append((layout, rank, own_name, holding))
-                if holding not in resident.parts:
-                    unchanged = holds_unchanged(self._table, holding.entries(held), holding.share, on_cpu=on_cpu)
-                    resident.parts[holding] = self._digest.begin(), unchanged
-        return resident
+        places, unchanged = _places(self._table, self._layouts, name, on_cpu)
+        return _Resident(held, {one: (self._digest.begin(), same) for one, same in unchanged.items()}, places)
 
     def _take(self, resident: _Resident) -> None:
         """Hashes all complete entries, in stacking order."""

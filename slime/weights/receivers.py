@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.core.engine_interface import EngineControl
@@ -68,7 +69,9 @@ def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], wh
     other engines have `GRACE_S` to respond, because they may be waiting for the failed one. If an engine is lost, this
     function raises immediately. Unfinished calls continue in their threads.
     """
-    futures = {_beside(call, receiver.control): receiver for receiver in receivers}
+    futures = {
+        beside(partial(call, receiver.control), f"weights {receiver.control.url}"): receiver for receiver in receivers
+    }
     failures: dict[str, BaseException] = {}
     pending, deadline = set(futures), math.inf
     while pending and time.monotonic() < deadline:
@@ -98,15 +101,15 @@ def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: st
     return error
 
 
-def _beside(call: Callable[[EngineControl], T], control: EngineControl) -> Future[T]:
-    """Runs a call in a daemon thread."""
+def beside(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs a call in a daemon thread with this name."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(call(control))
+            future.set_result(call())
         except BaseException as error:  # re-raised in the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name=f"weights {control.url}", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future

@@ -296,11 +296,13 @@ class _WeightSync:
             self._expected.add(name, tensor)
         place.copy_(tensor)
 
-    def _deliver(self, bucket: Bucket) -> None:
-        """Sends a bucket. Runs in `Delivery`'s thread."""
+    def _deliver(self, bucket: Bucket, stretch: Sequence[Turn]) -> None:
+        """Sends a bucket. `stretch`: see `Delivery`. Runs in `Delivery`'s thread."""
         if not self._begun and not self._peers.conducts:
             self._begun = True
             self._channel.begin(self._receivers, version=self._version)
+        if stretch:
+            self._channel.announce(stretch, self._receivers, version=self._version)
         prepared = self._channel.prepare(bucket, self._receivers)
         self._channel.deliver(prepared, self._receivers, version=self._version)
 

@@ -25,7 +25,7 @@ import httpx
 import torch
 from aiohttp import web
 
-from slime.core.engine_interface import TOKEN_VERSIONS_KEY
+from slime.core.engine_interface import STREAM, TOKEN_VERSIONS_KEY
 from slime.core.errors import WeightSyncError
 from slime.core.topology import ONE_RANK
 from slime.serving.control import HttpEngineControl
@@ -57,7 +57,7 @@ class ForgettingProxy:
     target: str
     url: str = ""
     to_forget: Container[int] = ()
-    """Numbers of updates, from 0, counted since it was set."""
+    """Numbers of buckets, from 0, counted since it was set."""
     updates: int = 0
     receives: bool = True
 
@@ -68,14 +68,26 @@ class ForgettingProxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if not request.path.startswith("/update_weights_from_"):
             return await forward(request, self.target)
-        number, self.updates = self.updates, self.updates + 1
-        if number not in self.to_forget:
+        body = await request.json()
+        buckets = _buckets(body)
+        first, self.updates = self.updates, self.updates + len(buckets)
+        forgotten = [first + number in self.to_forget for number in range(len(buckets))]
+        if not any(forgotten):
             return await forward(request, self.target)
         if not (self.receives and request.path.endswith("_distributed")):
             return web.json_response({"success": True, "message": "Succeeded to update model weights."})
-        body = await request.json()
-        body["names"] = [f"{UNKNOWN}.{i}" for i in range(len(body["names"]))]
+        kept = [not of_bucket for of_bucket, size in zip(forgotten, buckets, strict=True) for _ in range(size)]
+        body["names"] = [
+            n if keep else f"{UNKNOWN}.{i}" for i, (n, keep) in enumerate(zip(body["names"], kept, strict=True))
+        ]
         return await forward(request, self.target, body=json.dumps(body).encode())
+
+
+def _buckets(body: Mapping[str, Any]) -> list[int]:
+    """The number of tensors in each bucket of an update."""
+    load_format = str(body.get("load_format"))
+    announced = load_format.partition(":")[2].split(",") if load_format.startswith(STREAM) else ()
+    return [int(number) for number in announced] or [len(body.get("names", ()))]
 
 
 class StruckChannel(TamperingChannel):

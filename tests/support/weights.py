@@ -117,6 +117,9 @@ class TamperingChannel(Channel):
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         self._inner.begin(receivers, version=version)
 
+    def announce(self, turns: Sequence[Turn], receivers: Sequence[Receiver], *, version: int) -> None:
+        self._inner.announce(turns, receivers, version=version)
+
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
         return self._inner.prepare(tampered(bucket, self._tamper), receivers)
 

@@ -3,7 +3,7 @@
 Invariants
 1. Parameters, their names, gradients and optimizer states do not change. Only the forward pass uses the quantised
    weight, and its gradient goes straight through to the parameter.
-2. The quantised weight does not depend on the trainer's parallel layout (`slime.weights.quantised.fake`).
+2. The quantised weight does not depend on the trainer's parallel layout (`slime.weights.quantised.formats`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from slime.settings.args import Args
 from slime.training.model.parameter_names import global_names
 from slime.training.model.policy_model import PolicyModel
 from slime.training.state.sharded_model import split_of
-from slime.weights.quantised.fake import check, fake_quantised
-from slime.weights.quantised.formats import QuantisedFormat, format_of_folder
+from slime.weights.quantised.formats import QuantisedFormat, fake_quantised, format_of_folder, require_whole_blocks
 
 
 def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
@@ -36,7 +35,7 @@ def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable)
                 entry = table.entry(global_names(chunk, f"{local_name}.weight")[0])
                 if quantised.is_quantised(entry.hf):
                     _, num_shards = split_of(entry)
-                    check(entry, num_shards, quantised)
+                    require_whole_blocks(entry, num_shards, quantised)
                     _Swap(entry.row, num_shards, quantised).attach(module)
 
 

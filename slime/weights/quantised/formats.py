@@ -1,11 +1,13 @@
 """Quantised formats of checkpoints and engines, one class each. A class defines which weights are quantised, quantises
 and dequantises them, and builds an engine's weight table. `format_of` detects the format of a checkpoint.
+`fake_quantised` gives the trainer the weights that engines compute with: a shard that is quantised and dequantised.
 
 Invariants
 1. The codes and scales of a weight depend only on that weight. So every rank that has the full tensor computes
    bitwise-identical results, whatever the layout of trainer or engine.
 2. All entries of a `block` share one scale. So if a shard starts and ends at block boundaries, quantising the shard
-   gives the same codes and scales as quantising the full weight.
+   gives the same codes and scales as quantising the full weight. `require_whole_blocks` rejects other shards, so
+   fake-quantised weights do not depend on how weights are sharded.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from slime.core.errors import CheckpointError, ConfigError
 from slime.core.hf_config import quantisation_of, read_hf_config, tensor_names
 from slime.core.text import listed
 from slime.models.common.table import EXPERT, Entry, FamilyTable, Row, Unit
+from slime.weights.hf_shards import by_segments
 
 WHOLE = 0
 """As a block size: all rows or all columns."""
@@ -577,3 +580,42 @@ def _check_fused(table: FamilyTable, quantised: QuantisedFormat) -> None:
                 f"engines stack {uneven[0].hf[0]} of {uneven[0].row.shapes[0][0]} rows in {quantised.title} with "
                 f"other weights in {resident}, so two weights would share a scale; use a different checkpoint"
             )
+
+
+def require_whole_blocks(entry: Entry, num_shards: int, quantised: QuantisedFormat) -> None:
+    """Raises `ConfigError` if splitting over `num_shards` ranks would divide a block of weights."""
+    row = entry.row
+    if row.dim is None:
+        return
+    block = quantised.block[row.dim]
+    if num_shards == 1 and len(row.segments) == len(row.hf):
+        return
+    uneven = [size for size in row.segments if block == WHOLE or size // num_shards % block]
+    if uneven:
+        raise ConfigError(
+            f"{num_shards} tensor-parallel ranks split the {uneven[0]} entries of {entry.hf[0]} in {quantised.title} "
+            f"inside a block of {block or 'all'}, so rounding would depend on the layout; use fewer ranks or set "
+            "--trainer-weights plain"
+        )
+
+
+def fake_quantised(shard: Tensor, row: Row, num_shards: int, quantised: QuantisedFormat) -> Tensor:
+    """Returns the weights that engines use in place of `shard`, in the same dtype and layout.
+
+    `shard`: one of `num_shards` shards of a row's parameter, or a stack of experts. The gradient passes through
+    unchanged (straight-through estimator, arXiv:1308.3432), even for clipped entries, because clipping moves them by at
+    most half a step.
+    """
+    faked: Tensor = _StraightThrough.apply(shard, lambda weight: by_segments(row, weight, num_shards, quantised.fake))
+    return faked
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, change: Any) -> Tensor:
+        with torch.no_grad():
+            return change(weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

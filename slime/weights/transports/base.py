@@ -6,6 +6,7 @@ bucket (`weights.send_plan`). Rank 0 is the conductor. A channel's methods are c
 
     allocate            a sender       when its buckets need more memory
     begin               a sender       once per weight sync, in its first turn; on the conductor before all others
+    announce            a sender       before the first of several turns in a row, unless `everywhere`
     prepare, deliver    a sender       for each of its buckets, in turn
     report              a sender       after its last turn
     finish              the conductor  after all turns, with all reports
@@ -17,7 +18,7 @@ ranks then call `prepare`, and only the conductor calls `deliver`. Here `prepare
 must return its error instead of raising it, so that the ranks stay in step. All other methods may raise. When `finish`
 returns, every engine has every tensor. The weight sync then compares digests, whatever the transport.
 
-On a rank, calls of `begin`, `prepare` and `deliver` never overlap but can come from different threads.
+On a rank, calls of `begin`, `announce`, `prepare` and `deliver` never overlap but can come from different threads.
 
 To add a transport, add a module to this package. The command line imports it to read its settings, so import torch only
 inside functions.
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from slime.models.common.table import FamilyTable
     from slime.settings import Args
-    from slime.weights.send_plan import Bucket
+    from slime.weights.send_plan import Bucket, Turn
 
 
 class Serialize(Protocol):
@@ -103,6 +104,10 @@ class Channel(ABC):
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
         """Sender: connects to new engines. All engines are paused, and also drained if the pause mode is `abort`."""
+
+    def announce(self, turns: Sequence[Turn], receivers: Sequence[Receiver], *, version: int) -> None:  # noqa: B027
+        """Sender: says which buckets it will deliver next, before any other rank delivers one. If a later bucket cannot
+        be filled, `abandon` follows instead."""
 
     @abstractmethod
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:

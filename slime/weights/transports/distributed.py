@@ -1,5 +1,10 @@
 """The distributed transport, for engines on other hosts or GPUs. Sends each bucket with one broadcast.
 
+One control call announces up to `MAX_ANNOUNCED` buckets of a sender. Each engine then receives a bucket while it loads
+the previous one (`slime.compat.sglang_weight_stream`). Engines without that hook, and engines with a draft, get one
+call per bucket. If a sender fails after it has announced buckets, it sends the missing ones with meaningless contents,
+because the engines wait for them in broadcasts. They stay paused until the next weight sync.
+
 Each sender creates a process group in which it is rank 0 and all engine ranks are the other members. It opens a
 rendezvous store on a free port and asks the engines to join. It creates the group exactly as the engines do
 (`sglang.srt.utils.common.init_custom_process_group`), so both sides use the same store prefix.
@@ -15,32 +20,37 @@ finished or an engine has returned an error.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from slime.core.engine_interface import EngineControl
+from slime.core.engine_interface import EngineControl, stream_format
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.settings.conditions import policy_shares_gpus
-from slime.weights.receivers import Receiver, on_all
+from slime.weights.receivers import Receiver, beside, on_all
+from slime.weights.send_plan import Spec, in_memory_order
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
 if TYPE_CHECKING:
     from slime.settings import Args
-    from slime.weights.send_plan import Bucket
+    from slime.weights.send_plan import Bucket, Turn
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.001
-"""Interval between checks whether broadcasts or engine calls are done."""
+POLL_S = 0.0001
+"""Interval between checks whether broadcasts or engine calls are done. A bucket of 512 MB takes about 1.5 ms."""
 LOAD_FORMAT = "flattened_bucket"
 """SGLang's name for sending all tensors of a bucket, concatenated, in a single broadcast."""
+MAX_ANNOUNCED = 64
+"""Maximum number of buckets per call, because a call has the time limit of one wait."""
 COME_POLL_S = 0.01
 """Interval between checks whether engines have joined a group."""
 
@@ -64,6 +74,19 @@ class DistributedTransport(Transport):
         return DistributedChannel(context)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A control call in which the engines receive buckets."""
+
+    answer: Future[Any]
+    left: deque[int]
+    """Bytes of each bucket that has not been sent."""
+
+    @property
+    def failed(self) -> bool:
+        return self.answer.done() and self.answer.exception() is not None
+
+
 class DistributedChannel(Channel):
     def __init__(self, context: TransportContext) -> None:
         self._backend = "nccl" if context.device == "cuda" else "gloo"
@@ -73,6 +96,10 @@ class DistributedChannel(Channel):
         self._group_name = ""
         self._members: tuple[Receiver, ...] = ()
         self._num_built = 0
+        self._streams = False
+        """Whether all engines can receive many buckets in one call."""
+        self._announced: deque[Turn] = deque()
+        self._call: _Call | None = None
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         if self._group is not None and tuple(receivers) == self._members:
@@ -98,8 +125,8 @@ class DistributedChannel(Channel):
         master_port = listener.getsockname()[1]
         self._store = open_store(listener, world_size=world_size, timeout=limit, wait=False)
 
-        def invite(control: EngineControl) -> None:
-            control.init_weights_update_group(
+        def invite(control: EngineControl) -> bool:
+            return control.init_weights_update_group(
                 master_address=self._master_address,
                 master_port=master_port,
                 rank_offset=offsets[control.url],
@@ -120,7 +147,8 @@ class DistributedChannel(Channel):
                 failure = EngineError(f"could not create the weight update group {group_name}: {refusal or error}")
                 failure.engines = refusal.engines if isinstance(refusal, SlimeError) else ()
                 raise failure from error
-            invited.result()
+            streams = all(invited.result())
+        self._streams = streams and not any(receiver.control.layout.draft for receiver in receivers)
         self._group_name, self._members = group_name, receivers
         took_s = time.monotonic() - began
         logger.info("process group %d with %d engine ranks: built in %.2f s", self._num_built, world_size - 1, took_s)
@@ -131,34 +159,52 @@ class DistributedChannel(Channel):
     def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Bucket:
         return bucket
 
+    def announce(self, turns: Sequence[Turn], receivers: Sequence[Receiver], *, version: int) -> None:
+        self._announced = deque(turns if self._streams else ())
+
     def deliver(self, prepared: Bucket, receivers: Sequence[Receiver], *, version: int) -> None:
         import torch.distributed as dist
 
         assert self._group is not None, "deliver before begin"
-        tensors, flat = prepared.tensors, prepared.flat
+        if self._call is None:
+            self._call = self._begin_call(prepared, receivers, version)
+        call = self._call
+        self._wait(dist.broadcast(prepared.flat, src=0, group=self._group, async_op=True), call)
+        call.left.popleft()
+        if not call.left or call.failed:
+            call.answer.result()
+            self._call = None
+
+    def _begin_call(self, first: Bucket, receivers: Sequence[Receiver], version: int) -> _Call:
+        """Asks the engines to receive the announced buckets, or only `first` if none were announced."""
+        if self._announced:
+            turns = [self._announced.popleft() for _ in range(min(MAX_ANNOUNCED, len(self._announced)))]
+            buckets = [in_memory_order(turn.specs) for turn in turns]
+            load_format = stream_format([len(specs) for specs in buckets])
+        else:
+            buckets, load_format = [[Spec(name, tuple(t.shape), t.dtype) for name, t in first.tensors]], LOAD_FORMAT
+        specs = [spec for bucket in buckets for spec in bucket]
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_distributed(
-                names=[name for name, _ in tensors],
-                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in tensors],
-                shapes=[list(t.shape) for _, t in tensors],
+                names=[spec.name for spec in specs],
+                dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
+                shapes=[list(spec.shape) for spec in specs],
                 group_name=self._group_name,
-                load_format=LOAD_FORMAT,
+                load_format=load_format,
                 flush_cache=False,
                 weight_version=version,
             )
 
-        with ThreadPoolExecutor(1, thread_name_prefix="weights-call") as pool:
-            called = pool.submit(on_all, receivers, update, "take a bucket from the group")
-            self._wait(dist.broadcast(flat, src=0, group=self._group, async_op=True), called)
-            called.result()
+        answer = beside(lambda: on_all(receivers, update, "take buckets from the group"), "weights-call")
+        return _Call(answer, deque(sum(spec.num_bytes for spec in bucket) for bucket in buckets))
 
-    def _wait(self, work: Any, called: Future[Any]) -> None:
+    def _wait(self, work: Any, call: _Call) -> None:
         """Waits for a broadcast. Returns early if an engine returned an error, because it will never join the
         broadcast."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
-            if called.done() and called.exception() is not None:
+            if call.failed:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
@@ -168,6 +214,18 @@ class DistributedChannel(Channel):
                 )
             time.sleep(POLL_S)
         work.wait()
+
+    def _send_nothing(self, group: Any, call: _Call) -> None:
+        """Completes the broadcasts in which engines wait for buckets that will not be sent."""
+        import torch
+        import torch.distributed as dist
+
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        filler = torch.empty(max(call.left), dtype=torch.uint8, device=device)
+        for num_bytes in call.left:
+            self._wait(dist.broadcast(filler[:num_bytes], src=0, group=group, async_op=True), call)
+            if call.failed:
+                return
 
     def abandon(self) -> None:
         """Leaves the group, which may have unfinished broadcasts. The next weight sync makes a new group.
@@ -191,12 +249,16 @@ class DistributedChannel(Channel):
         import torch.distributed as dist
 
         held = [self._group, self._store]
-        name, members = self._group_name, self._members
-        self._group, self._store, self._members = None, None, ()
+        name, members, call = self._group_name, self._members, self._call
+        self._group, self._store, self._members, self._call = None, None, (), None
+        self._announced.clear()
 
         def leave() -> None:
             if held[0] is None:
                 return
+            if call is not None and call.left and not call.answer.done():
+                with contextlib.suppress(Exception):  # the engines are lost, or the GPU has no memory left
+                    self._send_nothing(held[0], call)
             with ThreadPoolExecutor(1) as pool:
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
                 dist.destroy_process_group(held[0])

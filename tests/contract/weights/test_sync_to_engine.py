@@ -148,6 +148,38 @@ def test_new_weights_arrive_and_are_served(rig: Rig, name: str) -> None:
     assert not list(rig.tmp_path.glob("disk/*"))
 
 
+class Counting(HttpEngineControl):
+    """Notes which buckets each call announced."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, ONE_RANK, timeout_s=60)
+        self.formats: list[str] = []
+
+    def update_weights_from_distributed(self, **told: Any) -> None:
+        self.formats.append(str(told["load_format"]))
+        super().update_weights_from_distributed(**told)
+
+
+def test_one_call_announces_all_buckets_of_a_sender(rig: Rig) -> None:
+    """Law: and an engine that waits for announced buckets is freed if their sender cannot fill them."""
+    counting, usual = Counting(rig.url), rig.receivers
+    rig.receivers = [Receiver(counting)]
+    channel = rig.channel("distributed")
+    for version in (2, 3):
+        rig.sync_weights(changed(rig.state, version), channel, version)
+        rig.assert_serves(changed(rig.state, version), version)
+    assert len(counting.formats) == 2 and counting.formats[0].count(",") > 3
+    broken = dict(changed(rig.state, 4))
+    broken[list(broken)[-1]] = torch.zeros(3)
+    with pytest.raises(WeightSyncError, match="has shape"):
+        rig.sync_weights(broken, channel, version=4)
+    rig.sync_weights(changed(rig.state, 5), channel, version=5)
+    rig.assert_serves(changed(rig.state, 5), version=5)
+    channel.close()
+    counting.close()
+    rig.receivers = usual
+
+
 def groups_built(channel: Channel) -> float:
     return channel.costs()["update_weights_groups_built"]
 

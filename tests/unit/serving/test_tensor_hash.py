@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.serving.tensor_hash import TILE_WORDS, TileHasher, finish_all
+from slime.serving.tensor_hash import TILE_WORDS, TileHasher, finish_all, read_all
 
 CONTENT = torch.randint(0, 256, (4 * TILE_WORDS * 2 + 4 * 137 + 2,), generator=torch.Generator().manual_seed(1)).to(
     torch.uint8
@@ -17,7 +17,7 @@ def hashed(cuts: list[int], length: int = len(CONTENT)) -> str:
     hasher = TileHasher()
     for start, end in zip([0, *cuts], [*cuts, length], strict=True):
         hasher.add([CONTENT[start:end]])
-        hasher.flush()
+        read_all([hasher])
     return hasher.finish()
 
 
@@ -52,5 +52,5 @@ def test_several_that_are_finished_together_have_their_own_digests(parts: list[t
     for cut, length in parts:
         hashers.append(TileHasher())
         hashers[-1].add([CONTENT[: min(cut, length)], CONTENT[min(cut, length) : length]])
-        hashers[-1].flush()
+        read_all([hashers[-1]])
     assert finish_all(hashers) == [hashed([], length) for _, length in parts]

@@ -12,8 +12,13 @@ from slime.models import table_for
 from slime.models.common.table import FamilyTable
 from slime.weights.hf_shards import load_shard
 from slime.weights.quantised import formats
-from slime.weights.quantised.fake import check, fake_quantised
-from slime.weights.quantised.formats import BlockFp8, GroupedInt4, QuantisedFormat
+from slime.weights.quantised.formats import (
+    BlockFp8,
+    GroupedInt4,
+    QuantisedFormat,
+    fake_quantised,
+    require_whole_blocks,
+)
 
 BASE: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -60,7 +65,7 @@ def test_a_shard_is_the_shard_of_what_engines_dequantise(family: str, tp_size: i
         if not quantised.is_quantised(entry.hf):
             continue
         size = 1 if entry.expert is not None or entry.row.dim is None else tp_size
-        check(entry, size, quantised)
+        require_whole_blocks(entry, size, quantised)
         for rank in range(size):
             of_plain, of_whole = (
                 load_shard(table, entry.megatron, source.__getitem__, tp_rank=rank, tp_size=size)
@@ -96,7 +101,7 @@ def test_a_block_on_two_ranks_is_refused(tp_size: int) -> None:
     table, _, quantised = case("qwen3", "fp8")
     entry = next(e for e in table.entries if "linear_qkv" in e.megatron)
     with pytest.raises(ConfigError, match="depend on the layout"):
-        check(entry, tp_size, quantised)
+        require_whole_blocks(entry, tp_size, quantised)
 
 
 def test_a_last_block_that_ends_early_is_kept_whole() -> None:
@@ -104,9 +109,9 @@ def test_a_last_block_that_ends_early_is_kept_whole() -> None:
     table = table_for({"model_type": "qwen3", **BASE, "intermediate_size": 320})
     quantised = BlockFp8(frozenset(filter(formats.quantises, table.hf_names)), 128, 128)
     entry = next(e for e in table.entries if "mlp.linear_fc1" in e.megatron)
-    check(entry, 1, quantised)
+    require_whole_blocks(entry, 1, quantised)
     with pytest.raises(ConfigError):
-        check(entry, 2, quantised)
+        require_whole_blocks(entry, 2, quantised)
     weight = torch.randn(640, 256)
     want = torch.cat([quantised.fake(part) for part in weight.split(320)])
     assert torch.equal(fake_quantised(weight, entry.row, 1, quantised), want)

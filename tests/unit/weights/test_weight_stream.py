@@ -1,0 +1,144 @@
+"""An engine that receives announced buckets: what it loads, and when it repeats copies or asks the loader again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slime.compat.sglang_weight_stream import Loads, Member, buckets_of
+from slime.core.engine_interface import stream_format
+
+SHAPES: dict[str, tuple[int, ...]] = {"q": (4, 6), "k": (2, 6), "v": (2, 6), "gate": (5, 6), "up": (5, 6), "norm": (6,)}
+PARTS = {"q": ("qkv", 0), "k": ("qkv", 4), "v": ("qkv", 6), "gate": ("gate_up", 0), "up": ("gate_up", 5)}
+
+
+class Fused(nn.Module):
+    """Keeps q, k, v and gate, up stacked, as engines do; `shard` of `shards` holds some of the columns of a stack."""
+
+    def __init__(self, shard: int = 0, shards: int = 1) -> None:
+        super().__init__()
+        self._columns = slice(6 * shard // shards, 6 * (shard + 1) // shards)
+        width = 6 // shards
+        self.qkv, self.gate_up, self.norm = (nn.Parameter(torch.zeros(s)) for s in ((8, width), (10, width), (6,)))
+        self.asked = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.asked += 1
+        for name, tensor in weights:
+            if name not in PARTS:
+                self.get_parameter(name).data.copy_(tensor)
+                continue
+            stack, row = PARTS[name]
+            self.get_parameter(stack).data.narrow(0, row, len(tensor)).copy_(tensor[:, self._columns])
+
+
+class Derived(Fused):
+    """Computes one more tensor from its weights whenever they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("doubled", torch.zeros(6))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(weights)
+        self.doubled = self.norm.data * 2
+
+
+class Padded(Fused):
+    """Fills memory with zeros: behind the norm (as a padded vocabulary), or, if `wrong`, over what it has copied."""
+
+    def __init__(self, wrong: bool) -> None:
+        super().__init__()
+        self.norm, self._wrong = nn.Parameter(torch.ones(9)), wrong
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        state = dict(weights)
+        self.norm.data[:6].copy_(state.pop("norm"))
+        super().load_weights(state.items())
+        self.norm.data[5 if self._wrong else 6 :].fill_(0)
+
+
+def announced(*groups: str) -> list[tuple[Member, ...]]:
+    names = [name for group in groups for name in group.split()]
+    load_format = stream_format([len(group.split()) for group in groups])
+    return list(buckets_of(names, ["float32"] * len(names), [SHAPES[name] for name in names], load_format))
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def sync(loads: Loads, state: dict[str, Tensor], buckets: list[tuple[Member, ...]]) -> None:
+    loads.begin()
+    for members in buckets:
+        flat = torch.zeros(1000, dtype=torch.uint8)[: members[-1].end]
+        for member in members:
+            member.of(flat).copy_(state[member.name])
+        loads.load(members, flat)
+
+
+def loaded(kind: type[Fused], state: dict[str, Tensor], *given: Any) -> dict[str, Tensor]:
+    model = kind(*given)
+    model.load_weights(state.items())
+    return model.state_dict()
+
+
+BUCKETS = announced("q k v", "norm gate", "up")
+
+
+@pytest.mark.parametrize("given", [(), (0, 2), (1, 2)])
+def test_repeated_copies_give_what_the_models_own_loader_gives(given: tuple[int, ...]) -> None:
+    """Law: whatever the weights and the layout, and the loader is asked once per bucket."""
+    model = Fused(*given)
+    loads = Loads(model)
+    for seed in range(4):
+        sync(loads, weights(seed), BUCKETS)
+        for name, tensor in loaded(Fused, weights(seed), *given).items():
+            assert torch.equal(model.get_parameter(name), tensor), name
+    assert model.asked == len(BUCKETS)
+
+
+def test_a_model_that_derives_tensors_is_loaded_by_its_loader_every_time() -> None:
+    model = Derived()
+    loads = Loads(model)
+    for seed in range(3):
+        sync(loads, weights(seed), BUCKETS)
+        assert torch.equal(model.doubled, 2 * weights(seed)["norm"])
+    assert model.asked == 3 * len(BUCKETS)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_constants_beside_the_copies_stay_and_over_them_need_the_loader(wrong: bool) -> None:
+    model = Padded(wrong)
+    loads = Loads(model)
+    for seed in range(3):
+        sync(loads, weights(seed), announced("norm up"))
+        assert model.norm[6:].eq(0).all() and torch.equal(model.norm[:5], weights(seed)["norm"][:5])
+        assert (model.norm[5] == 0) == wrong
+    assert model.asked == (3 if wrong else 1) and bool(loads.others) == wrong
+
+
+def test_other_buckets_and_moved_parameters_ask_the_loader_again() -> None:
+    model = Fused()
+    loads = Loads(model)
+    sync(loads, weights(0), BUCKETS)
+    sync(loads, weights(1), announced("q k", "v norm gate", "up"))
+    assert model.asked == 5, "of these three buckets, the last one is known"
+    model.qkv.data = torch.zeros(8, 6)
+    sync(loads, weights(2), BUCKETS)
+    assert model.asked == 8
+    assert all(torch.equal(model.get_parameter(n), t) for n, t in loaded(Fused, weights(2)).items())
+
+
+def test_a_bucket_of_two_dtypes_is_read_as_it_was_written() -> None:
+    members = next(buckets_of(["a", "b"], ["float32", torch.bfloat16], [(3,), (2, 2)], stream_format([2])))
+    assert [(p.name, p.start, p.end) for p in members] == [("a", 0, 12), ("b", 12, 20)]
+    flat = torch.arange(20, dtype=torch.uint8)
+    assert members[1].of(flat).shape == (2, 2) and torch.equal(
+        members[1].of(flat).view(-1).view(torch.uint8), flat[12:]
+    )
