@@ -53,8 +53,8 @@ demo: $(STAMP) ## GRPO of a real 135M model on two CPU cores, accuracy before an
 # and has what the others have not. It shows its output as it comes, the output of the others comes at the end. On
 # Ctrl-C, each of them ends what it started.
 IN_ROOM         = $(wildcard $(addprefix tests/$(1)/,$(2)))
-SESSION_1      := $(call IN_ROOM,unit,data rewards rollout) $(call IN_ROOM,contract,agent rollout serving weights)
-SESSION_2      := $(call IN_ROOM,unit,settings) $(call IN_ROOM,contract,training)
+SESSION_1      := $(call IN_ROOM,unit,rollout) $(call IN_ROOM,contract,agent rollout serving weights)
+SESSION_2      := $(call IN_ROOM,unit,data rewards settings) $(call IN_ROOM,contract,training)
 SESSION_3      := $(addprefix --ignore=,$(SESSION_1) $(SESSION_2)) tests
 define SESSIONS
 @export OMP_NUM_THREADS=1; logs=$$(mktemp -d); pids=; failed=0; \
