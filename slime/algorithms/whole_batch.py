@@ -256,7 +256,7 @@ def _mean(values: Arrays, masks: Arrays) -> float:
 
 
 def _spread(advantages: Arrays, masks: Arrays) -> dict[str, float]:
-    """Returns how the advantages of the trained tokens differ; {} without trained tokens."""
+    """Returns standard deviation, minimum and maximum of the trained tokens' advantages; {} without trained tokens."""
     trained = trained_parts(advantages, masks)
     if not trained:
         return {}

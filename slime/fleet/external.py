@@ -8,7 +8,7 @@ The supervisor calls this module from one thread. Background threads poll the se
 Only `find`, at the start of a run, blocks. All other methods just read the results of the polls.
 
 Invariants
-1. A server is only used, even after a restart, once it has been checked for compatibility.
+1. A server is used only after it has passed the compatibility checks, and is checked again after a restart.
 2. A server counts as lost if it no longer serves the weights that the run sent, because it must have been restarted.
 3. slime never stops a server whose address is removed.
 """

@@ -211,7 +211,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         yield from kept_prefixes(facts.info, divided=wanted.labels)
     if facts.is_open:
         if not wanted.trains:
-            yield "a weight update of another run was interrupted, and this run syncs no weights; start it again"
+            yield "a weight update of another run was interrupted, and this run syncs no weights; restart it"
         return
     if facts.probe is None:
         yield f"it failed to generate a few test tokens: {facts.problem}"

@@ -233,7 +233,9 @@ class Supervisor:
         for engine in self._membership.in_states(State.DEAD):
             if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
-                logger.info("engine %d is %s", engine.index, "waited for" if engine.external else "started again")
+                logger.info(
+                    "engine %d is %s", engine.index, "expected to return" if engine.external else "being restarted"
+                )
                 self._port.start(again)
         for engine, url in self._port.newcomers():
             self._membership.add(engine)
@@ -252,10 +254,9 @@ class Supervisor:
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
         if not (kind := self._kind_of(engine)) - lost - self._sick:
             sick = len(kind & self._sick)
-            ended = f", and {sick} failed too often" * bool(sick)
+            ended = f", {sick} failed too often" * bool(sick)
             raise EngineError(
-                f"no engine of model {engine.model} is left: the hosts of {'all ' * (not sick)}{len(kind) - sick} are "
-                f"lost{ended}; {engine.reason}"
+                f"no engine of model {engine.model} is left ({len(kind) - sick} without a host{ended}); {engine.reason}"
             )
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its lost host; the run continues with the other engines", index)

@@ -27,7 +27,7 @@ FLASH_ARGUMENTS = (
 )
 """Arguments that `flash` passes to torch's operator, in the order of torch 2.11 and 2.13."""
 ENTRIES_AT_ONCE = 1 << 25
-"""Maximum number of scores, plus elements of gathered latents, of the block of queries that `to_selected` works on."""
+"""Maximum number of scores and gathered latent elements, taken together, in a block of queries of `to_selected`."""
 
 
 def per_sequence(
@@ -163,18 +163,18 @@ def to_selected(query: Tensor, up: Tensor, latents: Tensor, selected: Tensor, *,
         latents, gathered           k h (2 c + r) = 2.2M h         2 k (c + r) bytes = 2.4 MB
         latents of all m keys       m h (2 c + r) = 1088 m h       none
 
-    Applying U and V takes as long as expanding a key. What is gathered is used by one query, so the first form is
-    limited by memory bandwidth (168 MB per query for 128 heads, 21 MB for 16), and the second is chosen although it
-    multiplies more. The third form needs no gathering, because a block of queries shares its keys. Estimated for both
-    passes, a gathered element costs 32 bytes of memory traffic (it is written in both and read six times, and its
-    gradient is written, read and added to the sum). A score costs 84 bytes, and 8 (2 c + r) operations, which a GPU of
-    200 operations per byte does in the time of 44 more. So the second form costs k (32 (c + r) + 128 h) bytes per query
-    and the third 128 m h: latents are gathered from m = k (1 + (c + r) / (4 h)) keys on, which is 20,480 for 16 heads
-    and 4,352 for 128. From there, the cost of a query is constant.
+    Applying U and V takes as long as expanding a key. Gathered data serves only one query, so the first form is limited
+    by memory bandwidth (168 MB per query for 128 heads, 21 MB for 16), and the second is faster although it multiplies
+    more. The third form needs no gathering, because a block of queries shares its keys. As an estimate for both passes
+    together, a gathered element costs 32 bytes of memory traffic (it is written in both and read six times, and its
+    gradient is written, read and added to the sum). A score costs 84 bytes plus 8 (2 c + r) operations, which take a
+    GPU with 200 operations per byte as long as 44 more bytes. So the second form costs k (32 (c + r) + 128 h) bytes per
+    query and the third 128 m h. Latents are therefore gathered if m is at least k (1 + (c + r) / (4 h)), which is
+    20,480 for 16 heads and 4,352 for 128. Beyond that, the cost of a query is constant.
 
     Queries are processed in blocks of at most `ENTRIES_AT_ONCE` scores and gathered elements. The backward pass
-    computes each block again: autograd only saves the arguments. So apart from arguments, results and gradients, memory
-    depends neither on n nor on m. Scores, softmax and sums of gradients are float32.
+    recomputes each block, because autograd saves only the arguments. Apart from arguments, results and gradients,
+    memory therefore depends neither on n nor on m. Scores, softmax and sums of gradients are float32.
     """
     out: Tensor = _ToSelected.apply(query, up, latents, selected, scale)
     return out
@@ -188,7 +188,7 @@ class _Block:
     num_keys: int
     """Number of keys up to the last query."""
     gathers: bool
-    """Whether each query has its own keys, those selected. If not, all queries share all keys up to the last query."""
+    """Whether each query has its own, selected keys. If not, all queries share all keys up to the last query."""
 
     def indices(self, selected: Tensor) -> Tensor:
         """selected [n, k] -> indices of all gathered latents [queries * k]."""
@@ -201,20 +201,20 @@ class _Block:
         return latents.index_select(0, self.indices(selected)).unflatten(0, (-1, selected.size(1)))
 
     def bias(self, selected: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns what is added to the scores [queries, 1, keys]: 0, or -inf for keys that a query does not see."""
+        """Returns the bias of the scores [queries, 1, keys]: 0, or -inf for keys that a query does not see."""
         chosen = selected[self.rows]
         first = self.num_keys - chosen.size(0)
         place = torch.arange(first, self.num_keys, device=chosen.device, dtype=chosen.dtype).unsqueeze(1)
         if self.gathers:
             seen = chosen <= place
-        else:  # a query with a later key among the selected sees all keys up to itself, so itself is a substitute
+        else:  # if a later key is selected, so are all keys up to the query, and the query's own key can replace it
             seen = torch.zeros(chosen.size(0), self.num_keys, dtype=torch.bool, device=chosen.device)
             seen.scatter_(1, chosen.minimum(place).long(), True)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -float("inf")).unsqueeze(1)
 
 
 def gathered_from(num_selected: int, heads: int, width: int) -> int:
-    """Returns the number of keys from which latents [width] are gathered: see `to_selected`."""
+    """Returns the smallest number of keys for which latents [width] are gathered; see `to_selected`."""
     return num_selected + num_selected * width // (4 * heads)
 
 
@@ -293,12 +293,12 @@ def _up_of(query: Tensor, up: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [n, heads, i], matrices [heads, i, o] -> [n, heads, o], as `wide_product`."""
+    """x [n, heads, i], matrices [heads, i, o] -> [n, heads, o], like `wide_product`."""
     return wide_product(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def _over_queries(x: Tensor, y: Tensor) -> Tensor:
-    """Sums x [n, heads, i] times y [n, heads, o] over the queries -> [heads, i, o], as `wide_product`."""
+    """Sums x [n, heads, i] times y [n, heads, o] over the queries -> [heads, i, o], like `wide_product`."""
     return wide_product(x.permute(1, 2, 0), y.transpose(0, 1))
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over a packed row, over chunks: plain PyTorch, Triton kernels, or flash-linear-attention's.
+"""The gated delta rule over the chunks of a packed row: plain PyTorch, Triton kernels, or flash-linear-attention.
 
 The state of a head is a matrix S [d_k, d_v]. For each token, with decay a = exp(g), key k, value v and rate beta,
 
@@ -20,8 +20,8 @@ product each, then gives the state before every chunk (`_States`), and all outpu
 Invariants
 1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on other sequences in the row.
 2. Statistics and state are float32 (float64 for float64 inputs), whatever the model's dtype. So are the products of
-   `chunked`. In `fused`, products of float32 values have an error of about 2^-16 if the inputs are in half precision,
-   which is rounded to 2^-8 or 2^-11, and one like float32 otherwise.
+   `chunked`. In `fused`, products of float32 values have a relative error of about 2^-16 if the inputs are in half
+   precision (which itself rounds to 2^-8 or 2^-11), and are as accurate as float32 otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHUNK = 64
 """Number of tokens in a chunk."""
 
 _SIZES = (64, 128)
-"""Sizes of heads for which the Triton kernels are used. See `LAUNCH` there about smaller ones."""
+"""Head sizes for which the Triton kernels are used. For smaller ones, see `LAUNCH` in `ops.kernels.delta_rule`."""
 
 DeltaRule = Callable[..., Tensor]
 """(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
@@ -104,7 +104,7 @@ def fla_kernels(
 def chosen(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: tuple[int, ...], cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Computes the same as `chunked` with the form that `ops.select` chose, if it supports the sizes of the heads."""
+    """Computes the same as `chunked` with the form that `ops.select` chose, if it supports the head sizes."""
     supported = all(size in _SIZES for size in (q.size(-1), v.size(-1)))
     rule = fused if supported and name_of("delta_rule", q) == FUSED else chunked
     return rule(q, k, v, g, beta, lengths)
@@ -115,7 +115,7 @@ def fused(
 ) -> Tensor:
     """Computes the same as `chunked` with Triton kernels. Not for float64.
 
-    On a GPU, the sizes of heads must be in `_SIZES`.
+    On a GPU, the head sizes must be in `_SIZES`.
     """
     out: Tensor = _Fused.apply(q, k, v, g, beta, _table(lengths, q.device))
     return out

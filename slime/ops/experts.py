@@ -217,7 +217,7 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
 
 @contextlib.contextmanager
 def _in_any_order() -> Iterator[None]:
-    """For copies to different places, which PyTorch's deterministic mode would sort first."""
+    """Turns off PyTorch's deterministic mode, which would sort the indices of a copy even if they are all distinct."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -242,11 +242,11 @@ def _total(weights: Tensor) -> Tensor:
     """[T, topk] -> [T, 1]"""
     if not is_invariant():
         return weights.sum(-1, keepdim=True)
-    return functools.reduce(torch.add, weights.split(1, dim=1))  # `sum` picks its order by the shape
+    return functools.reduce(torch.add, weights.split(1, dim=1))  # the summation order of `sum` depends on the shape
 
 
 def mix(x: Tensor, weights: Tensor, routing_map: Tensor, topk: int, projections: tuple[Tensor, Tensor]) -> Tensor:
-    """One MoE layer without gradients, as an engine needs it: x [T, H] -> [T, H], as `models.common.mlp` computes it.
+    """Runs an MoE layer without gradients, for an engine: x [T, H] -> [T, H], equal to the trainer's layer.
 
     Router weights [T, experts] and routing map as in `weigh`; projections [experts, 2F, H] and [experts, H, F].
     """

@@ -1,23 +1,24 @@
 """Arithmetic in which the result for a token does not depend on the other tokens of the batch (`--true-on-policy`).
 
-A trainer sees a token in a row of thousands, an engine sees it in a decode step of a few requests. Each library picks
-its kernels by the shape of the batch, and another order of the same sum rounds differently, so log-probs of the two
-differ by about 0.01 nats in bfloat16 although the weights are equal. Three operations of a dense model depend on the
-batch; here each of them sums in an order that is fixed per token (He et al. 2025, "Defeating nondeterminism in LLM
-inference"). Trainer and engines use the same functions, so their log-probs are bitwise equal.
+A trainer processes a token in a row of thousands of tokens, an engine in a decode step with a few requests. Libraries
+pick their kernels by the shape of the batch, and a different summation order rounds differently, so the log-probs of
+trainer and engine differ by about 0.01 nats in bfloat16 even with equal weights. Three operations of a dense model
+depend on the batch; here, each of them sums in an order that is fixed per token (He et al. 2025, "Defeating
+nondeterminism in LLM inference"). Trainer and engines use the same functions, so their log-probs are bitwise equal.
 
-- Matrix products. cuBLAS adds up the contraction in one order unless it splits it over several thread blocks
-  ("split-K"), which it chooses for few rows. `fix_products` rules this out. For few rows (`FEW_ROWS`), `linear` uses a
-  kernel of its own, which gives the same bits and is faster than cuBLAS without its split. On a CPU, a product runs on
-  tiles of `TILE_ROWS` rows, so that every call has the same shape.
+- Matrix products. cuBLAS sums a product in one order unless it splits the sum over several thread blocks ("split-K"),
+  which it does for few rows. `fix_products` rules this out. For few rows (`FEW_ROWS`), `linear` uses a kernel of its
+  own, which gives the same bits and is faster than cuBLAS without split-K. On a CPU, a product runs on tiles of
+  `TILE_ROWS` rows, so that every call has the same shape.
 - Attention (`attend`). A query meets its keys in blocks of `KEYS_AT_ONCE`, from the first to the last, whether the keys
   are the tokens of a packed row or are spread over an engine's cache.
 - The normalizer of a vocabulary (`log_totals`). One program adds up one row, in blocks.
 
-Norms, rotary embedding and activations of `slime.ops` work on each token alone anyway, and so does PyTorch's grouped
-matmul, which multiplies the rows of experts. The sum of a token's rows runs in expert order (`slime.ops.experts`).
+The norms, rotary embedding and activations of `slime.ops` process each token independently anyway, and so does
+PyTorch's grouped matmul, which multiplies the rows of experts. A token's rows are summed in expert order
+(`slime.ops.experts`).
 
-Invariant: for all three, the result for a token is the same bits in any batch, on one type of device.
+Invariant: for all three, the result for a token is bitwise the same in any batch on the same type of device.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ QUERIES_AT_ONCE = 16
 def fix_products(device: torch.device) -> None:
     """Makes every matrix product of this process on `device` independent of its number of rows. Idempotent."""
     if device.type == "cuda":
-        torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library has no such setting
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # plain cuBLAS has no such setting
         for name in ("bf16", "fp16"):
             setattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction", (False, False))
     else:
@@ -202,7 +203,7 @@ def log_totals(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the highest z and log sum exp(z - highest) of each row, for z = logits / temperature, both float32 [n].
 
     logits [n, V] in the model's dtype, temperatures float32 [n] or [1]. The log-prob of a token is (z - highest) - log
-    sum. The same logits in another dtype give another order of the sum.
+    sum. In a different dtype, the same logits are summed in a different order.
     """
     if logits.is_cuda:
         kernels: Any = importlib.import_module("slime.ops.kernels.invariant")

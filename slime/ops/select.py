@@ -70,7 +70,7 @@ def delta_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 DELTA_SHARED = 160 * 1024
-"""Bytes per block, which GPUs of data centers have. The kernels of the delta rule need up to 145 KiB, in float32."""
+"""Shared memory per block in bytes, as on data center GPUs. The delta rule's kernels need up to 145 KiB, in float32."""
 OPS: Mapping[str, tuple[Fused, ...]] = {
     "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "qk_rotary": (Fused(FUSED, "one Triton kernel splits, normalises and rotates queries and keys", triton_problems),),
@@ -122,7 +122,7 @@ def use(
     choices = choose(device, dtype, kernels)
     if invariant:
         fix_products(device)
-        same = Choice("attention", INVARIANT, "--true-on-policy: one order of sums in trainer and engines")
+        same = Choice("attention", INVARIANT, "--true-on-policy: same summation order in trainer and engines")
         choices = tuple(same if choice.op == same.op else choice for choice in choices)
     _chosen.clear()
     _chosen.update((choice.op, choice) for choice in choices)

@@ -396,7 +396,7 @@ def _array(kind: str, shape: Sequence[int], values: Sequence[Any]) -> Any:
 
     dtype = numpy.dtype(kind)
     if dtype.kind not in ARRAY_KINDS:
-        raise ValueError(f"an array of {kind:.40}")
+        raise ValueError(f"arrays of kind {kind:.40} are not supported")
     return numpy.array(values, dtype).reshape(shape)
 
 

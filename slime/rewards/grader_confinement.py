@@ -1,4 +1,4 @@
-"""Confines processes that grade text: answers do not execute, and even one that did could do no harm.
+"""Confines processes that grade text: answers are not executed, and even one that was executed could do no harm.
 
 Libraries used by graders evaluate answers as Python: reasoning-gym verifiers call `eval`, and pass formulas to sympy's
 `parse_expr`, which also calls `eval`. A malicious answer could read the label, set its own reward and all later ones,

@@ -15,8 +15,8 @@ Invariants
    the machine, the installation or the row.
 4. A `held` process gives up access to everything but libraries (`grader_confinement`) before it sees an answer, and
    never runs an answer as a program.
-5. What a user's function changes in the metadata of a sample goes back with the reply, whether the sample is scored or
-   not: it is where a judge's words are kept.
+5. Changes that a user's function makes to a sample's metadata are returned with the reply, whether or not the sample is
+   scored, because judges store their explanations there.
 6. Up to `CONCURRENT_PER_PROCESS` async graders run concurrently, even if each blocks in a thread (`to_thread`).
 """
 
@@ -75,7 +75,7 @@ def load_custom(path: str) -> Callable[..., Any]:
 
 
 def _own(settings: object) -> object:
-    """Returns the settings for one call of a user's function, which may set attributes."""
+    """Returns a copy of the settings for one call of a user's function, which may set attributes on it."""
     from slime.settings import for_hook
 
     return for_hook(settings)
@@ -133,7 +133,7 @@ class Server:
             changed = [noted(*pair) for pair in zip((s.metadata for s in samples), given, strict=False)]
         except (TypeError, ValueError, RecursionError) as problem:
             reason = (
-                f"the reward function changed sample.metadata to something that cannot be kept: {str(problem)[:200]}"
+                f"the reward function changed sample.metadata to a value that cannot be stored: {str(problem)[:200]}"
             )
             return {**answer, "scores": [{"unscored": reason}] * len(given)}
         return {**answer, "metadata": changed}
@@ -214,7 +214,7 @@ def _is_ended() -> bool:
 
 
 def noted(metadata: dict[str, Any], given: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the metadata that a user's function left in a sample as plain JSON; None if it is as given.
+    """Returns the metadata that a user's function left in a sample as plain JSON; None if it is unchanged.
 
     Raises `TypeError` or `ValueError` if it is not JSON, or if it grew by more than `MAX_RESULT_BYTES`.
     """

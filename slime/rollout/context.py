@@ -63,7 +63,7 @@ class RolloutContext:
     eval_datasets: tuple[Any, ...] = ()
     """`slime.rollout.evaluate.EvalDataset` records."""
     workers: Episodes | None = None
-    """Runs the groups; None: they run in this process."""
+    """Runs the groups; None to run them in this process."""
     loopback: LoopbackRouter | None = None
     """The address of this process for HTTP clients of user code."""
 
@@ -101,8 +101,8 @@ def _place_without_context() -> str:
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     if main is not None and main.name == _GRADER_PROCESS:
         return (
-            "in a grader process, which has no rollout; a reward function can use its args and sample. To reward with "
-            "the engines, set sample.reward in the generate function or in --rollout-sample-hook-path"
+            "in a grader process, which has no rollout; a reward function can use its args and sample. To compute "
+            "rewards with the engines, set sample.reward in the generate function or in --rollout-sample-hook-path"
         )
     if _is_importing():
         return "while a module is imported, before any rollout; call it inside the generate function or the hook"

@@ -119,7 +119,7 @@ def is_finished(samples: Sequence[Sample], *, scored: bool) -> bool:
 
 
 def _set_score(sample: Sample, score: Score) -> str:
-    """Stores a score, and what a reward function noted, in the sample. Returns why the sample is unscored, or ''."""
+    """Stores a score and the reward function's notes in the sample. Returns why the sample is unscored, or ''."""
     if score.metadata is not None:
         sample.metadata = score.metadata
     if isinstance(score, Unscored):

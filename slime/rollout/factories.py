@@ -76,7 +76,7 @@ def load_eval_datasets(args: Args, tokenizer: Any) -> tuple[EvalDataset, ...]:
 
 
 def tell_shared_rows(source: DataBuffer, datasets: Sequence[EvalDataset]) -> None:
-    """Warns about evaluation prompts that are also trained on."""
+    """Warns about evaluation prompts that are also in the training data."""
     if not isinstance(prompts := source.prompts, PromptDataset):
         return
     for one in datasets:

@@ -71,15 +71,15 @@ def count_siblings(samples: Sequence[Sample], counts: Sequence[tuple[int, int]])
 
 
 def _trained_again(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns how many tokens siblings train that an earlier sibling also trains; {} if no execution has siblings."""
+    """Counts the trained tokens that an earlier sibling also trains; {} if no execution has siblings."""
     counts = [_counts(sample) for sample in samples if not sample.remove_sample]
     found = [one["trained_again"] for one in counts if "trained_again" in one]
     return {"rollout/num_tokens_trained_again": float(sum(found))} if found else {}
 
 
 def empty_turn_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the number of turns that got no token, as metric `name`. Unless it is 0, the number for each limit that
-    caused them is returned as `name/<limit>`.
+    """Returns the number of turns that got no token, as metric `name`. If it is not 0, also returns the number per
+    limit, as `name/<limit>`.
     """
     counts = [_counts(sample) for sample in samples]
     by = {limit: float(sum(one.get(f"empty_by_{limit}", 0) for one in counts)) for limit in EMPTY_TURNS}
@@ -255,7 +255,7 @@ logger = logging.getLogger(__name__)
 REASON_OF = {status: reason for reason, status in FINISH_REASONS.items()}
 MAX_LABEL_CHARS, MAX_SCORES = 500, 20
 MAX_ENTRIES, MAX_DEPTH = 50, 4
-"""Of the metadata shown: entries per dict or list, and levels of nesting."""
+"""Limits on displayed metadata: entries per dict or list, and levels of nesting."""
 
 
 def pick(rewards: Sequence[float | None], num: int, chance: random.Random) -> list[tuple[int, Picked]]:
@@ -382,8 +382,8 @@ def _more(sample: Sample) -> dict[str, Any]:
 
 
 def shown_metadata(metadata: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """Returns the metadata of the data and of the user's functions as JSON: at most `limit` characters per entry, with
-    a note where something is left out, control characters escaped, and values of secret names hidden.
+    """Returns the metadata from the dataset and the user's functions as JSON: at most `limit` characters per entry,
+    with a note where something is left out, control characters escaped, and values of secret names hidden.
     """
     own = {key: value for key, value in metadata.items() if key != TURN_COUNTS}
     plain = _plain(own, limit, depth=0)
@@ -394,7 +394,7 @@ def shown_metadata(metadata: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, limit: int, depth: int) -> Any:
-    """Returns a value as JSON without NaN. Leaves out what lies deeper than `MAX_DEPTH`, with a note."""
+    """Returns a value as JSON without NaN. Replaces anything nested deeper than `MAX_DEPTH` with a note."""
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, Mapping) and depth < MAX_DEPTH:

@@ -5,7 +5,7 @@ samples stays one execution. A conversation is dropped with a reason if it is lo
 if the chat template does not render it as the model would have written it.
 
 Rendering takes milliseconds per row, too long to render a large dataset before the run starts. So as many rows as fit
-into `CHECK_S` are rendered at startup, in a random order, and the run counts the dropped rows of the ledger as it goes.
+into `CHECK_S` are rendered at startup, in a random order, and the run counts the ledger's dropped rows as it goes.
 Both raise `DataError` if too many are dropped (`too_many_dropped`).
 """
 

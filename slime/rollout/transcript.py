@@ -268,7 +268,7 @@ class Transcript:
         """Returns for each sample of an execution: its turns that no earlier sibling has, and how many of its trained
         tokens an earlier sibling already trains.
 
-        A token that siblings share is the same one unless engines sampled it once for each of them.
+        A token that siblings share counts as one token unless engines sampled it separately for each of them.
         """
         counts, earlier = list[tuple[int, int]](), list[tuple[Ids, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]()
         for sample in samples:

@@ -100,7 +100,9 @@ class MegatronBackend:
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.backends.cudnn.allow_tf32 = False  # on by default: the patches of images would not be float32
+            torch.backends.cudnn.allow_tf32 = (
+                False  # on by default; the convolution over image patches must stay float32
+            )
         megatron = args.megatron
         choices = select.use(self.device, training_dtype(megatron), args.kernels, invariant=args.true_on_policy)
         if rank == 0:

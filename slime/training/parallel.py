@@ -105,7 +105,7 @@ def init_process_groups(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> ParallelInfo:
-    """Joins the world and creates Megatron's groups. From adjacent ranks outwards: tensor, context, data, pipeline.
+    """Joins the world and creates Megatron's groups, innermost first: tensor, context, data, pipeline.
 
     Rank 0 opens the store only on `master_address`: on `listener`, or on `master_port` if `listener` is None. A
     collective that waits longer than `timeout_s` fails. Raises `ConfigError` if the sizes do not divide the world size.
@@ -160,8 +160,8 @@ def seed_everything(seed: int, dp_rank: int) -> None:
 def be_deterministic() -> None:
     """Makes PyTorch use deterministic kernels, and raise where it has none (`--deterministic-mode`).
 
-    With only a warning, FlashAttention's backward pass would keep adding up query gradients in any order. PyTorch would
-    also fill every new tensor with NaN, which takes time and only matters to code that reads what nothing wrote.
+    If PyTorch only warned, FlashAttention's backward pass would still sum query gradients in a nondeterministic order.
+    Filling new tensors with NaN is turned off: it takes time and matters only to code that reads uninitialized memory.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS creates its first handle
     torch.use_deterministic_algorithms(True)

@@ -8,7 +8,7 @@ tokens fit. The measured passes also compile the kernels.
 
 Not predicted: attention without a fused kernel, whose masks grow quadratically with the sequence length (gpt-oss, or
 context parallelism with `--kernels reference`); load imbalance under expert parallelism; a critic's passes; samples
-longer than the settings allow; copies of keys for shared prefixes; that a micro-batch of short samples selects no keys.
+longer than the settings allow; copies of keys for shared prefixes; micro-batches whose short samples select no keys.
 
 Invariants
 1. Weights, optimizer, buffers and RNG state do not change. Gradients are zero afterwards.
@@ -140,7 +140,7 @@ def training_peak(
 
 
 def kept_for_a_step(args: Args, dp_size: int) -> int:
-    """Returns the bytes that a rank keeps until the end of a step, beside its pass, to name tokens in errors."""
+    """Returns the bytes that a rank keeps until the end of a step so that errors can name the tokens."""
     return -(-args.global_batch_size // dp_size) * longest_sample(args) * KEPT_BYTES_PER_TOKEN
 
 

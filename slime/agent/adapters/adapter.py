@@ -17,7 +17,7 @@ Invariants
    the token limit.
 3. A session that is finished or dropped is removed immediately, and its running requests are cancelled.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
-5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until that is clear.
+5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until this is clear.
 6. A turn that is cancelled before its end leaves no trace in the session.
 """
 

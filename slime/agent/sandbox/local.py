@@ -138,7 +138,7 @@ class LocalSandbox(ShellSandbox):
         loop = asyncio.get_running_loop()
         self._control.settimeout(START_S * load())
         message, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, self._control, 1 << 16, 1)
-        missing = json.loads(message)["missing"] if message else "a process that starts (see stderr)"
+        missing = json.loads(message)["missing"] if message else "the supervisor, which failed to start; see stderr"
         if missing is not None:
             raise Unconfined(
                 f"this machine cannot confine an agent's commands (missing: {missing}); allow user namespaces "

@@ -103,7 +103,9 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
-    """Returns RLIMIT -> value: limits processes if this user is not shared, and file sizes if no file system does."""
+    """Returns RLIMIT -> value. Limits processes only if the user is not shared, and file sizes only if no file system
+    does.
+    """
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unconfined"] else {}
     alone = not settings["unconfined"] or os.getuid() == settings["uid"]
     return {**bounds, **({resource.RLIMIT_NPROC: settings["processes"]} if alone else {})}

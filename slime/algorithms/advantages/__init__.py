@@ -54,7 +54,7 @@ class RewardedBatch:
 
     @property
     def kl_S(self) -> Sequence[npt.NDArray[Any] | None]:
-        """The KL [R] of each sample, or a None for each without --kl-coef."""
+        """The KL [R] of each sample; without --kl-coef, None for each sample."""
         return self.kl if self.kl is not None else (None,) * len(self.masks)
 
 

@@ -225,8 +225,8 @@ class StackedLinear(Module):
 class StackedExperts(Module):
     """SwiGLU experts without bias. Each projection is one tensor for all experts. Replaces Megatron's `SequentialMLP`.
 
-    The optimizer and gradient buffers see two parameters per layer. `training.model.names` provides views of single
-    experts for weight tables, checkpoints and engines. Weights are uninitialised until a checkpoint is loaded.
+    The optimizer and gradient buffers see two parameters per layer. `training.model.parameter_names` provides views of
+    single experts for weight tables, checkpoints and engines. Weights are uninitialised until a checkpoint is loaded.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_unused: Any) -> None:

@@ -80,7 +80,7 @@ class RowShard(Protocol):
         """[N + 1] int32 on the model's device: cumulative full lengths of the sequences, starting with 0."""
 
     def of_keys(self, rows: Tensor) -> Tensor:
-        """rows [T / cp, ...] of this rank's tokens -> those of the keys of all local chunks, concatenated [K, ...]."""
+        """rows [T / cp, ...] of this rank's tokens -> the key rows of all local chunks, concatenated [K, ...]."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values for all local chunks [K, g,

@@ -100,8 +100,8 @@ class SparseIndexer(torch.nn.Module):
     def _choose(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """q [n, heads, d], k [m, d], weights [n, heads] of one sequence or chunk -> [n, topk].
 
-        Keys for which no head has a positive product all score zero. `topk` would choose from them depending on the
-        number of keys, and so on padding and chunks. Instead, earlier ones come first.
+        Keys for which no head has a positive product all score zero. Among them, `topk` alone would choose depending
+        on the number of keys, and therefore on padding and chunks. Here, earlier keys come first instead.
         """
         n, m = q.size(0), k.size(0)
         place = torch.arange(m, device=k.device)
@@ -272,8 +272,8 @@ class LatentAttention(MegatronModule):
     def _kv_up_matrices(self, device: torch.device) -> Tensor:
         """Returns the up projection [heads, nope + v, rank] in float32, in which its gradients are summed.
 
-        This is what the layer makes of unit vectors, so adapters, quantised weights, and the way in which the layer
-        accumulates and communicates weight gradients stay those of the layer.
+        Applies the layer to unit vectors, so that adapters, quantised weights, and the layer's own accumulation and
+        communication of weight gradients still take effect.
         """
         shards = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         size = -(-self.kv_rank // shards) * shards
@@ -287,7 +287,7 @@ class LatentAttention(MegatronModule):
     def _selected(
         self, hidden: Tensor, query_latent: Tensor | None, cos: Tensor, sin: Tensor, packed: PackedSequences
     ) -> list[Tensor | None] | None:
-        """Returns the selected keys per sequence or local chunk, or None if all of them are causal."""
+        """Returns the selected keys per sequence or local chunk, or None if no sequence is long enough to select."""
         if self.chooser is None:
             return None
         if self.indexer is None:

@@ -102,7 +102,7 @@ def _layer(s: ModelSizes, _: int) -> Rows:
 
 
 def _as_filed(row: Row) -> Row:
-    """Renames the row as in released checkpoints. The router's row is float32."""
+    """Gives the row the names of released checkpoints. The router's row is float32."""
 
     def filed(name: str) -> str:
         for ours, theirs in (*_FILE_NAMES.items(), *_PROJECTIONS.items()):

@@ -124,7 +124,7 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """Renames the row as in SGLang, where the language model is at the top level and `self_attn` is omitted."""
+    """Gives the row SGLang's name, where the language model is at the top level and `self_attn` is omitted."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")

@@ -13,7 +13,7 @@ loops over the chunks of a sequence for a block of columns of the state. From th
     dV = beta B    dQ = e^G dO S^T + (dP D) K
     dK = (dP D)^T Q + (C + C^T) K - beta e^G B S^T + e^L N dS'^T    with C = beta D dA
 
-Inputs and outputs are [T, h, d] in the model's dtype, everything else is float32, one contiguous tile after the other.
+Inputs and outputs are [T, h, d] in the model's dtype. Everything else is float32, in consecutive contiguous tiles.
 Products whose operands both come from the inputs are exact up to the order of the sums. For the others, PRECISION is
 how float32 operands are multiplied: "tf32x3" has an error like float32, "bf16x3" about 2^-16, "tf32" about 2^-11.
 
@@ -34,7 +34,7 @@ from slime.ops.delta_rule import CHUNK
 
 _C = tl.constexpr(CHUNK)
 _ROWS = tl.constexpr(4)
-"""Values per token and head that all kernels need: G, the scale of the key, of the query, and beta."""
+"""Number of values per token and head that all kernels need: G, the scales of key and query, and beta."""
 LAUNCH: dict[str, dict[str, int]] = {
     "prepare": {"num_warps": 4, "num_stages": 1},
     "states": {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
@@ -47,9 +47,10 @@ LAUNCH: dict[str, dict[str, int]] = {
 }
 """Columns of a state per program or step, warps and stages of each kernel.
 
-Not every choice is safe. For Hopper, ptxas 12.8 (Triton 3.6) computes the address of some operands in shared memory
-from a register that was never set, which is an illegal memory access, in many cases where an operand has fewer than 64
-columns: heads of 16 or 32, and 32 columns of a state in `back_keys`, `back_system`, or one stage of `back_states`.
+Not every choice is safe. On Hopper, ptxas 12.8 (Triton 3.6) computes the address of some operands in shared memory from
+a register that was never set, which causes an illegal memory access. This happens in many cases where an operand has
+fewer than 64 columns: heads of 16 or 32, and 32 columns of a state in `back_keys`, `back_system`, or one stage of
+`back_states`.
 """
 
 
@@ -181,7 +182,7 @@ def _tokens(start, count, tile, H: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _sequence(start, count, begin):  # type: ignore[no-untyped-def]
-    """Returns the first and last + 1 chunk of a sequence, and its first and last + 1 token."""
+    """Returns the range of a sequence's chunks (first, last + 1) and the range of its tokens."""
     sequence = tl.program_id(2)
     begins, ends = tl.load(begin + sequence), tl.load(begin + sequence + 1)
     final = tl.load(start + ends - 1) + tl.load(count + ends - 1)
@@ -219,7 +220,7 @@ def _row(rows, tile, number: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _growth(late, early, later):  # type: ignore[no-untyped-def]
-    """Returns e^(late - early), or zero where `later` is false, where the exponential could overflow."""
+    """Returns e^(late - early), or zero where `later` is false, because the exponential could overflow there."""
     return tl.exp(tl.where(later, late - early, -float("inf")))
 
 
@@ -271,8 +272,8 @@ def _prepare(  # type: ignore[no-untyped-def]
 def _inverse(system):  # type: ignore[no-untyped-def]
     """Inverts I + `system` [CHUNK, CHUNK], which is zero on and above the diagonal.
 
-    The inverse of blocks of twice the size follows from that of blocks [[a, 0], [c, d]]: its lower left is
-    -d^-1 c a^-1. As exact as forward substitution, whereas powers of the system could overflow.
+    Inverts diagonal blocks and doubles their size in each round: the inverse of [[a, 0], [c, d]] has -d^-1 c a^-1 in
+    its lower left. This is as exact as forward substitution, whereas powers of the system could overflow.
     """
     slot = tl.arange(0, _C)
     across, down = slot[None, :], slot[:, None]
@@ -549,7 +550,7 @@ def _back_keys(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes dK and from it the gradient of the keys before normalisation; completes those of g and beta."""
+    """Computes dK and from it the gradient of the keys before normalisation; completes the gradients of g and beta."""
     tile = tl.program_id(0).to(tl.int64)
     row, kept = _tokens(start, count, tile, H)
     slot = tl.arange(0, _C)
@@ -575,7 +576,7 @@ def _back_keys(  # type: ignore[no-untyped-def]
         at = tile * (DK * DV) + _block(first, DV, DK, BLOCK)
         kept_state += tl.sum(tl.load(states + at) * tl.load(back + at), 1)
     of_total = tl.load(sums + 2 * tile * _C + slot) + of_rate * rate
-    # a decay changes G of its token and those after it, and L of the tokens before it
+    # a token's decay changes G of that token and of later ones, and L of earlier ones
     of_decay = tl.sum(tl.where(slot[:, None] >= slot[None, :], of_total[:, None], lost[:, None]), 0)
     tl.store(of_g + row, of_decay + tl.exp(last) * tl.sum(kept_state, 0), mask=kept)
     result = (result - unit * tl.sum(unit * result, 1)[:, None]) * scale[:, None]

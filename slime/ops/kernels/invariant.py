@@ -23,7 +23,7 @@ _FEW_ROWS = (64, 4, 3)
 _MANY_ROWS = (128, 8, 3)
 _VOCABULARY_BLOCK = 8192
 _VOCABULARY = 32768
-"""From this number of columns on, a product has tiles enough to fill a GPU."""
+"""From this number of columns on, a product has enough tiles to fill a GPU."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def attend(
 
     query and `out` [T, heads, d], key and value [K, groups, d] with contiguous heads; `cu_query`, `cu_key` [N + 1]. The
     last query of a sequence is aligned with its last key. `cache`: (keys and values [slots, groups, d], starts [N + 1],
-    slots): keys that precede a sequence's own ones are in the cache, at slots[starts[i] : starts[i + 1]]. If `cu_key`
-    is None, all keys are there.
+    slots): keys that precede a sequence's own keys are in the cache, at slots[starts[i] : starts[i + 1]]. If `cu_key`
+    is None, all keys are in the cache.
     """
     num_sequences = cu_query.numel() - 1
     if not num_sequences or not longest_query:
@@ -129,7 +129,7 @@ def attend(
 
 @triton.jit
 def _span(starts, i, given: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where sequence i begins, and its length; 0 and 0 if there are no starts."""
+    """Returns the start and length of sequence i; 0 and 0 if there are no starts."""
     first, num = 0, 0
     if given:
         first = tl.load(starts + i)
@@ -139,13 +139,13 @@ def _span(starts, i, given: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rows(x, at, stride, there, d, inside):  # type: ignore[no-untyped-def]
-    """Rows `at` [n] of x -> [n, width], 0 where they are not `there`."""
+    """Loads rows `at` [n] of x -> [n, width], with zeros where `there` is false."""
     return tl.load(x + at[:, None] * stride + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
 def _columns(x, at, stride, there, d, inside):  # type: ignore[no-untyped-def]
-    """Rows `at` [n] of x, transposed -> [width, n]."""
+    """Loads rows `at` [n] of x, transposed -> [width, n]."""
     return tl.load(x + at[None, :] * stride + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
 
 

@@ -1,9 +1,8 @@
 """Kernels that split a fused projection into heads and normalize and rotate queries and keys, forward and backward.
 
-A program processes one token and loads the token's cos and sin only once. The backward kernel
-reads the gradients of queries, keys and values and writes the gradient of the projection. If the norms are trained,
-each of its programs processes several tokens and stores partial gradients of the norm weights, which `column_sums` adds
-up.
+A program processes one token and loads the token's cos and sin only once. The backward kernel reads the gradients of
+queries, keys and values and writes the gradient of the projection. If the norms are trained, each of its programs
+processes several tokens and stores partial gradients of the norm weights, which `column_sums` adds up.
 
 A program processes `HEADS` heads at a time, in float32. Each head is split into the first elements of its rotated
 pairs, the second elements, and the rest (`places`). A projection has groups of WIDTH heads: head h of COUNT is head
@@ -46,8 +45,8 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. The values are a view of it with norms, or if
-    heads are apart."""
+    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. With norms, or if heads are apart, the values
+    are a view of it."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None
     sizes = _sizes(heads, width, cos.size(-1), normed=normed)

@@ -105,9 +105,9 @@ def _deadly(call: Call, said: str) -> DeadlyRequest:
 
 RETRY_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 UNREACHABLE_STATUSES = frozenset({502, 503, 504})
-"""A proxy or the engine itself sends these if the engine has died or is not ready."""
+"""HTTP statuses that a proxy or the engine itself sends if the engine has died or is not ready."""
 MAY_RUN_STATUSES = frozenset({408, 500, 502, 504})
-"""The engine may still be working on the request."""
+"""HTTP statuses after which the engine may still be working on the request."""
 MAX_TRIES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 

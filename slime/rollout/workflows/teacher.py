@@ -32,7 +32,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """Name from the public slime that implies `--opd-teacher-url`. Raises `HookError` if called."""
+    """Stands in for the public slime's function, and implies `--opd-teacher-url`. Raises `HookError` if called."""
     raise HookError(_INSTEAD.format("reward_func"))
 
 

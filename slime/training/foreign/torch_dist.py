@@ -56,7 +56,7 @@ class Places:
         self._own = frozenset(table.megatron_names)
 
     def find(self, parameter: str, stored: Container[str]) -> tuple[Place, ...]:
-        """Returns where a checkpoint with the tensor names `stored` has `parameter`, or () if it is missing.
+        """Returns the places of `parameter` in a checkpoint with the tensor names `stored`, or () if it is missing.
 
         If there are several places, the parameter is the concatenation of their tensors.
         """

@@ -325,7 +325,7 @@ def score_tokens(
 ) -> TokenScores:
     """Scores `target_tokens` [T] int64 under softmax(hidden @ weight.T / temperature) with top-k and top-p.
 
-    hidden [T, H]; weight [V_local, H]. `log_probs` is differentiable; `entropy` is only with `entropy_grad`. With
+    hidden [T, H]; weight [V_local, H]. `log_probs` is differentiable, and so is `entropy` with `entropy_grad`. With
     `chunk_tokens` 0, all rows form one chunk. With `into_main_grad`, the weight gradient is added directly to
     `main_grad`. Collective over `shard.group`.
     """

@@ -78,7 +78,7 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """Creates an empty folder for the files of step `rollout_id`, after cleaning up what crashes left behind in `root`.
+    """Creates an empty folder for the files of step `rollout_id`, after cleaning up after crashed saves in `root`.
 
     Raises `CheckpointError` if a folder with the step's name is not a checkpoint, or if another run has taken over
     `root` (`slime.core.lease`).
@@ -201,7 +201,7 @@ def latest(root: Path) -> Checkpoint | None:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Returns the settings with which the checkpoint at `path` was trained, as far as `commit` was given them."""
+    """Returns the settings that were passed to `commit` for the checkpoint at `path`; {} if there were none."""
     return dict(read_checkpoint_json(path / MANIFEST).get("settings") or {})
 
 

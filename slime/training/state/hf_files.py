@@ -100,7 +100,7 @@ class HfReader:
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Frees the memory of the tensors read since the last release. They stay valid: access reads the file again.
+        """Frees the memory of the tensors read since the last release. They stay valid: an access rereads the file.
 
         Can be called repeatedly while these tensors are in use: until the next read, each call frees the same tensors.
         """
@@ -167,7 +167,7 @@ def write_hf(
     """Writes safetensors files of at most `MAX_SHARD_BYTES` with an index, and copies the assets of `assets_from`.
 
     `tensors`: (HF name, tensor) in any order, written unchanged. They are consumed once, with at most one file's worth
-    in memory. `carried` selects tensors of `assets_from` to append. In `config.json`, the dtype becomes the one that
+    in memory. `carried` selects tensors of `assets_from` to append. `config.json` gets the dtype that
     takes up the most bytes, and `quantization` replaces the original entry. With several `writers`, each rank calls
     this with the same tensors and an existing shared folder. On return, the weights are on disk.
     """
@@ -255,7 +255,7 @@ def require_replaceable(directory: Path) -> None:
 
 
 def begin_export(directory: Path) -> Path:
-    """Creates an empty, marked folder next to `directory` for its new content, replacing what a crash left there.
+    """Creates an empty, marked folder next to `directory` for its new content, replacing any leftovers of a crash.
 
     Raises `CheckpointError` if `directory` or the folder next to it contains anything but an export.
     """

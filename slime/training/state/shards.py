@@ -103,7 +103,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Frees the memory of the tensors read so far. They stay valid: access reads the file again."""
+        """Frees the memory of the tensors read so far. They stay valid: an access rereads the file."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 

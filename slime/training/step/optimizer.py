@@ -6,8 +6,8 @@ Invariants
 1. Gradients are sums over all ranks that have the parameter. Megatron's division is disabled (`megatron_config`),
    because the loss already includes the denominators of the whole step.
 2. A non-finite gradient never reaches the weights.
-3. Muon's state has one float32 number for each element, sharded like AdamW's moments. So all code that handles moments
-   (checkpoints, other layouts, memory release) handles it, too.
+3. Muon's state has one float32 number for each element, sharded like AdamW's moments. Code that handles moments
+   (checkpoints, other layouts, memory release) therefore handles it as well.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def owned_part(inner: Sequence[Any], held: Held) -> Owned | None:
 
 
 # Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), sharded as in "Muon is Scalable for LLM
-# Training" (arXiv:2502.16982). Megatron's own Muon refuses the distributed optimizer, and would update stacked experts
-# by AdamW.
+# Training" (arXiv:2502.16982). Megatron's own Muon does not support the distributed optimizer, and would update stacked
+# experts with AdamW.
 
 MOMENTUM = "momentum_buffer"
 """Key of Muon's state, and its role in a checkpoint."""
@@ -269,7 +269,7 @@ first is Jordan's; the second is that of https://leloykun.github.io/ponder/muon-
 
 @dataclass(frozen=True, slots=True)
 class MuonSettings:
-    """The settings `--muon-...`, with Megatron's meanings."""
+    """The `--muon-...` settings, which mean the same as in Megatron."""
 
     momentum: float
     nesterov: bool
@@ -283,7 +283,7 @@ class MuonSettings:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> MuonSettings | None:
-        """Returns None without `--optimizer muon`. Settings that the installed Megatron lacks have its values."""
+        """Returns None without `--optimizer muon`. A setting missing in this Megatron has the value hard-coded there."""
         if megatron.get("optimizer") != "muon":
             return None
         return cls(
@@ -299,7 +299,7 @@ class MuonSettings:
         )
 
     def scale(self, rows: int, columns: int) -> float:
-        """Returns the factor of the update of a matrix."""
+        """Returns the scale of the update of a `rows` x `columns` matrix."""
         scales = {
             "spectral": max(rows, columns) ** 0.5,
             "unit_rms_norm": (rows / columns) ** 0.5,
@@ -341,7 +341,7 @@ def _matmul_precision(name: str) -> Iterator[None]:
 
 
 def is_matrix(own: ShardedTensor) -> bool:
-    """Returns whether Muon updates a parameter: as in Megatron, one with two dimensions in a layer, and each expert."""
+    """Returns whether Muon updates a parameter: as in Megatron, any matrix in a layer, including each expert's."""
     return own.trained and len(own.shape) == 2 and own.name not in (EMBEDDING, HEAD)
 
 
@@ -383,7 +383,7 @@ class Muon:
             main.grad = None
 
     def _gather(self) -> None:
-        """Completes the gradient buffers, of which each rank has set its shard, on all data-parallel ranks."""
+        """All-gathers the gradient buffers, in which each data-parallel rank has set only its own shard."""
         group = self._inner.data_parallel_group
         if group.size() == 1:
             return
@@ -393,7 +393,7 @@ class Muon:
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
     def _update(self, own: ShardedTensor) -> Tensor:
-        """Returns the update of this rank's tensor-parallel shard of a matrix, for a learning rate of -1."""
+        """Returns this rank's shard of a matrix's update, which is subtracted after scaling by the learning rate."""
         shard = own.here.of(own.here.parameter.main_grad)  # type: ignore[attr-defined]
         change = partial(self._update_of_part, dim=own.entry.row.dim if own.tp_size > 1 else None)
         if self._settings.split_qkv and own.name.endswith("self_attention.linear_qkv.weight"):
@@ -401,7 +401,7 @@ class Muon:
         return change(shard)
 
     def _update_of_part(self, part: Tensor, dim: int | None) -> Tensor:
-        """`part`: this rank's part of a matrix that is split along `dim`, or all of it if `dim` is None."""
+        """`part`: this rank's shard of a matrix split along `dim`; the full matrix if `dim` is None."""
         rule = self._settings
         if dim is None or rule.tp_mode == "blockwise":
             rows, columns = part.shape

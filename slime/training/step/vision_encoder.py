@@ -63,8 +63,8 @@ def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> In
     if not runs or places[-1] >= prompt or any(run[-1] - run[0] + 1 != len(run) for run in runs):
         raise DataError(
             f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images need "
-            f"{counts.tolist()} tokens: another processor or other images were used; let the dataset expand the "
-            "placeholders, and do not change the prompt's tokens"
+            f"{counts.tolist()} tokens: a different processor or different images were used; let the dataset expand "
+            "the placeholders, and do not change the prompt's tokens"
         )
     return places[ends - counts]
 
