@@ -283,7 +283,7 @@ class MuonSettings:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> MuonSettings | None:
-        """Returns None without `--optimizer muon`. A setting missing in this Megatron has the value hard-coded there."""
+        """Returns None without `--optimizer muon`. A setting that Megatron lacks has the value hard-coded there."""
         if megatron.get("optimizer") != "muon":
             return None
         return cls(
