@@ -12,7 +12,7 @@ from the template's. In that case, the prompt drops the model's end token, and t
 
 Invariants
 1. A suffix begins at a control token, where every tokenizer splits, so encoding it separately produces the same ids.
-2. Control tokens in messages are spelled out (`ChatRenderer`); those in a suffix come from the template.
+2. Control tokens in messages are spelled out (`ChatRenderer`); control tokens in a suffix come from the template.
 3. A suffix contains every new message, in order. If a template moves or omits one, `NotAppended` is raised.
 4. From the end of the turn onwards, tokens plus suffix equal the template's output, without an extra end token.
 """

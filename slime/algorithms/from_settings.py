@@ -24,7 +24,7 @@ class Algorithm:
     policy_loss: PolicyLoss
     kl: KLEstimator
     corrections: tuple[Correction, ...]
-    """In the order in which they are applied."""
+    """The corrections, in the order in which they are applied."""
     aggregation: Aggregation
 
     @classmethod

@@ -225,7 +225,7 @@ def _of_settings(facts: ServerFacts, wanted: Wanted) -> Iterator[str]:
         )
     if wanted.experts and not facts.probe.experts:
         yield (
-            "it does not return routed experts for requests whose id asks for them; start it with "
+            "it ignores the mark in a request's id that asks for routed experts; start it with "
             f"{LAUNCHER} ... --enable-return-routed-experts"
         )
     renews = not matches(parsed(facts.info.get("version")), BEFORE_SESSIONS)

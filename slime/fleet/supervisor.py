@@ -91,7 +91,7 @@ class Engine:
     host: str | None = None
     """Address of the engine's host, or None if unknown."""
     url: str | None = None
-    """None while the engine does not respond."""
+    """Address of the engine; None while it does not respond."""
     state: State = State.STARTING
     version: WeightVersion | None = None
     """Weight version that the engine serves. None unless it is ready."""

@@ -13,7 +13,7 @@ Invariants
 4. `gather_rows` and `sum_rows` are each other's backward pass. A token's rows are added in expert order: "reference"
    adds in the dtype of the rows, bitwise equal to Megatron, and "fused" adds in float32.
 5. In both forms, SwiGLU (Shazeer 2020, arXiv:2002.05202) rounds three results to the dtype of the rows: silu(gate), its
-   product with `up`, and the product of that with the router weight, which can be float32.
+   product with `up`, and this product times the router weight, which can be float32.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ nondeterminism in LLM inference"). Trainer and engines use the same functions, s
   which it does for few rows. `fix_products` rules this out. For few rows (`FEW_ROWS`), `linear` uses a kernel of its
   own, which gives the same bits and is faster than cuBLAS without split-K. On a CPU, a product runs on tiles of
   `TILE_ROWS` rows, so that every call has the same shape.
-- Attention (`attend`). A query meets its keys in blocks of `KEYS_AT_ONCE`, from the first to the last, whether the keys
+- Attention (`attend`). A query reads its keys in blocks of `KEYS_AT_ONCE`, from the first to the last, whether the keys
   are the tokens of a packed row or are spread over an engine's cache.
 - The normalizer of a vocabulary (`log_totals`). One program adds up one row, in blocks.
 

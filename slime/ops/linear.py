@@ -28,7 +28,7 @@ def add_reference(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
 
 
 def add_fused(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
-    """Like `add_reference`, but accumulates in the dtype of `total` (float32 or that of the inputs). T can be 0."""
+    """Like `add_reference`, but accumulates in the dtype of `total` (float32 or the inputs' dtype). T can be 0."""
     if not grad.size(0):
         return
     if total.dtype == grad.dtype:

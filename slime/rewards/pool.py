@@ -16,7 +16,7 @@ Invariants
 2. A process that exceeds the time limit of a request is killed and replaced. Other requests on the process are retried,
    each in a process of its own, because any of them could have blocked it.
 3. Processes start on first use. After `close`, all of them have exited.
-4. Grading uses its own threads, because users' code can occupy those of the event loop.
+4. Grading uses its own threads, because users' code can occupy the event loop's threads.
 5. No process sees secrets of the run in its settings or environment (`grader_confinement`).
 """
 

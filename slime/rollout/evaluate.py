@@ -9,7 +9,7 @@ Invariants
    `--eval-max-failed-fraction` of a dataset fails, the evaluation fails immediately. If grading fails, the response is
    graded again, up to `MAX_TRIES` times, but never resampled: replacing responses that graders fail on would inflate
    the score.
-4. Fan-out siblings count as one execution: the mean and the pass rate use the mean of their rewards once.
+4. Fan-out siblings count as one execution: the mean and the pass rate use the mean of their rewards.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EvalDataset:
 
 
 def make_samples(dataset: EvalDataset, first_index: int) -> list[Sample]:
-    """Makes fresh samples, row by row. Their indices are negative to keep them out of the ledger."""
+    """Creates fresh samples, row by row. Their indices are negative to keep them out of the ledger."""
     config = dataset.config
     samples: list[Sample] = []
     for number, row in enumerate(dataset.rows):

@@ -98,7 +98,7 @@ class Execution:
 @dataclass(frozen=True, slots=True)
 class GroupResult:
     group: GroupOrRecord
-    """A record if another process ran the group."""
+    """The group, as a record if another process ran it."""
     outcome: Outcome
     reason: str = ""
     verdict: DynamicFilterOutput | None = None

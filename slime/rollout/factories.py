@@ -87,7 +87,7 @@ def tell_shared_rows(source: DataBuffer, datasets: Sequence[EvalDataset]) -> Non
 
 
 def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
-    """Makes a client for each served model, by name; engines are added later. `tokenizer`: the policy's tokenizer."""
+    """Creates a client for each served model, by name; engines are added later. `tokenizer`: the policy's tokenizer."""
     return Models(
         {
             model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
@@ -99,7 +99,7 @@ def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
 
 
 def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
-    """Makes the client of a model with its own checkpoint, whose responses are never trained on."""
+    """Creates the client of a model with its own checkpoint, whose responses are never trained on."""
     path = model.path
     return EngineClient(
         request_timeout_s=args.request_timeout_s,
@@ -122,7 +122,7 @@ def engine_client(
     pairs: bool = False,
     trained: bool = True,
 ) -> EngineClient:
-    """Makes a client for engines that serve the policy's checkpoint.
+    """Creates a client for engines that serve the policy's checkpoint.
 
     `urls`: initial engines; more can be admitted later. `tokenizer`: the engines' tokenizer, if any. The other
     parameters are as in `EngineClient`.
@@ -163,7 +163,7 @@ def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:
 
 
 def teacher_client(args: Args) -> TeacherClient | None:
-    """Makes the client for `--opd-teacher-url`; None if it is not set."""
+    """Creates the client for `--opd-teacher-url`; None if it is not set."""
     if args.opd_teacher_url is None:
         return None
     return TeacherClient(
@@ -176,7 +176,7 @@ def teacher_client(args: Args) -> TeacherClient | None:
 
 
 def grader_pool(args: Args) -> GraderPool:
-    """Makes the pool of grader processes. Raises `ConfigError` for an unknown grader."""
+    """Creates the pool of grader processes. Raises `ConfigError` for an unknown grader."""
     return GraderPool(
         num_workers=args.reward_num_workers,
         timeout_s=args.reward_timeout_s,

@@ -55,7 +55,7 @@ class TooLongError(DataError):
 
 
 def renderer(hf_checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any] | None) -> ChatRenderer:
-    """Makes a renderer that ends trained turns with the checkpoint's end tokens."""
+    """Creates a renderer that ends trained turns with the checkpoint's end tokens."""
     return ChatRenderer(tokenizer, kwargs=kwargs, end_ids=sorted(end_of_text(hf_checkpoint, tokenizer).token_ids))
 
 
@@ -116,7 +116,7 @@ def _warn(what: str) -> None:
 
 
 def too_many(dropped: Sequence[Quarantined], what: str, most: float) -> DataError:
-    """Makes the error for more than the fraction `most` of dropped rows. `what`: how many of which rows are dropped."""
+    """Returns the error for a fraction of dropped rows above `most`. `what`: text that counts the dropped rows."""
     return DataError(
         f"{what} cannot be used for fine-tuning, but at most {100 * most:.4g} % may be dropped; correct the rows "
         f"({DROPPED_ROWS} in the run folder has the reasons), or allow more with {FLAG}. {first_rows_of(dropped)}"
@@ -243,7 +243,7 @@ class HeldOut:
     """One held-out dataset as a batch, built the same way as a training batch."""
 
     name: str
-    """The loss is logged as `eval/<name>-loss`."""
+    """Name of the dataset, whose loss is logged as `eval/<name>-loss`."""
     batch: TrainBatch
     num_unusable: int
     """Number of conversations that are too long, or that the chat template does not render as the model would have
@@ -252,7 +252,7 @@ class HeldOut:
 
 
 def held_out_batches(args: Args, tokenizer: Any, datasets: Sequence[EvalDataset]) -> tuple[HeldOut, ...]:
-    """Makes one batch per dataset. Raises `DataError` if a dataset has no usable row."""
+    """Builds one batch per dataset. Raises `DataError` if a dataset has no usable row."""
     return tuple(_batch_of(args, tokenizer, dataset) for dataset in datasets)
 
 

@@ -150,7 +150,7 @@ class _Harmony(AnswerReader):
         return []
 
     def _broken(self) -> list[tuple[str, str]]:
-        """Turns the buffered header or call into text. What follows is text, too."""
+        """Turns the buffered header or call into text, and treats whatever follows as text."""
         held, tried = "".join(self._raw), self._kind is _Kind.CALL
         self._raw = []
         self._ill_formed = self._ill_formed or (self._may_call and (tried or _TO.search(held) is not None))

@@ -42,7 +42,7 @@ class TokenLosses:
     """The per-token output of a policy loss [R], in the dtype of the log-probs, zero where masked."""
 
     loss: Tensor
-    """Differentiable in the log-probs."""
+    """The loss; differentiable in the log-probs."""
     clipped: Tensor
     """1.0 where a token was clipped: no gradient (PPO, GSPO) or a bounded weight (CISPO). Always 0 for SAPO."""
     old_minus_new: Tensor

@@ -123,7 +123,7 @@ class PackedSequences(PackedSeqParams):
     rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin [T, r / 2] float32 for all layers, computed by the model on first use."""
     shard: RowShard | None = None
-    """None without context parallelism."""
+    """This rank's shard of the row; None without context parallelism."""
     repeats: Repeats | None = None
     """With shared prefixes: which keys each sequence uses. Under context parallelism, `shard` does this instead."""
     asked: Repeats | None = None

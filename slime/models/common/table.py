@@ -130,7 +130,7 @@ class Row:
     units: tuple[Unit, ...] = ()
     """The unit of each segment."""
     segments: tuple[int, ...] = ()
-    """Lengths along `dim` of the segments, each of which is split separately. Default: one segment per HF tensor."""
+    """Lengths along `dim` of the segments, which are split separately. Default: one segment per HF tensor."""
     groups: int = 0
     """Number of equal groups in which Megatron interleaves the segments, such as KV heads. 0: one per rank."""
     wide: bool = False
@@ -238,7 +238,7 @@ class Entry:
     plus_one: str = ""
     """Same as `Row.plus_one`."""
     layer: int | None = None
-    """None for parameters before and after the layers."""
+    """Number of the layer. None for parameters before and after the layers."""
 
     @classmethod
     def of(cls, row: Row, layer: int | None, expert: int | None = None) -> Entry:
@@ -360,12 +360,12 @@ class FamilyTable:
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
-        """In export order."""
+        """All Megatron parameters, in export order."""
         return tuple(e.megatron for e in self.entries)
 
     @cached_property
     def hf_names(self) -> tuple[str, ...]:
-        """In export order."""
+        """All HF tensors, in export order."""
         return tuple(dict.fromkeys(name for e in self.entries for name in e.hf))
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:

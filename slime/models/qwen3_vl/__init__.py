@@ -53,7 +53,7 @@ class Qwen3VL(Qwen3):
         return super().departures(hf_config)
 
     def weight_map(self, hf_config: HfConfig) -> FamilyTable:
-        """In engines, the language model is at the top level."""
+        """Returns the weight map. In engines, the language model is at the top level."""
         bias = bool(hf_config.get("attention_bias", False))
         table = decoder_table(
             hf_config,

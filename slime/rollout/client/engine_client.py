@@ -158,7 +158,7 @@ class EngineClient:
         Closing the iterator aborts the request and drops later tokens. Every chunk but the last has finish reason
         `abort`. If the run cancels the request, the stream raises `TakenBack`; with `returns_partial`, it ends with a
         chunk with finish reason `abort` instead. `interval`: approximate number of tokens per chunk. Only the last
-        chunk carries routed experts, those of all chunks, so a stream that is closed early yields none.
+        chunk carries routed experts (of all chunks), so a stream that is closed early yields none.
         """
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)

@@ -160,7 +160,7 @@ class Work:
     group: Group
     """Packed, so its numbers are arrays. During evaluation, it has a single execution."""
     dataset: EvalDatasetConfig | None = None
-    """Set only during evaluation."""
+    """The dataset that is evaluated; None during training."""
 
 
 @dataclass(frozen=True, slots=True)

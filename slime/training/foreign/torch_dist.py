@@ -137,7 +137,7 @@ class TorchDist:
     """
 
     table: FamilyTable
-    """Includes the MTP layer if the folder has one."""
+    """The model's table, including the MTP layer if the folder has one."""
 
     def __init__(self, folder: Path, hf_config: HfConfig) -> None:
         self._path, self._folder = folder, Folder(folder)

@@ -126,7 +126,7 @@ def row_logits(
 
 # Finds the tokens that top-k and top-p keep, without sorting or gathering the vocabulary.
 #
-# The rule is that of SGLang's samplers ("joint" order). Sort tokens by descending probability; token i is kept if
+# The rule matches SGLang's samplers ("joint" order). Sort tokens by descending probability; token i is kept if
 # i < top_k and tokens 0 to i - 1 have a total probability <= top_p. So the token that crosses top_p is still kept, and
 # probabilities are not renormalized between top-k and top-p.
 #
@@ -400,13 +400,13 @@ class _RowFactors:
 
     slope: Tensor
     curve: Tensor | None
-    """None if the entropy has no gradient."""
+    """Coefficient of p * log p; None if the entropy has no gradient."""
     kept_slope: Tensor | None
-    """None without top-p and top-k."""
+    """Additional coefficient of p for kept tokens; None without top-p and top-k."""
     local: Tensor
     """int64: the local row of the target."""
     own: Tensor
-    """0 if another rank holds the target."""
+    """Added at the target; 0 if another rank holds it."""
 
     def at(self, rows: slice) -> _RowFactors:
         curve = None if self.curve is None else self.curve[rows]

@@ -7,8 +7,8 @@ values. Recurrent layers need full sequences, but their heads are independent. A
 and another one afterwards to switch back.
 
 Invariants
-1. Every rank computes the same loss and so has the gradients of all results. It uses only those of its own tokens, so
-   nothing is summed twice.
+1. Every rank computes the same loss and so has the gradients of all results. It uses only the gradients of its own
+   tokens, so nothing is summed twice.
 2. All ranks run the same collectives in the same order, even ranks without response tokens.
 3. A per-head parameter gets the gradient of all tokens on the rank that computes its heads, and zero on the others. As
    for other parameters, the gradient is the sum over ranks.

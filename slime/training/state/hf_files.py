@@ -48,7 +48,7 @@ _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 class HfReader:
     """Reads individual tensors of a checkpoint: `with HfReader(dir) as read: read("model.norm.weight")`.
 
-    Quantised weights are dequantised and listed under their own names, not under those of their codes and scales.
+    Quantised weights are dequantised and listed under their own names, not under the names of their codes and scales.
     Raises `CheckpointError` with the name of a damaged file, and `ConfigError` for an unsupported quantisation format.
     """
 

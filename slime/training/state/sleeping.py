@@ -296,7 +296,7 @@ class EngineBytes:
 class Peak:
     trainer: int
     engine: int | None
-    """None if the engine chooses its pool size later."""
+    """The engine's memory; None if it chooses its pool size later."""
 
     def __str__(self) -> str:
         engine = "as SGLang chooses" if self.engine is None else f"{self.engine / 1e9:.1f} GB"

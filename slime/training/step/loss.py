@@ -378,12 +378,12 @@ class WithDraft:
 
     A trained token at index t of its sample is predicted a second time, from the hidden state at t - 2 and the token at
     t - 1. Its negative log-prob, at temperature 1, is averaged over the step's trained tokens and scaled by
-    `--mtp-loss-scaling-factor`. The mask is that of the policy loss. A token at index 1 cannot be predicted this way
+    `--mtp-loss-scaling-factor`. The policy loss's mask applies. A token at index 1 cannot be predicted this way
     and does not count.
     """
 
     policy: Objective
-    """Its `evaluate` requests `draft_log_probs`."""
+    """The policy's objective, whose `evaluate` requests `draft_log_probs`."""
     scaling_factor: float
 
     @property

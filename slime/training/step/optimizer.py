@@ -264,7 +264,7 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     ),
 }
 """`--muon-coefficient-type` -> (a, b, c) of each Newton-Schulz iteration, repeated if there are more iterations. The
-first is Jordan's; the second is that of https://leloykun.github.io/ponder/muon-opt-coeffs/."""
+first is Jordan's; the second is from https://leloykun.github.io/ponder/muon-opt-coeffs/."""
 
 
 @dataclass(frozen=True, slots=True)

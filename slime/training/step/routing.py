@@ -38,7 +38,7 @@ Kept = dict[tuple[int, ...], dict[int, Tensor]]
 @dataclass(frozen=True, slots=True)
 class BatchRouting:
     samples: tuple[TrainSample, ...]
-    """Empty if the engines' record is not used."""
+    """The batch's samples; empty if the engines' record is not used."""
     replays: bool
     """Whether to replay the engines' record. Otherwise, it is only compared."""
     counts: Tensor | None
