@@ -78,7 +78,7 @@ class Account:
         self.in_flight: dict[int, Issued] = {}
         """Groups in flight, in the order in which they were issued."""
         self.origins: dict[int, Origin] = {}
-        """Origins of unsettled groups that the buffer made itself."""
+        """Origins of unsettled groups that the buffer created itself."""
 
     def add_group(self, num_executions: int) -> tuple[int, int]:
         """Counts a new group. Returns its `group_index` and the `index` of its first execution."""

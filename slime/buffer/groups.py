@@ -276,7 +276,7 @@ class Issued:
 
     attempts: int
     record: GroupRecord | None
-    """None for a new group, which can be recreated from its origin."""
+    """The group's record. None for a new group, which can be recreated from its origin."""
 
 
 def make_group(row: PromptRow, group_index: int, origin: Origin, attempts: int) -> Group:

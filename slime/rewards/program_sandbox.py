@@ -402,7 +402,7 @@ class _Clock:
     """Measures the time of a program and its checker, excluding the time they waited for a CPU.
 
     The wait is known only for a single-threaded process. Programs with more threads or processes are measured in
-    wall-clock time, or else they could slow themselves down and blame the machine.
+    wall-clock time, because otherwise they could wait on purpose and blame the machine.
     """
 
     def __init__(self, keepers: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ def count_empty_turns(sample: Sample, spent: Mapping[str, int]) -> None:
 
 
 def count_siblings(samples: Sequence[Sample], counts: Sequence[tuple[int, int]]) -> None:
-    """Stores the result of `Transcript.of_siblings` in the samples. Turns that the generate function reports stay."""
+    """Stores the result of `Transcript.of_siblings` in the samples. Turn counts from the generate function are kept."""
     for sample, (turns, again) in zip(samples, counts, strict=True):
         own = sample.metadata.setdefault(TURN_COUNTS, {})
         if isinstance(own, dict):

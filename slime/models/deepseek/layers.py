@@ -30,7 +30,7 @@ from slime.models.deepseek.config import indexer_kinds
 from slime.ops.attention import per_sequence, to_selected, wide_product
 
 SCORES_AT_ONCE = 1 << 27
-"""Maximum number of an indexer's scores (heads x queries x keys, float32) that are in memory at once."""
+"""Maximum number of indexer scores (heads x queries x keys, float32) in memory at once."""
 TIE_STEP = 1e-30
 """Difference between the scores of two neighbouring keys that both score zero. Other scores are far larger."""
 

@@ -445,7 +445,7 @@ class Call:
             self._prompt_tokens = part.prompt_tokens - self._num_earlier
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
-                    f"the engine counts {self._prompt_tokens} prompt tokens, but the trainer {len(self.input_ids)}, so "
+                    f"the engine counts {self._prompt_tokens} prompt tokens and the trainer {len(self.input_ids)}, so "
                     "their image processors differ; use the processor files of --hf-checkpoint with default settings "
                     "for both"
                 )

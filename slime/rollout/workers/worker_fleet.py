@@ -93,7 +93,7 @@ class _Member:
     """Whether the worker takes any group; otherwise it runs a single group alone."""
     num_running: int = 0
     num_deaths: int = 0
-    """Consecutive deaths without a finished group in between."""
+    """Number of deaths since the worker last finished a group."""
     orders: set[asyncio.Future[Any]] = field(default_factory=set)
     """Commands running in the background."""
 

@@ -78,7 +78,7 @@ class HashedFile:
 
 
 def begin(root: Path, rollout_id: int) -> Path:
-    """Creates an empty folder for the files of step `rollout_id`, after cleaning up after crashed saves in `root`.
+    """Creates an empty folder for the files of step `rollout_id`, after removing what crashed saves left in `root`.
 
     Raises `CheckpointError` if a folder with the step's name is not a checkpoint, or if another run has taken over
     `root` (`slime.core.lease`).

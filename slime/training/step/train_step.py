@@ -276,7 +276,7 @@ def _run_micro_batches(
         batch = next(iterator)
 
         def loss_of(output: Any) -> tuple[Tensor, Tensor, None]:
-            # Megatron does not divide a loss in this form under `calculate_per_token_loss`.
+            # With `calculate_per_token_loss`, Megatron does not divide a loss that is returned in this form.
             return finish(batch, output), torch.zeros((), dtype=torch.int), None
 
         return evaluate(chunk, batch), loss_of
