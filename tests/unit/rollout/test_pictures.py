@@ -60,7 +60,7 @@ def test_an_answer_with_a_placeholder_starts_over_instead_of_going_on() -> None:
 def test_a_prompt_that_the_engine_read_otherwise_is_an_error(read: int) -> None:
     call = _call()
     call.payload("r", 64)
-    with pytest.raises(EngineError, match=rf"the engine counts {read} prompt tokens, but the trainer {len(IDS)},"):
+    with pytest.raises(EngineError, match=rf"the engine counts {read} prompt tokens and the trainer {len(IDS)},"):
         call.take_event(_event([40], read))
 
 
