@@ -105,8 +105,8 @@ def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], 
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
-            f"the sampling parameters {unknown} are not supported: the router would silently drop them, or they are "
-            f"a request for several completions; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
+            f"the sampling parameters {unknown} are not supported: the router would silently drop them, or they "
+            f"request several completions; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
     if not input_ids:
         raise RequestRejected("the prompt is empty; it must have at least one token")

@@ -68,7 +68,7 @@ def adapter_rows(row: Row, rank: int) -> tuple[Row, Row]:
 
 
 def peft_knows(table: FamilyTable) -> bool:
-    """Returns whether PEFT supports all adapters in a table. Those of routed experts are not supported."""
+    """Returns whether PEFT supports all adapters in a table. It does not support adapters of routed experts."""
     return not any(EXPERT in row.megatron for rows in adapters_alone(table).layers for row in rows)
 
 
