@@ -1,0 +1,185 @@
+"""Weight syncs to an engine on another GPU: announced buckets, one call per bucket, and a bare broadcast of the bytes.
+
+    python -m benchmarks.sync_speed --shape 4b --out sync_speed.json            needs two GPUs
+    python -m benchmarks.sync_speed --shape tiny-moe --device cpu --out sync_speed.json
+
+One training rank holds all tensors of the model in the engines' dtype, with random contents, and sends them with the
+`distributed` transport (NCCL on GPUs, gloo on a CPU). Both ways of calling the engine alternate, with the same engine
+and the same buckets, and every sync is verified. Before that, two processes broadcast buffers of the same sizes and do
+nothing else. Rates count the bytes of the model once. Gathering shards from other training ranks is not included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.random_checkpoint import tensors_of, write
+from benchmarks.training.shapes import SHAPES
+from slime.core.topology import EngineLayout
+from slime.models import table_for
+from slime.serving.control import HttpEngineControl
+from slime.serving.payloads import digest, serialize_bucket, shareable, warm_digest
+from slime.serving.server import ServerSpec, SGLangServer
+from slime.weights.receivers import Peers, Receiver
+from slime.weights.send_plan import Buffers
+from slime.weights.sync import sync_weights
+from slime.weights.transports import TransportContext
+from slime.weights.transports.distributed import DistributedChannel
+from tests.support.engines import READY_LIMIT_S
+from tests.support.tiny import write_tokenizer
+from tests.support.weights import Whole
+
+FLAGS: dict[str, Any] = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_custom_all_reduce": True,
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 8192,
+}
+WAYS = {"announced": True, "one call per bucket": False}
+TIMES = 5
+LIMIT_S = 120.0
+
+
+def broadcast_bytes(rank: int, port: int, sizes: list[int], device: str, out: str) -> None:
+    """One of two processes that broadcast buffers of these sizes. Rank 0 writes the seconds of each round to `out`."""
+    import torch.distributed as dist
+
+    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    backend, url = "nccl" if device == "cuda" else "gloo", f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    memory = torch.empty(max(sizes), dtype=torch.uint8, device=place)
+    seconds = []
+    for _ in range(TIMES + 2):
+        dist.barrier()
+        began = time.perf_counter()
+        for size in sizes:
+            dist.broadcast(memory[:size], src=0)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        Path(out).write_text(json.dumps(seconds[2:]))
+    dist.destroy_process_group()
+
+
+def bare(sizes: list[int], device: str, folder: Path) -> list[float]:
+    from torch.multiprocessing.spawn import spawn
+
+    from slime.weights.rendezvous import listen_on
+
+    with listen_on("127.0.0.1") as listener:
+        port = listener.getsockname()[1]
+    spawn(broadcast_bytes, (port, sizes, device, str(folder / "bare.json")), nprocs=2)
+    found: list[float] = json.loads((folder / "bare.json").read_text())
+    return found
+
+
+class Sender:
+    """A training rank that holds the whole model, and the engine that it sends to."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.device, self.bucket_bytes = options.device, options.bucket_mib * 2**20
+        config = SHAPES[options.shape]
+        self.table = table_for(config)
+        state = {name: tensor.to(self.device) for name, tensor in tensors_of(config, seed=0)}
+        self.outgoing = Whole(self.table, state.items())
+        self.sizes = [turn.num_bytes for turn in self.outgoing.turns(self.bucket_bytes)]
+        self.times = {"bare broadcast": bare(self.sizes, self.device, folder)}
+        write(folder / "model", options.shape, None, seed=1)
+        write_tokenizer(folder / "model")
+        layout = EngineLayout(tp_size=options.tp)
+        gpus = tuple(str(1 + n) for n in range(options.tp)) if self.device == "cuda" else None
+        flags = FLAGS if self.device == "cuda" else {}
+        spec = ServerSpec(str(folder / "model"), "bfloat16", self.device, layout, gpu_ids=gpus, extra=flags)
+        self.server = SGLangServer(spec, log_path=options.out.with_suffix(".log"))
+        self.server.start()
+        self.server.wait_ready(READY_LIMIT_S)
+        if self.device == "cuda":
+            warm_digest(torch.device("cuda", 0))
+        self.receiver = Receiver(HttpEngineControl(self.server.url, layout, timeout_s=LIMIT_S))
+        context = TransportContext(
+            peers=Peers(),
+            device=self.device,
+            gpu_id=None,
+            address="127.0.0.1",
+            timeout_s=LIMIT_S,
+            table=self.table,
+            hf_checkpoint=folder / "model",
+            serialize=serialize_bucket,
+            shareable=shareable,
+        )
+        self.channel = DistributedChannel(context)
+        self.buffers = Buffers(lambda size: self.channel.allocate(size, torch.device(self.device)))
+
+    def sync(self, version: int, *, announced: bool) -> dict[str, float]:
+        """Runs one verified weight sync and returns its times in seconds."""
+        if self.channel._group is not None:
+            self.channel._streams = announced
+        found = sync_weights(
+            self.outgoing,
+            receivers=[self.receiver],
+            channel=self.channel,
+            digest=digest,
+            version=version,
+            buffer_bytes=self.bucket_bytes,
+            buffers=self.buffers,
+        )
+        return {name.removeprefix("update_weights_"): value for name, value in found.items() if name.endswith("_time")}
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    sender = Sender(options, folder)
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    try:
+        for number in range(TIMES + 2):
+            for place, (way, announced) in enumerate(WAYS.items()):
+                rounds[way].append(sender.sync(1 + 2 * number + place, announced=announced))
+    finally:
+        sender.channel.close()
+        sender.server.stop()
+    num_bytes, best = sum(sender.sizes), statistics.median(sender.times["bare broadcast"])
+    ways = {
+        way: {name: statistics.median(one[name] for one in kept[2:]) for name in kept[0]}
+        for way, kept in rounds.items()
+    }
+    return {
+        "command": f"python -m benchmarks.sync_speed --shape {options.shape} --bucket-mib {options.bucket_mib}",
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "bytes": num_bytes,
+        "buckets": len(sender.sizes),
+        "bare broadcast": {"s": best, "GB/s": num_bytes / best / 1e9},
+        "medians": {way: {**one, "share of the bare broadcast": best / one["send_time"]} for way, one in ways.items()},
+        "rounds": {**rounds, "bare broadcast": sender.times["bare broadcast"]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="4b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, each on a GPU of its own")
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measured(options, Path(folder))
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
