@@ -69,7 +69,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "return [version if isinstance(version, int) else version[-1]] * len(self.tokens)",
     ),
     "a posted answer has one version": Mutation(
-        "plugins", "public/http.py", "        TOKEN_VERSIONS_KEY: versions,\n", ""
+        "plugins", "rollout/loopback_router.py", "        TOKEN_VERSIONS_KEY: versions,\n", ""
     ),
     "appended tokens have the newest version": Mutation(
         "plugins",
