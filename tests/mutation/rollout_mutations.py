@@ -74,8 +74,8 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
     "appended tokens have the newest version": Mutation(
         "plugins",
         "core/sample.py",
-        "weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or int(",
-        "weight_version = int(",
+        "weight_version = meta_info.get(TOKEN_VERSIONS_KEY) or version_of(",
+        "weight_version = version_of(",
     ),
     "a group is tried four times": Mutation(
         "tries", "rollout/schedules/group_loop.py", "self.tries[index] < MAX_TRIES", "self.tries[index] <= MAX_TRIES"
