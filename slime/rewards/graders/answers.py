@@ -1,5 +1,8 @@
 """Graders that compare the final answer with the label: math-verify, exact match, token F1, and the rules of DAPO and
-DeepScaleR. The final answer is the last `<answer>` element, the last `\\boxed{}`, or the whole text.
+DeepScaleR. For exact match and F1, the final answer is the last `<answer>` element, the last `\\boxed{}`, or the whole
+text; for mathematics, it is the last box, and for DAPO the last `Answer:` line.
+
+docs/migration.md lists the answers that the graders of other projects score differently.
 """
 
 from __future__ import annotations
@@ -18,6 +21,21 @@ from slime.core.sample import Sample
 from slime.rewards.graders import BUILT_IN_LIMIT_S, GRADERS, Grader, Reward
 
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+
+
+MAX_END_TOKENS = 8
+_END_TOKEN = re.compile(r"(?:<[|｜][^<>|｜\s]{1,40}[|｜]>|</s>)\Z")  # noqa: RUF001
+
+
+def without_end_tokens(text: str) -> str:
+    """Returns the text without control tokens of a chat template (`<|im_end|>`) and white space at its end."""
+    text = text.rstrip()
+    for _ in range(MAX_END_TOKENS):
+        found = _END_TOKEN.search(text[-64:])
+        if found is None:
+            break
+        text = text[: len(text) - len(found[0])].rstrip()
+    return text
 
 
 def after_thinking(text: str) -> str:
@@ -58,43 +76,75 @@ def final_answer(text: str) -> str:
     for candidate in (last_answer_element(text), last_boxed(text)):
         if candidate is not None:
             return candidate
-    return text.strip()
+    return without_end_tokens(text).strip()
 
 
 MAX_ANSWER_CHARS = 2_000
 """Longer boxed answers score 0.0 without being parsed."""
-TAIL_CHARS = 4_000
-"""Without a box, only the end of the response is searched."""
+
+
+_LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_RESPELLINGS: tuple[tuple[re.Pattern[str], Any], ...] = (
+    (re.compile(r"\\[ ,;:!]|[\s~.]+\Z"), " "),
+    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)"), r"(\1+\2/\3)"),
+    (re.compile(r"(?<![\\a-zA-Z])pi\b"), r"\\pi "),
+    (re.compile(r"\*+"), lambda m: "^" if len(m[0]) == 2 else r"\cdot "),
+    (
+        re.compile(r"(?i)\s*\b(thousand|million|billion|trillion)s?\b"),
+        lambda m: rf"\cdot 10^{{{_LARGE[m[1].lower()]}}}",
+    ),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?!\w)"), r"\1\\cdot 10^{\2}"),
+)
+"""Spellings of numbers that math-verify does not read, and what it reads: a mixed number, `2*pi`, `3 million`, `1e3`, a
+full stop at the end."""
+
+
+def respelled(text: str) -> str:
+    """Returns the text in spellings that math-verify reads."""
+    for pattern, spelling in _RESPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip()
 
 
 @functools.lru_cache(maxsize=256)
-def reference(label: str) -> list[Any]:
-    """Parses the label with math-verify. Raises `DataError` if it contains no expression.
+def reference(label: str) -> tuple[list[Any], ...]:
+    """Parses the label with math-verify, and again as `respelled`. Raises `DataError` if it contains no expression.
 
     Also compares the label with a number once, so that a label that takes too long is not blamed on an answer.
     """
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold: list[Any] = math_verify.parse(label if "\\boxed" in label else f"\\boxed{{{label}}}", parsing_timeout=None)
-    if not gold:
+    label = last_boxed(label) or label
+    golds = tuple(
+        gold
+        for spelling in dict.fromkeys((label, respelled(label)))
+        if (gold := math_verify.parse(f"\\boxed{{{spelling}}}", parsing_timeout=None))
+    )
+    if not golds:
         raise DataError(f"math-verify found no expression in the label {label!r:.100}; check --label-key")
-    math_verify.verify(gold, math_verify.parse("\\boxed{0.1234567}", parsing_timeout=None), timeout_seconds=None)
-    return gold
+    for gold in golds:
+        math_verify.verify(gold, math_verify.parse("\\boxed{0.1234567}", parsing_timeout=None), timeout_seconds=None)
+    return golds
 
 
-def equal_answers(answer: str, label: str, *, boxed: bool) -> bool:
-    """Returns whether answer and label are equal according to math-verify. `boxed`: the answer comes from a box.
+def equal_answers(answer: str, label: str) -> bool:
+    """Returns whether a short answer and the label are equal according to math-verify, in some spelling.
 
     Raises `DataError` if the label contains no expression.
     """
     if answer.strip() == label.strip():
         return True
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return False
     import math_verify
 
-    gold = reference(label)
-    predicted = math_verify.parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
-    return bool(math_verify.verify(gold, predicted, timeout_seconds=None))
+    golds = reference(label)
+    for spelling in dict.fromkeys((answer, respelled(answer))):
+        predicted = math_verify.parse(f"\\boxed{{{spelling}}}", parsing_timeout=None)
+        if any(math_verify.verify(gold, predicted, timeout_seconds=None) for gold in golds):
+            return True
+    return False
 
 
 class WithLabel(Grader):
@@ -127,23 +177,20 @@ class WithMathLabel(WithLabel):
 
 @GRADERS.register("math")
 class MathAnswer(WithMathLabel):
-    """1.0 if the final answer equals the label according to math-verify, else 0.0.
+    """1.0 if the last `\\boxed{}` equals the label according to math-verify, else 0.0.
 
-    The answer is the last `\\boxed{}`, or else what math-verify extracts from the response. math-verify's own timeout
-    is off, because it relies on SIGALRM, which cannot interrupt a long power of big integers. The pool kills the
-    process instead.
+    math-verify's own timeout is off, because it relies on SIGALRM, which cannot interrupt a long power of big integers.
+    The pool kills the process instead.
     """
+
+    finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         label = self.label_of(sample)
-        box = last_boxed(sample.response)
-        answer = sample.response[-TAIL_CHARS:] if box is None else box
-        if not answer.strip() or (box is not None and len(box) > MAX_ANSWER_CHARS):
-            return 0.0
-        return float(equal_answers(answer, label, boxed=box is not None))
+        return float(equal_answers(last_boxed(sample.response) or "", label))
 
     def warm_up(self) -> None:
-        equal_answers("\\frac{1}{2}", "0.5", boxed=True)
+        equal_answers("\\frac{1}{2}", "0.5")
 
 
 @GRADERS.register("exact_match")
@@ -163,14 +210,22 @@ def words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
+_VERDICTS = frozenset(("yes", "no", "noanswer"))
+
+
 @GRADERS.register("f1")
 class TokenF1(WithLabel):
-    """Token F1 between final answer and label, 0.0 to 1.0, as in SQuAD (Rajpurkar et al., 2016)."""
+    """Token F1 between final answer and label, 0.0 to 1.0, as in HotpotQA (Yang et al., 2018).
+
+    No answer scores 0.0, and `yes`, `no` and `noanswer` have no partial overlap with longer answers.
+    """
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         answer, reference = words(final_answer(sample.response)), words(self.label_of(sample))
+        if answer != reference and any(len(side) == 1 and side[0] in _VERDICTS for side in (answer, reference)):
+            return 0.0
         if not answer or not reference:
-            return float(answer == reference)
+            return 0.0
         common = sum((Counter(answer) & Counter(reference)).values())
         return 2.0 * common / (len(answer) + len(reference))
 
@@ -186,26 +241,65 @@ class Chance(Grader):
         return float(zlib.crc32(f"{sample.index}:{sample.response}".encode()) & 1)
 
 
-DAPO_TAIL_CHARS = 300
+DAPO_TAIL_CHARS, STRICT_TAIL_CHARS = 300, 100
+INVALID = "[INVALID]"
+"""The `pred` of a response without an answer line."""
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_WRAPPERS = re.compile(r"\\(?:text|textbf|overline|boxed|mbox|mathrm)\s*\{([^{}]*)\}")
+_UNITS = re.compile(
+    r"\\(?:text|mbox|mathrm)\{(?:\.|m|s|th|\s*)\}(?:\^[23])?|\^\{?\\circ\}?|\\[!; ]|\\l?dots|\{,\}|\""
+    r"|\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|pounds"
+    r"|meters|meals|edges|students|multiples)\b(?:\^[23])?|\ban?\s+(?=\w)"
+)
+
+
+def dapo_answer(text: str) -> str:
+    """Returns an answer as DAPO compares it: without units, LaTeX markup, spaces, and what precedes an equals sign.
+
+    The rules are those of Minerva (Lewkowycz et al., 2022, appendix D.1).
+    """
+    text = without_end_tokens(text).rpartition("=")[2].replace("\\$", "").replace("\\%", "%")
+    text = _UNITS.sub(" ", text)
+    math = re.search(r"\$([^$]+)\$", text)
+    text = math[1] if math else text.replace("$", "")
+    while (inner := _WRAPPERS.sub(r"\1", text)) != text:
+        text = inner
+    text = re.sub(r"\s+", "", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{\[])", r"sqrt{\1}", text)
+    return text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+", text) else text
+
+
+def dapo_answers_are_equal(answer: str, label: str) -> bool:
+    """Returns whether both are the same text by `dapo_answer`, or equal according to math-verify."""
+    answer, label = dapo_answer(answer), dapo_answer(label) or label
+    return answer == label or equal_answers(answer, label)
 
 
 @GRADERS.register("dapo")
 class Dapo(WithMathLabel):
-    """DAPO's rule (Yu et al., 2025, arXiv:2503.14476): scores the answer in the last 300 characters as +1 or -1."""
+    """DAPO's rule (Yu et al., 2025, arXiv:2503.14476): scores the last `Answer:` line, which must be in the last 300
+    characters, as +1 or -1."""
 
     finds_box = True
     score_keys = ("score", "acc")
-    wrong: ClassVar[Reward] = {"score": -1.0, "acc": 0.0, "pred": ""}
+    wrong: ClassVar[Reward] = {"score": -1.0, "acc": False, "pred": INVALID}
+
+    def prepare(self, sample: Sample) -> None:
+        """Raises `DataError` if the label is missing or cannot be parsed."""
+        label = self.label_of(sample)
+        reference(dapo_answer(label) or label)
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, Any]:
-        """Returns `{"score": 1.0 | -1.0, "acc": 1.0 | 0.0, "pred": text}`. Raises the same errors as `prepare`."""
+        """Returns `{"score": 1.0 | -1.0, "acc": bool, "pred": text}`. Raises the same errors as `prepare`."""
         label = self.label_of(sample)
-        tail = sample.response[-DAPO_TAIL_CHARS:]
-        lines = _ANSWER_LINE.findall(tail)
-        answer = lines[-1].strip().strip("$") if lines else last_boxed(tail)
-        correct = bool(answer) and equal_answers(answer or "", label, boxed=True)
-        return {"score": 1.0 if correct else -1.0, "acc": float(correct), "pred": answer or ""}
+        lines = _ANSWER_LINE.findall(without_end_tokens(sample.response)[-DAPO_TAIL_CHARS:])
+        correct = bool(lines) and dapo_answers_are_equal(lines[-1], label)
+        return _verdict(correct, dapo_answer(lines[-1]) if lines else INVALID)
+
+
+def _verdict(correct: bool, pred: str | None) -> dict[str, Any]:
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 MARKERS = ("</think>", "###Response")
@@ -225,23 +319,31 @@ class DeepScaler(WithMathLabel):
         for marker in MARKERS:
             _, found, answer = sample.response.rpartition(marker)
             if found:
-                if last_boxed(answer) is None:
-                    return 0.0
                 return MathAnswer().grade(dataclasses.replace(sample, response=answer), limit_s)
         return 0.0
 
 
 def deepscaler_reward(response: str, label: object) -> float:
-    """Grades like `--rm-type deepscaler`, for users' functions. Raises `DataError` if the label has no expression."""
-    return DeepScaler().grade(Sample(response=response, label=label), BUILT_IN_LIMIT_S)
+    """Grades like `--rm-type deepscaler`, for users' functions; 0.0 for an empty label. Raises `DataError` if the label
+    has no expression."""
+    return DeepScaler().grade(Sample(response=response, label=label), BUILT_IN_LIMIT_S) if _text(label) else 0.0
 
 
-def dapo_score(solution: str, label: object) -> dict[str, Any]:
-    """Grades like `--rm-type dapo`, for users' functions. Raises `DataError` if the label has no expression."""
-    return Dapo().grade(Sample(response=solution, label=label), BUILT_IN_LIMIT_S)
+def dapo_score(solution: str, label: object, strict_box_verify: bool = False) -> dict[str, Any]:
+    """Grades like `--rm-type dapo`, for users' functions. `strict_box_verify`: the last 100 characters must have a box
+    whose content is the label; without a box, `pred` is None. Raises `DataError` if the label has no expression."""
+    if not strict_box_verify:
+        return Dapo().grade(Sample(response=solution, label=label), BUILT_IN_LIMIT_S)
+    box = last_boxed(solution[-STRICT_TAIL_CHARS:])
+    return _verdict(box is not None and box == _text(label), box)
 
 
 def boxed_equals(solution: str, label: object) -> bool:
-    """Compares the last box of a solution with the label. Raises `DataError` if the label has no expression."""
-    answer, reference = last_boxed(solution), str(label)
-    return answer is not None and equal_answers(answer, last_boxed(reference) or reference, boxed=True)
+    """Compares the last box of a solution with the label; False for an empty label. Raises `DataError` if the label has
+    no expression."""
+    answer, reference = last_boxed(solution), _text(label)
+    return bool(answer and reference) and equal_answers(answer or "", last_boxed(reference) or reference)
+
+
+def _text(label: object) -> str:
+    return "" if label is None else str(label).strip()

@@ -1,27 +1,31 @@
 """Multiple choice (GPQA; Rein et al., 2023, arXiv:2311.12022): 1.0 if the answer commits to the right letter, else 0.0.
 
-The label is a letter (`C`, `(C)`, `C. text`), the text of a choice, or, with choices, its 0-based index.
-`metadata["choices"]` lists the texts of the choices in order. Without it, the letters are A to D, or up to the label's
-letter. The answer is the first of these found after the last `</think>`: the `<answer>` element, the last box, the last
-"answer is C", or a final line that is a single letter. Several letters in one place, or a letter in prose, do not count
-as an answer.
+The right letter is `metadata["correct_letter"]`, or else the label: a letter (`C`, `(C)`, `C. text`), the text of a
+choice, or its 0-based index. `metadata["choices"]` lists the texts of the choices in order (or by letter), and
+`metadata["valid_letters"]` their letters. Without both, the letters are A to H, or up to the right letter.
+
+The answer is the first of these found after the last `</think>`: the `<answer>` element, the last box, the last
+"answer is C", or the last letter in the final line. Without any, the text of the right choice (or the label) counts, if
+it occurs and that of no other choice does. Several letters in one place do not count as an answer.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slime.core.errors import DataError
 from slime.core.sample import Sample
 from slime.rewards.graders import GRADERS, Grader
-from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed
+from slime.rewards.graders.answers import after_thinking, last_answer_element, last_boxed, without_end_tokens
 
 TAIL_CHARS = 4_000
 """Without a marked answer, only the end of the response is searched."""
 MAX_MARKED_CHARS = 500
 """Longer marked answers are prose, not a choice."""
+DEFAULT_LETTERS = 8
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|mathit|boxed|bf|rm)\s*\{([^{}]*)\}")
 _SAID = re.compile(
@@ -29,6 +33,13 @@ _SAID = re.compile(
     r"[^\S\n]*(?:(?:most likely|therefore|thus|clearly|definitely|option|choice|answer|letter|is|:)[^\S\n]*){0,3}",
     re.IGNORECASE,
 )
+_CHOSEN = re.compile(
+    r"\b(?:choose|pick|select|go(?:ing)?[^\S\n]+with)[^\S\n]+(?:(?:the|option|choice|answer|letter)[^\S\n]+){0,2}",
+    re.IGNORECASE,
+)
+_CORRECT = re.compile(r"(?<![A-Za-z0-9'])[(\[]?([A-Z])[)\]]?[^\S\n]+is[^\S\n]+(?:the[^\S\n]+)?(?:correct|right|best)\b")
+_ALONE = re.compile(r"(?<![A-Za-z0-9'])[A-Z](?![A-Za-z0-9'])")
+_DENIED = re.compile(r"\bnot\b|n't\b|\bneither\b|\bnor\b|\bwrong\b", re.IGNORECASE)
 _LETTER = re.compile(r"[\s(\[{\"'`]*([A-Za-z])(?![A-Za-z0-9])[)\]}\"'`]*")
 _NAMED = re.compile(
     r"\s*(?:the\s+)?(?:correct\s+|final\s+|best\s+)*(?:answer|option|choice)\b(?:\s+is)?[\s:=]*", re.IGNORECASE
@@ -82,44 +93,86 @@ def choice_of(text: str, letters: str, choices: Sequence[str]) -> str | None:
 
 def extract_letter(response: str, letters: str, choices: Sequence[str] = ()) -> str | None:
     """Returns the letter to which the response commits, or None. `choices`: `folded` texts in letter order."""
-    answer = after_thinking(response)
+    answer = without_end_tokens(after_thinking(response))
     for marked in (last_answer_element(answer), last_boxed(answer)):
         if marked is not None:
             return choice_of(marked, letters, choices) if len(marked) <= MAX_MARKED_CHARS else None
     tail = plain(answer[-TAIL_CHARS:]).strip()
-    said = [letter for m in _SAID.finditer(tail) if (letter := leading_letter(tail[m.end() :], letters, marked=False))]
-    if said:
-        return said[-1]
-    last = tail.splitlines()[-1].strip() if tail else ""
-    found = _LETTER.match(last)
-    whole = found is not None and (
-        found.end() == len(last) or last[found.end() - 1] == ")" or last[found.end()] in ".:)"
-    )
-    return leading_letter(last, letters, marked=True) if whole else None
+    return said_letter(tail, letters) or last_letter(tail.splitlines()[-1].strip() if tail else "", letters)
+
+
+def said_letter(text: str, letters: str) -> str | None:
+    """Returns the letter of the last "the answer is C", "I choose C" or "C is correct"."""
+    said = []
+    for pattern in (_SAID, _CHOSEN):
+        for found in pattern.finditer(text):
+            letter = leading_letter(text[found.end() : found.end() + MAX_MARKED_CHARS], letters, marked=False)
+            said.append((found.end(), letter))
+    said += [(found.start(1), found[1] if found[1] in letters else None) for found in _CORRECT.finditer(text)]
+    return next((letter for _, letter in sorted(said, key=lambda one: -one[0]) if letter), None)
+
+
+def last_letter(line: str, letters: str) -> str | None:
+    """Returns the letter at the start of a final line, if punctuation follows, or its only letter, at its end."""
+    found = _LETTER.match(line)
+    if found is not None and (found.end() == len(line) or line[found.end() - 1] == ")" or line[found.end()] in ".:)"):
+        return leading_letter(line, letters, marked=True)
+    alone = [letter for letter in _ALONE.findall(line) if letter in letters]
+    ends = re.search(r"[A-Z][)\].\s]*\Z", line)
+    if len(set(alone)) != 1 or ends is None or _DENIED.search(line):
+        return None
+    return alone[0] if ends[0][0] == alone[0] and _ALONE.match(line, ends.start()) else None
+
+
+def letters_of(metadata: Mapping[str, Any], choices: Sequence[str]) -> str:
+    """Returns the letters of the choices, in order."""
+    valid = metadata.get("valid_letters")
+    if valid:
+        return "".join(str(letter).strip().upper() for letter in valid)
+    return ALPHABET[: len(choices) or DEFAULT_LETTERS]
 
 
 def choices_of(sample: Sample) -> list[str]:
     """Returns the choices of the row as `folded` texts."""
-    return [folded(str(choice)) for choice in sample.metadata.get("choices") or ()]
+    choices = sample.metadata.get("choices") or ()
+    return [folded(str(choice)) for choice in (choices.values() if isinstance(choices, Mapping) else choices)]
 
 
-def correct_letter(sample: Sample, choices: Sequence[str]) -> str:
-    """Returns the letter of the correct choice. Raises `DataError` if the label names no choice."""
-    label = sample.label
-    if label is None:
-        label = sample.metadata.get("correct_letter")
+def correct_letter(sample: Sample, choices: Sequence[str], letters: str) -> str | None:
+    """Returns the letter of the right choice, or None if a row without choices has a text as its label.
+
+    Raises `DataError` if the row names no choice.
+    """
+    given = sample.metadata.get("correct_letter")
+    label = sample.label if given is None else given
     text = folded(str(label))
     if text in choices and choices.count(text) == 1:
-        return ALPHABET[choices.index(text)]
-    if choices and str(label).strip().isdecimal() and int(label) < len(choices):
-        return ALPHABET[int(label)]
+        return letters[choices.index(text)]
+    is_index = isinstance(label, int) or (bool(choices) and str(label).strip().isdecimal())
+    if is_index and not isinstance(label, bool) and 0 <= int(str(label)) < len(choices or letters):
+        return letters[int(str(label))]
     letter = None if label is None else leading_letter(plain(str(label)), ALPHABET, marked=True)
-    if letter is None or (choices and ALPHABET.index(letter) >= len(choices)):
+    if letter is not None and (letter in letters or not (choices or sample.metadata.get("valid_letters"))):
+        return letter
+    if label is None or not text or choices or isinstance(label, int):
         raise DataError(
             f"the label {label!r:.100} matches none of the {len(choices)} choices; the gpqa grader needs a letter, the "
             "text of a choice, or, with metadata['choices'], its 0-based index"
         )
-    return letter
+    return None
+
+
+def says_only(response: str, right: str, choices: Sequence[str]) -> bool:
+    """Returns whether the answer contains the text of the right choice, and that of no other."""
+    answer = folded(without_end_tokens(after_thinking(response))[-TAIL_CHARS:])
+    pattern = rf"(?<!\w){re.escape(right)}(?!\w)"
+    if not right or re.search(pattern, answer) is None:
+        return False
+    rest = re.sub(pattern, " ", answer)
+    others = [choice for choice in choices if choice and choice != right]
+    return not any(
+        re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", answer if right in choice else rest) for choice in others
+    )
 
 
 @GRADERS.register("gpqa")
@@ -131,10 +184,21 @@ class MultipleChoice(Grader):
 
     def prepare(self, sample: Sample) -> None:
         """Raises `DataError` if the label names no choice."""
-        correct_letter(sample, choices_of(sample))
+        choices = choices_of(sample)
+        correct_letter(sample, choices, letters_of(sample.metadata, choices))
 
     def grade(self, sample: Sample, limit_s: float) -> float:
         choices = choices_of(sample)
-        right = correct_letter(sample, choices)
-        letters = ALPHABET[: len(choices) or max(4, ALPHABET.index(right) + 1)]
-        return float(extract_letter(sample.response, letters, choices) == right)
+        letters = letters_of(sample.metadata, choices)
+        right = correct_letter(sample, choices, letters)
+        if right is not None and right not in letters:
+            letters = ALPHABET[: ALPHABET.index(right) + 1]
+        letter = extract_letter(sample.response, letters, choices)
+        if letter is not None and right is not None:
+            return float(letter == right)
+        answer = after_thinking(sample.response)
+        if last_answer_element(answer) is not None or last_boxed(answer) is not None:
+            return 0.0
+        place = letters.index(right) if right is not None else len(choices)
+        text = choices[place] if place < len(choices) else folded(str(sample.label))
+        return float(len(text) > 1 and says_only(sample.response, text, choices))

@@ -10,7 +10,8 @@ import pytest
 from slime.core.errors import DataError
 from slime.core.sample import Sample
 from slime.rewards.graders import make_grader
-from slime.rewards.graders.instructions import CHECKS, num_sentences
+from slime.rewards.graders.instructions import CHECKS, IFBENCH, num_sentences
+from tests.support.reward_cases import INSTRUCTIONS
 
 LIMIT_S = 30.0
 JOULES = ["3 J", "4 J", "5 J", "6 J"]
@@ -97,63 +98,28 @@ def test_labels_name_a_choice_by_letter_number_or_text() -> None:
 def test_hostile_text_costs_little_time(attack: str) -> None:
     started = time.process_time()
     assert letter(attack * 20_000) == 0.0
-    assert make_grader("ifbench").grade(every_instruction(attack * 20_000), LIMIT_S)["score"] == 0.0  # type: ignore[index]
+    assert make_grader("ifbench").grade(every_instruction(attack * 20_000), LIMIT_S) == 0.0
     assert time.process_time() - started < 5.0
 
 
-TEXT = "Dear all,\n\n* One bullet. \n* Two bullets.\n\nP.S. It ends [here]: THE END"
-CASES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("keywords:existence", {"keywords": ["Bullet", "end"]}, TEXT, "nothing"),
-    ("keywords:frequency", {"keyword": "bullet", "frequency": 2, "relation": "at least"}, TEXT, "one bullet"),
-    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "A Cat."),
-    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "less than"}, "Ee", "eee"),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one, two: three", "a b"),
-    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, "Dr. No. Bye!", "A! B? C"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Two"},
-        'a\n\n"two" b',
-        "two\n\na",
-    ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b c]", "[a]"),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, TEXT, "no PS"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, TEXT, "* a\n* b\n- c"),
-    ("detectable_format:constrained_response", {}, "So: My answer is yes.", "yes"),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b c**", "*a* ** **"),
-    ("detectable_format:multiple_sections", {"section_spliter": "PART", "num_sections": 2}, "PART 1 PART 2", "PART 1"),
-    ("detectable_format:json_format", {}, '```json\n{"a": [1]}\n```', "{a: 1}"),
-    ("detectable_format:title", {}, "<<Joy>>\nx", "<< >>"),
-    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say it"}, "Say it. Fine.", "Fine. Say it"),
-    ("startend:start_checker", {"start_phrase": "Once upon"}, "once upon a time", "So once upon"),
-    ("startend:end_checker", {"end_phrase": "the end"}, TEXT, "The end is near"),
-    ("startend:quotation", {}, ' "quoted" ', '"not'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, TEXT, "ONE two"),
-    ("change_case:english_capital", {}, "ALL 4 OF IT", "All"),
-    ("change_case:english_lowercase", {}, "all 4 of it", "aLl"),
-    ("punctuation:no_comma", {}, "no comma.", "one, comma"),
-]
-
-
 def every_instruction(response: str) -> Sample:
-    ids, kwargs = [case[0] for case in CASES], [case[1] for case in CASES]
+    ids, kwargs = [case[0] for case in INSTRUCTIONS], [case[1] for case in INSTRUCTIONS]
     return Sample(response=response, metadata={"instruction_id_list": ids, "kwargs": kwargs})
 
 
-@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("name", "arguments", "good", "bad"), INSTRUCTIONS, ids=[case[0] for case in INSTRUCTIONS])
 def test_an_instruction_is_followed_or_not(name: str, arguments: dict[str, Any], good: str, bad: str) -> None:
     def score(response: str) -> Any:
         metadata = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
         result: Any = make_grader("ifbench").grade(Sample(response=response, metadata=metadata), LIMIT_S)
-        return result["score"]
+        return result
 
     assert score(good) == 1.0 and score(f"<think>{bad}</think>{good}") == 1.0
     assert score(bad) == 0.0 and score("") == 0.0
 
 
 def test_every_check_has_a_case() -> None:
-    assert {case[0] for case in CASES} == set(CHECKS)
+    assert {case[0] for case in INSTRUCTIONS} == set(CHECKS) and len(IFBENCH) == 57
 
 
 def test_loose_forgives_what_stands_around_the_answer() -> None:
@@ -163,7 +129,7 @@ def test_loose_forgives_what_stands_around_the_answer() -> None:
             "instruction_id_list": ["change_case:english_lowercase", "punctuation:no_comma", "startend:quotation"],
         },
     )
-    result = make_grader("ifbench").grade(sample, LIMIT_S)
+    result = make_grader("ifbench_scores").grade(sample, LIMIT_S)
     assert result == {"score": 0.0, "loose": 0.0, "strict_share": 0.0, "loose_share": pytest.approx(2 / 3)}
 
 
@@ -187,6 +153,8 @@ def test_sentences_end_with_their_marks() -> None:
         {},
         {"instruction_id_list": []},
         {"instruction_id_list": ["language:response_language"]},
+        {"instruction_id_list": ["words:start_verb"]},
+        {"instruction_id_list": ["count:numbers"], "kwargs": [{}]},
         {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{"words": ["a"]}]},
         {"instruction_id_list": ["length_constraints:number_words"], "kwargs": [{"num_words": 1, "relation": "near"}]},

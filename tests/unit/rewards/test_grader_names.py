@@ -19,18 +19,18 @@ from tests.support.command_line import complete, refused
 
 
 def test_every_name_makes_a_grader() -> None:
-    names = "code dapo deepscaler exact_match f1 gpqa ifbench math random reasoning_gym remote_rm"
+    names = "code dapo deepscaler exact_match f1 gpqa ifbench ifbench_scores math random reasoning_gym remote_rm"
     assert [name for name, entry in GRADERS if entry.__module__.startswith("slime.")] == names.split()
     assert all(make_grader(name).name == name for name in GRADERS.names())
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    assert GRADERS.get("boxed_math") is GRADERS.get("math")
+    assert GRADERS.get("boxed_f1") is GRADERS.get("f1")
     with pytest.raises(ConfigError, match="did you mean reasoning_gym"):
         GRADERS.get("reasoning-gym")
 
 
-@pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler"])
+@pytest.mark.parametrize("name", ["boxed_dapo", "boxed_deepscaler", "boxed_math"])
 def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
     with pytest.raises(ConfigError, match="drop the prefix"):
         GRADERS.get(name)
@@ -40,7 +40,7 @@ def test_a_grader_that_finds_the_box_has_no_prefix(name: str) -> None:
     ("flags", "said"),
     [
         ("--rm-type dapo", "choose one of score, acc"),
-        ("--rm-type boxed_ifbench", "needs --reward-key"),
+        ("--rm-type boxed_ifbench_scores", "needs --reward-key"),
         ("--rm-type remote_rm --rm-batch-size 4", "--rm-url"),
         ("--rm-type remote_rm --rm-url http://x --rm-batch-size 0", "at least 1"),
     ],

@@ -28,6 +28,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "code": {"tests": ["assert f(1) == 2"]},
     "gpqa": {"label": "C"},
     "ifbench": {"instruction_id_list": ["punctuation:no_comma"], "response": "a, b"},
+    "ifbench_scores": {"instruction_id_list": ["punctuation:no_comma"], "response": "a, b"},
     "reasoning_gym": {"source_dataset": "basic_arithmetic", "answer": "-4"},
 }
 
@@ -59,7 +60,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
         ("so \\boxed{1/3}", "0.5", 0.0),
         ("first \\boxed{4}, then \\boxed{5}", "4", 0.0),
-        ("The answer is $12$.", "12", 1.0),
+        ("The answer is $12$.", "12", 0.0),
         ("\\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
         ("", "4", 0.0),
         ("\\boxed{}", "4", 0.0),
