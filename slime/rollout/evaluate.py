@@ -9,11 +9,14 @@ Invariants
    `--eval-max-failed-fraction` of a dataset fails, the evaluation fails immediately. If grading fails, the response is
    graded again, up to `MAX_TRIES` times, but never resampled: replacing responses that graders fail on would inflate
    the score.
-4. Fan-out siblings count as one execution: the mean and the pass rate use the mean of their rewards.
+4. Executions that have not finished after a dataset's `eval_task_timeout` are cancelled and counted, and are neither
+   failed nor scored. A dataset with fewer scored executions than its `min_eval_samples` has no score.
+5. Fan-out siblings count as one execution: the mean and the pass rate use the mean of their rewards.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import math
@@ -29,7 +32,7 @@ from slime.core.sample import PromptRow, Sample, Status
 from slime.rollout.context import RolloutContext
 from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
-from slime.rollout.guard import supervised
+from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.sample_metrics import empty_turn_metrics, pass_rates, sample_metrics, spread, turn_metrics
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load, reachable
@@ -126,8 +129,35 @@ async def _evaluate_one(
     return [failed]
 
 
-def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None) -> dict[str, float]:
-    """Returns `eval/<name>...` metrics, without a score if all samples failed.
+async def _evaluate_dataset(
+    context: RolloutContext,
+    samples: Sequence[Sample],
+    dataset: EvalDatasetConfig,
+    hooks: RolloutHooks,
+    losses: _FailedExecutions,
+) -> tuple[list[Sample], int]:
+    """Evaluates a dataset until its `eval_task_timeout`, and cancels the executions that are still running then.
+
+    Returns the samples of the others, and the number of cancelled executions. Raises the first error.
+    """
+    tasks = [asyncio.create_task(_evaluate_one(context, one, dataset, hooks, losses)) for one in samples]
+    if not tasks:
+        return [], 0
+    try:
+        done, late = await asyncio.wait(tasks, timeout=dataset.eval_task_timeout, return_when=asyncio.FIRST_EXCEPTION)
+        finished = [one for task in tasks if task in done for one in task.result()]
+    finally:
+        await end_tasks(tasks, 2 * END_LIMIT_S)
+    context.progress.done += len(late)
+    return finished, len(late)
+
+
+def dataset_metrics(
+    dataset: EvalDataset, samples: Sequence[Sample], reward_key: str | None, num_late: int = 0
+) -> dict[str, float]:
+    """Returns `eval/<name>...` metrics, without a score if all samples failed or too few finished.
+
+    `num_late`: executions that `eval_task_timeout` ended, in addition to `samples`.
 
     Raises `DataError` if no sample has a score although some did not fail.
     """
@@ -136,15 +166,23 @@ def dataset_metrics(dataset: EvalDataset, samples: Sequence[Sample], reward_key:
     rewards = rewards_by_execution(finished, reward_key)
     failed = [s for s in samples if s.status is Status.FAILED]
     num_ungradable = sum(bool(s.ungradable) for s in finished)
-    counts = {  # every sample falls into one of the last four
+    counts = {  # every sample falls into one of the last five
         f"{name}-num_prompts": float(len(dataset.rows)),
         f"{name}-num_scored": float(len(finished) - num_ungradable),
         f"{name}-num_ungradable": float(num_ungradable),
         f"{name}-num_unscored": float(len(samples) - len(finished) - len(failed)),
         f"{name}-num_failed": float(len(failed)),
+        f"{name}-num_late": float(num_late),
     }
     if failed and len(failed) == len(samples):
         logger.warning("%s has no score, because all of its samples failed; last reason: %s", name, failed[-1].failure)
+        return counts
+    if len(rewards) < (dataset.config.min_eval_samples or bool(num_late)):
+        logger.warning(
+            "%s has no score: only %d executions are scored, and min_eval_samples is %s; %d had not finished after "
+            "eval_task_timeout",
+            *(name, len(rewards), dataset.config.min_eval_samples or "not set", num_late),
+        )
         return counts
     if not rewards:
         reason = next((s.unscored or s.failure for s in samples), "the dataset is empty")
@@ -185,11 +223,10 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
         losses = _FailedExecutions(
             dataset.config.name, len(samples), math.ceil(args.eval_max_failed_fraction * len(samples))
         )
-        work.append(all_or_first_error([_evaluate_one(context, s, dataset.config, hooks, losses) for s in samples]))
+        work.append(_evaluate_dataset(context, samples, dataset.config, hooks, losses))
     results = await all_or_first_error(work)
-    for dataset, executions in zip(datasets, results, strict=True):
-        samples = [s for execution in executions for s in execution]
-        metrics |= dataset_metrics(dataset, samples, args.eval_reward_key)
+    for dataset, (samples, num_late) in zip(datasets, results, strict=True):
+        metrics |= dataset_metrics(dataset, samples, args.eval_reward_key, num_late)
         data[dataset.config.name] = {
             "rewards": [s.get_reward_value(args.eval_reward_key) for s in samples],
             "truncated": [s.status is Status.TRUNCATED for s in samples],

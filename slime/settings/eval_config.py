@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from slime.core.errors import ConfigError
 from slime.core.user_files import read_yaml
 from slime.settings.data_files import grader_of_data
-from slime.settings.fields import flags_of
+from slime.settings.fields import flags_of, opt
 from slime.settings.flag_parser import FlagTable
 from slime.settings.flags import Flag, coerce
 
@@ -61,6 +61,10 @@ class EvalDatasetConfig:
     min_new_tokens: int | None
     repetition_penalty: float | None = None
     """1.0 is off."""
+    eval_task_timeout: float | None = opt(None, gt=0)
+    """Seconds that the dataset's evaluation may take. What has not finished by then is dropped and counted."""
+    min_eval_samples: int | None = opt(None, ge=1)
+    """With fewer scored executions, the dataset has no score, and a warning says so."""
     stop: tuple[str, ...] | None
     stop_token_ids: tuple[int, ...] | None
     skip_special_tokens: bool

@@ -259,6 +259,40 @@ def test_a_dataset_of_which_everything_failed_has_no_score_and_ends_no_run(tmp_p
     assert metrics["eval/held-num_failed"] == 0 and metrics["eval/held"] == 0.0
 
 
+def test_what_is_late_is_dropped_and_too_few_answers_have_no_score(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: a dataset ends at its limit; what had not finished is counted, is in no mean and ends no run."""
+    own, file = tmp_path / "own.py", tmp_path / "eval.yaml"
+    own.write_text(
+        "import asyncio\n"
+        "from slime.rollout.generate import generate as default\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    if -sample.index % 3 == 0 or sample.metadata.get('slow'):\n"
+        "        await asyncio.sleep(300)\n"
+        "    return await default(args, sample, sampling_params)\n"
+    )
+    path = str(write_prompts(tmp_path / "held.jsonl", 6))
+    entries: dict[str, dict[str, Any]] = {
+        "some": {"min_eval_samples": 4},
+        "few": {"min_eval_samples": 5},
+        "none": {"metadata_overrides": {"slow": True}},
+    }
+    datasets = {name: {"path": path, "eval_task_timeout": 2.0, **entry} for name, entry in entries.items()}
+    file.write_text(json.dumps({"eval": {"datasets": datasets}}))
+    hook = ("--custom-generate-function-path", f"{own}:generate", "--eval-max-failed-fraction", "0")
+    args = rollout_args(tmp_path, *hook, "--eval-interval", "1", "--eval-config", str(file))
+
+    async def work(manager: RolloutManager) -> dict[str, float]:
+        return await manager.evaluate(0)
+
+    metrics = asyncio.run(with_manager(args, FakeEngine(), work))
+    late, scored = ([metrics[f"eval/{name}-num_{kind}"] for name in entries] for kind in ("late", "scored"))
+    assert late == [2, 2, 6] and scored == [4, 4, 0]
+    assert "eval/some" in metrics and "eval/few" not in metrics and "eval/none" not in metrics
+    assert "eval/few has no score: only 4 executions are scored, and min_eval_samples is 5" in caplog.text
+
+
 def test_no_grader_is_a_configuration_mistake(tmp_path: Path) -> None:
     args = rollout_args(tmp_path).replace(rm_type=None)
 

@@ -74,6 +74,8 @@ def test_pairs_on_the_command_line_are_datasets_with_its_settings(tmp_path: Path
             {"eval": {"datasets": [{"name": "a", "path": "D", "max_total_response_len": 0}]}},
             "max_total_response_len is 0, but must be at least 1",
         ),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "eval_task_timeout": 0}]}}, "eval_task_timeout is 0.0, but"),
+        ({"eval": {"datasets": [{"name": "a", "path": "D", "min_eval_samples": 0}]}}, "min_eval_samples is 0, but"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 9, "max_prompt_len": 9}]}}, "no token"),
         ({"eval": {"datasets": [{"name": "a", "path": "D", "max_context_len": 5000}]}}, "at most 1024 tokens"),
     ],
