@@ -1,15 +1,19 @@
-"""Flags of the public slime with a different meaning here, and advice for flags of other programs.
+"""Flags and examples of the public slime: what each does here. And advice for flags of other programs.
 
-`slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them. A
-flag that is not in any table means the same in both.
+`slime train --help public` prints the tables for the public slime, and a test compares docs/migration.md with them.
+Each flag in `PUBLIC` is in one of the tables.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from slime.settings.fields import declared, own_fields
+from slime.settings.all_flags import flag_table
+from slime.settings.fields import Need, declared, own_fields
+from slime.settings.flags import Flag
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
+from slime.settings.megatron import CONDITIONS, FIXED, UNSUPPORTED, need_of
 
 DIFFERENT: Mapping[str, str] = {
     "`--hidden-size`, `--num-layers` and the model's other sizes, `--spec`, `--use-gated-attention`, "
@@ -115,6 +119,10 @@ DIFFERENT: Mapping[str, str] = {
         "called in a separate process with one sample at a time, even for a fan-out (with `--group-rm`: all samples "
         "of a prompt); `--reward-timeout-s` limits each call"
     ),
+    "`--rollout-all-samples-process-path`": "the third argument is the data source, whose `get_samples` can be called",
+    "`--rollout-data-postprocess-path`": "only changes to `advantages` and `returns` take effect",
+    "`--mtp-loss-scaling-factor`": "the default is 0.1",
+    "`--normalize-advantages`": "on by default with `reinforce_plus_plus` and `reinforce_plus_plus_baseline`",
     "`--profile-target`, `--memory-snapshot-dir`": (
         "traces, and by default snapshots, are written to the run folder; all three targets are supported; `rollout` "
         "is an additional target"
@@ -126,6 +134,107 @@ DIFFERENT: Mapping[str, str] = {
     ),
 }
 """Flags as written in a script -> what they do here, and why. In the order of docs/migration.md."""
+
+_PUBLIC = """
+accumulate-allreduce-grads-in-fp32 actor-num-gpus-per-node actor-num-nodes adam-beta1 adam-beta2 add-qkv-bias
+advantage-estimator allgather-cp apply-chat-template apply-chat-template-kwargs apply-layernorm-1p async-save
+attention-backend attention-dropout attention-output-gate attention-softmax-in-fp32 balance-by-flops balance-data bf16
+buffer-filter-path calculate-per-token-loss check-weight-update-equal ci-disable-kl-checker ci-load-grad-norm
+ci-save-grad-norm ci-test ci-train-rollout-logprob-abs-diff-threshold ckpt-fully-parallel-save clip-grad colocate
+context-parallel-size custom-advantage-function-path custom-config-path custom-convert-samples-to-train-data-path
+custom-eval-rollout-log-function-path custom-generate-function-path custom-loss-function-path
+custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path custom-megatron-init-path
+custom-model-provider-path custom-pg-loss-reducer-function-path custom-reward-post-process-path custom-rm-path
+custom-rollout-log-function-path custom-tis-function-path custom-update-weight-post-write-path
+data-pad-size-multiplier data-source-path debug-rollout-only debug-train-only decoder-last-pipeline-num-layers
+deterministic-mode disable-bias-linear disable-compute-advantages-and-returns disable-grpo-std-normalization
+disable-rewards-normalization disable-rollout-global-dataset disable-wandb-random-suffix dist-ckpt-format
+distributed-backend distributed-timeout-minutes dump-details dynamic-sampling-filter-path enable-experimental
+enable-mtp-training entropy-coef eps-clip eps-clip-c eps-clip-high eval-config eval-function-path eval-input-key
+eval-interval eval-label-key eval-max-context-len eval-max-prompt-len eval-max-response-len eval-min-new-tokens
+eval-prompt-data eval-reward-key eval-temperature eval-tool-key eval-top-k eval-top-p expert-model-parallel-size
+expert-tensor-parallel-size fetch-trajectory-retry-times ffn-hidden-size fp8-format fp8-recipe freeze-all-layers
+freeze-indexer freeze-params-name-list fully-async gamma get-mismatch-metrics global-batch-size group-query-attention
+group-rm hf-checkpoint hidden-dropout hidden-size http-proxy input-key keep-old-actor kl-coef kl-loss-coef
+kl-loss-type kv-channels kv-lora-rank label-key lambd load load-debug-rollout-data load-debug-rollout-data-subsample
+load-forge-rollout-data log-correct-samples log-multi-turn log-passrate log-probs-chunk-size
+log-probs-max-tokens-per-gpu log-reward-category loss-mask-type loss-type lr lr-decay-style lr-warmup-fraction
+make-vocab-size-divisible-by mask-offpolicy-in-partial-rollout max-position-embeddings max-tokens-per-gpu
+megatron-config-path megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules megatron-server-max-length
+megatron-server-update-timeout-s megatron-server-warmup memory-recorder memory-snapshot-dir memory-snapshot-num-steps
+metadata-key micro-batch-size min-batch-collection-ratio min-lr model-name moe-aux-loss-coeff moe-enable-deepep
+moe-ffn-hidden-size moe-grouped-gemm moe-layer-freq moe-permute-fusion moe-router-bias-update-rate moe-router-dtype
+moe-router-enable-expert-bias moe-router-group-topk moe-router-load-balancing-type moe-router-num-groups
+moe-router-pre-softmax moe-router-score-function moe-router-topk moe-router-topk-scaling-factor moe-shared-expert-gate
+moe-shared-expert-intermediate-size moe-token-dispatcher-type moe-token-drop-policy mscale mscale-all-dim
+mtp-loss-scaling-factor mtp-num-layers multi-latent-attention multimodal-keys n-samples-per-eval-prompt
+n-samples-per-prompt no-check-for-nan-in-loss-and-grad no-offload-rollout no-offload-train no-position-embedding
+no-qk-layernorm no-rope-fusion no-save-optim no-save-rng norm-epsilon normalization normalize-advantages
+num-attention-heads num-critic-only-steps num-epoch num-experts num-gpus-per-node num-layers
+num-layers-per-virtual-pipeline-stage num-query-groups num-rollout num-steps-per-rollout offload offload-rollout
+offload-train only-train-params-name-list opd-kl-coef opd-teacher-ckpt-step opd-teacher-load opd-teacher-url opd-type
+opsm-delta optimizer optimizer-cpu-offload over-sampling-batch-size overlap-cpu-optimizer-d2h-h2d padded-vocab-size
+partial-rollout persist-layer-norm pipeline-model-parallel-size position-embedding-type post-mlp-layernorm
+post-self-attn-layernorm prefill-num-servers profile-target prompt-data q-lora-rank qk-head-dim qk-layernorm
+qk-pos-emb-head-dim qwen-gdn-backend recompute-activations recompute-granularity recompute-loss-function
+recompute-method recompute-num-layers record-memory-history ref-ckpt-step ref-load ref-micro-batch-size
+ref-update-interval release-train reset-optimizer-states reward-key reward-num-workers rm-type rm-url
+rollout-all-samples-process-path rollout-batch-size rollout-buffer-url rollout-data-postprocess-path
+rollout-data-transport rollout-external-engine-addrs rollout-function-path rollout-health-check-first-wait
+rollout-health-check-interval rollout-health-check-timeout rollout-max-context-len rollout-max-prompt-len
+rollout-max-response-len rollout-num-gpus rollout-num-gpus-per-engine rollout-sample-filter-path
+rollout-sample-hook-path rollout-seed rollout-shuffle rollout-skip-special-tokens rollout-stop rollout-stop-token-ids
+rollout-task-type rollout-temperature rollout-top-k rollout-top-p rotary-base rotary-interleaved rotary-percent
+rotary-scaling-factor save save-debug-rollout-data save-debug-train-data save-hf save-interval seed seq-length
+sequence-parallel sglang-attention-backend sglang-chunked-prefill-size sglang-config sglang-cp-strategy
+sglang-cuda-graph-bs sglang-cuda-graph-max-bs sglang-custom-pull-weights-pre-read-hook sglang-deepep-config
+sglang-deepep-mode sglang-dp-size sglang-enable-deepep-moe sglang-enable-dp-attention sglang-enable-dp-lm-head
+sglang-enable-strict-thinking sglang-ep-size sglang-expert-parallel-size sglang-mamba-scheduler-strategy
+sglang-max-running-requests sglang-mem-fraction-static sglang-moe-a2a-backend sglang-moe-dense-tp-size
+sglang-nsa-decode-backend sglang-nsa-prefill-backend sglang-page-size sglang-reasoning-parser sglang-router-ip
+sglang-router-port sglang-router-request-timeout-secs sglang-served-model-name sglang-server-concurrency
+sglang-speculative-algorithm sglang-speculative-eagle-topk sglang-speculative-num-draft-tokens
+sglang-speculative-num-steps sglang-tool-call-parser sglang-watchdog-timeout skip-eval-before-train spec
+start-rollout-id swiglu tb-experiment-name tb-project-name teacher-label-reduction-chunk-size teacher-port
+teacher-sample-reduction-chunk-size teacher-warmup-port teacher-warmup-timeout-s tensor-model-parallel-size tis-clip
+tis-clip-low tool-key train-backend train-env-vars transformer-impl untie-embeddings-and-output-weights
+update-weight-buffer-size update-weight-delta-checksum update-weight-delta-encoding update-weight-disk-dir
+update-weight-disk-keep-files update-weight-local-checkpoint-dir update-weight-mode update-weight-transport
+update-weights-interval use-dist-ckpt use-distributed-post use-dynamic-batch-size use-fault-tolerance use-flash-attn
+use-gated-attention use-kitchen-attention use-kl-loss use-opd use-opsm use-precision-aware-optimizer
+use-rollout-entropy use-rollout-logprobs use-rollout-routing-replay use-rope-scaling use-rotary-position-embeddings
+use-routing-replay use-stateless-adam use-tensorboard use-tis use-unbiased-kl use-wandb v-head-dim value-clip
+vocab-size wandb-always-use-train-step wandb-dir wandb-group wandb-host wandb-key wandb-mode wandb-project
+wandb-run-id wandb-team weight-decay yaml-cfg
+"""
+PUBLIC = tuple(_PUBLIC.split())
+"""All flags of the public slime and of its launch scripts, without leading dashes, in alphabetical order."""
+
+_MODEL = """
+add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size group-query-attention
+kv-channels kv-lora-rank max-position-embeddings moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias
+moe-router-group-topk moe-router-num-groups moe-router-pre-softmax moe-router-score-function moe-router-topk
+moe-router-topk-scaling-factor moe-shared-expert-gate moe-shared-expert-intermediate-size multi-latent-attention
+no-qk-layernorm norm-epsilon num-attention-heads num-experts num-query-groups position-embedding-type q-lora-rank
+qk-head-dim qk-layernorm qk-pos-emb-head-dim rotary-interleaved rotary-percent swiglu
+untie-embeddings-and-output-weights v-head-dim vocab-size
+"""
+MODEL = tuple(_MODEL.split())
+"""Flags of Megatron that describe the model, as config.json does."""
+
+_STARTS = "starts as it is"
+EXAMPLES: Mapping[str, str] = {
+    **dict.fromkeys(("coding_agent_rl", "eval_multi_task", "fully_async", "retool", "rollout_buffer"), _STARTS),
+    **dict.fromkeys(("strands_sglang", "train_infer_mismatch_helper"), _STARTS),
+    "on_policy_distillation": "the script with a Megatron teacher starts as it is",
+    "geo3k_vlm": "refused for its model, a Qwen3.5 with images; a dense Qwen3-VL can be trained",
+    "geo3k_vlm_multi_turn": "not tried; a dense Qwen3-VL can be trained",
+    "multi_agent": "not tried; `examples/multi_agent.py` shows the same",
+    **dict.fromkeys(("search-r1", "tau-bench"), "not tried"),
+    "delta_weight_sync": "not tried; its flags are taken ([delta_sync.md](delta_sync.md))",
+}
+"""Examples of the public slime -> what becomes of their launch scripts."""
 
 _INSTEAD_OF_REFUSED = {
     "use --model-family with your own family: a model that only the trainer can build cannot be served, saved or "
@@ -349,7 +458,7 @@ penalty in the reward) that would go unnoticed. The advice states the difference
 
 
 def tables() -> str:
-    """Returns three Markdown tables: flags with a different meaning, flags without effect, refused flags."""
+    """Returns Markdown tables: each public flag is in one of the first four, each example in the last."""
     parts = [
         "These flags are accepted, but have a different or additional meaning:",
         _table(("in a script", "in slime"), list(DIFFERENT.items())),
@@ -357,18 +466,74 @@ def tables() -> str:
         _table(("in a script", "why"), list(_without_effect())),
         "These flags are refused, with a message that says what to do:",
         refused_table(),
+        "All other flags of the public slime and of its launch scripts:",
+        _table(("flag", "in slime"), list(_others())),
+        "The launch scripts of the public examples:",
+        _table(("example", "in slime"), list(_named(EXAMPLES))),
     ]
     return "\n\n".join(parts)
 
 
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*[a-z0-9])")
+
+
+def _others() -> Iterator[tuple[str, str]]:
+    """Yields (flags, what they do) of the public flags that the other tables lack."""
+    listed = {name for row in (*DIFFERENT, *(flags for flags, _ in _without_effect())) for name in _FLAG.findall(row)}
+    known = flag_table().by_name
+    said: dict[str, str] = {}
+    for name in PUBLIC:
+        if name not in listed and name not in FOREIGN_NAMES:
+            flag, value = known[f"--{name}"]
+            said[name] = _of_megatron(flag, name, value) if flag.owner == "megatron" else _same(flag)
+    yield from sorted(_grouped(said), key=lambda row: not row[1].startswith("the same"))
+
+
+def _named(rows: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Joins the rows with the same text."""
+    for text in dict.fromkeys(rows.values()):
+        yield ", ".join(name for name, said in rows.items() if said == text), text
+
+
+def _same(flag: Flag) -> str:
+    if flag.group == "Hooks":
+        return "the same: your function is called with the same arguments"
+    return "the same: passed to the engines" if flag.owner == "sglang" else "the same"
+
+
+def _of_megatron(flag: Flag, name: str, value: bool) -> str:
+    """`value`: what the name sets, if the flag is a switch."""
+    if name in MODEL:
+        return "accepted if it agrees with `config.json`, otherwise refused"
+    fixed = FIXED.get(flag.dest) or UNSUPPORTED.get(flag.dest)
+    if fixed is None:
+        return "the same, in Megatron-core"
+    only, reason = fixed
+    if flag.kind == "bool":
+        if value == only:
+            return f"always set; the opposite {reason}" if reason.startswith("needs") else f"always set: {reason}"
+        return f"refused: {reason}"
+    return f"refused: {reason}" if only is None else f"only {only}: {reason}"
+
+
 def refused_table() -> str:
-    return _table(("flag", "what to do"), list(_grouped(REFUSED)))
+    answers = {name: FOREIGN_NAMES[name] for name in (*REFUSED, *PUBLIC) if name in FOREIGN_NAMES}
+    return _table(("flag", "what to do"), list(_grouped(answers)))
 
 
 def _without_effect() -> Iterator[tuple[str, str]]:
     declarations = {field.name.replace("_", "-"): declared(field) for field in own_fields(LaunchScriptSettings)}
     needs = {name: says.conditions[0] for name, says in declarations.items() if says.conditions}
-    yield from _grouped({name: need.clause.removeprefix("which ") for name, need in needs.items()})
+    never = {name: need for name in PUBLIC if name not in MODEL and (need := _never_acts(name)) is not None}
+    yield from _grouped({name: need.clause.removeprefix("which ") for name, need in (needs | never).items()})
+
+
+def _never_acts(name: str) -> Need | None:
+    """Returns the condition of a flag of Megatron that this trainer never meets, or None."""
+    flag, _ = flag_table().by_name.get(f"--{name}", (None, True))
+    if flag is None or flag.owner != "megatron" or flag.dest in CONDITIONS or f"--{name}`" in "".join(DIFFERENT):
+        return None
+    return need_of(flag.dest)
 
 
 def _grouped(answers: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+from pathlib import Path
 
+from slime.public.names import ALIASES
 from slime.settings.all_flags import flag_table
 from slime.settings.fields import declared, own_fields
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
-from slime.settings.public_flags import DIFFERENT, FOREIGN_NAMES, REFUSED, tables
-from slime.settings.schema import owned_spellings
+from slime.settings.public_flags import DIFFERENT, EXAMPLES, FOREIGN_NAMES, MODEL, PUBLIC, REFUSED, tables
+from slime.settings.schema import architecture_of, owned_spellings
 from tests.support.documents import ROOT
+from tests.support.launch_scripts import facts, launch_scripts
+from tests.unit.settings.test_launch_scripts import REFUSED as REFUSED_SCRIPTS
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
 
@@ -31,3 +37,48 @@ def test_every_flag_that_never_acts_is_in_the_tables() -> None:
     never = [f.name.replace("_", "-") for f in own_fields(LaunchScriptSettings) if declared(f).conditions]
     text = tables()
     assert never and [name for name in never if f"`--{name}`" not in text] == []
+
+
+def test_every_public_flag_is_in_a_table_that_says_what_it_does() -> None:
+    """Flags of the launch scripts in tests/support are public flags."""
+    text = tables()
+    assert [name for name in PUBLIC if not re.search(rf"--{name}\b(?!-)", text)] == []
+    words = {word for script in launch_scripts().values() for word in script.flags}
+    used = {word.removeprefix("--") for word in words if FLAG.fullmatch(word)}
+    assert len(used) > 150 and sorted(used - {*PUBLIC}) == []
+
+
+def test_flags_of_the_model_are_those_that_its_configuration_decides(tmp_path: Path) -> None:
+    decided: set[str] = set()
+    for name, config in facts()["models"].items():
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        decided |= architecture_of(str(folder)).keys()
+    known = flag_table().by_name
+    assert {known[f"--{name}"][0].dest for name in MODEL} <= decided
+
+
+def test_an_example_starts_if_its_launch_scripts_do() -> None:
+    """tests/unit/settings/test_launch_scripts.py tries the scripts in tests/support."""
+    for name, said in EXAMPLES.items():
+        scripts = [
+            script for script in launch_scripts() if script.startswith(f"{name}_") and "multi_turn" not in script
+        ]
+        assert bool(scripts) == (not said.startswith("not tried")), name
+        assert {script in REFUSED_SCRIPTS for script in scripts} <= {said.startswith("refused")}, name
+
+
+OWN_PATHS = {"slime.rollout.fully_async", "slime.rollout.progress", "slime.rollout.turns"}
+"""Modules that earlier releases of ours had."""
+
+
+def test_the_names_in_the_document_are_those_that_plugins_can_import() -> None:
+    section = (ROOT / "docs" / "migration.md").read_text().partition("### Plugins")[2]
+    rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| (.*) \|$", section, re.MULTILINE))
+    written = {module: re.findall(r"`(\w+)`", re.split(r":|;|, w", names)[0]) for module, names in rows.items()}
+    assert all(written.values()) and len(written) > 20
+    lacking = [(m, n) for m, names in written.items() for n in names if not hasattr(importlib.import_module(m), n)]
+    assert lacking == []
+    public = {module: names for module, names in ALIASES.items() if names and module not in OWN_PATHS}
+    missing = [(m, n) for m, names in public.items() for n in names if n not in written.get(m, ())]
+    assert missing == []
