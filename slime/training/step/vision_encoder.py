@@ -4,8 +4,8 @@ Patches and their positions are computed on the host when a micro-batch is built
 distinct image once, and all samples with that image share its features.
 
 Invariants
-1. If a sample's images need n tokens, its first n tokens with the placeholder id are placeholders. Later ones are text,
-   because a model can sample the id.
+1. If a sample's images need n tokens, its first n tokens with the placeholder id that no engine sampled are
+   placeholders. Others are text, because a model can sample the id.
 2. Batches without images are unaffected.
 """
 
@@ -26,6 +26,7 @@ from slime.core.engine_interface import Digest
 from slime.core.errors import ConfigError, DataError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import HfConfig
+from slime.core.sample import NOT_SAMPLED
 from slime.data.packing import PackedBatch
 from slime.models import family_of, table_for
 from slime.models.common.vision import ImageProcessor, Int64s, RowImages, VisionTower
@@ -56,13 +57,15 @@ def placeholder_starts(sample: TrainSample, token_id: int, counts: Int64s) -> In
 
     Raises `DataError` if the sample's placeholders do not match `counts`.
     """
-    places = np.flatnonzero(sample.tokens == token_id)[: int(counts.sum())]
+    prompt = sample.num_tokens - sample.response_length
+    read = np.arange(sample.num_tokens) < prompt
+    read[prompt:] = sample.token_versions == NOT_SAMPLED  # user code may add images behind the prompt
+    places = np.flatnonzero((sample.tokens == token_id) & read)[: int(counts.sum())]
     ends = np.cumsum(counts)
     runs = np.split(places, ends[:-1]) if len(places) == ends[-1] else []
-    prompt = sample.num_tokens - sample.response_length
-    if not runs or places[-1] >= prompt or any(run[-1] - run[0] + 1 != len(run) for run in runs):
+    if not runs or any(run[-1] - run[0] + 1 != len(run) for run in runs):
         raise DataError(
-            f"sample {sample.index} has {len(places)} placeholders in a prompt of {prompt} tokens, but its images need "
+            f"sample {sample.index} has {len(places)} placeholders that no engine sampled, but its images need "
             f"{counts.tolist()} tokens: a different processor or different images were used; let the dataset expand "
             "the placeholders, and do not change the prompt's tokens"
         )

@@ -13,8 +13,10 @@ import transformers
 from safetensors.torch import load_file
 
 from slime.core.batch import TrainBatch
+from slime.core.errors import DataError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
+from slime.core.sample import NOT_SAMPLED
 from slime.models import family_of
 from slime.training.step.vision_encoder import placeholder_starts
 from tests.support.marks import quick
@@ -133,6 +135,23 @@ def test_positions_of_tokens_are_those_of_transformers(world: tuple[Path, Path, 
         assert np.array_equal(processor.positions(starts, grids, sample.num_tokens), want)
 
 
+def test_images_may_stand_behind_the_prompt_and_sampled_placeholders_are_text(
+    world: tuple[Path, Path, TrainBatch],
+) -> None:
+    """Law: what a turn of user code shows is an image, what the model samples is not."""
+    _, _, batch = world
+    place, text = IMAGE_ID, 50
+    tokens = np.asarray([text, place, place, text, place, text, place, place, place], np.int32)
+    versions = np.asarray([1, 1, NOT_SAMPLED, NOT_SAMPLED, NOT_SAMPLED, 1], np.int32)  # of the last six
+    log_probs = np.zeros(6, np.float32)
+    loss_mask = (versions != NOT_SAMPLED).astype(batch.samples[0].loss_mask.dtype)
+    own = {"tokens": tokens, "token_versions": versions, "rollout_log_probs": log_probs, "loss_mask": loss_mask}
+    sample = dataclasses.replace(batch.samples[0], **own)
+    assert placeholder_starts(sample, place, np.asarray([2, 2])).tolist() == [1, 6]
+    with pytest.raises(DataError, match="4 placeholders"):
+        placeholder_starts(sample, place, np.asarray([2, 3]))
+
+
 @pytest.mark.slow
 def test_the_gradient_does_not_depend_on_the_partition(world: tuple[Path, Path, TrainBatch], ranks: Ranks) -> None:
     root, checkpoint, batch = world
@@ -158,7 +177,7 @@ def test_other_images_give_other_log_probs_and_the_wrong_ones_are_refused(
     ]
     ((got, _),) = ranks.run(_measure, 1, checkpoint, root, with_samples(batch, seen), {})
     assert np.abs(np.asarray(got[0]) - np.asarray(got[1])).max() > 1e-3
-    with pytest.raises(AssertionError, match=r"placeholders in a prompt of .* need \[15\]"):
+    with pytest.raises(AssertionError, match=r"placeholders that no engine sampled, .* need \[15\]"):
         wrong = dataclasses.replace(seen[0], tokens=np.delete(seen[0].tokens, 5))
         ranks.run(_measure, 1, checkpoint, root, with_samples(batch, [wrong]), {})
 
