@@ -1,4 +1,4 @@
-"""`python -m slime <command>`: as `slime <command>`."""
+"""`python -m slime <command>`: same as `slime <command>`."""
 
 from __future__ import annotations
 

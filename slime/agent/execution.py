@@ -76,7 +76,7 @@ async def execution(
     max_turns: int | None = None,
     time_limit_s: float | None = None,
 ) -> AsyncIterator[Execution]:
-    """Opens a session of the run's adapter during the block. `sampling_params`: from the generate function.
+    """Opens a session in the run's adapter for the block's duration. `sampling_params`: from the generate function.
 
     The arguments override the run's limits for this execution: `max_context_tokens` overrides
     `--rollout-max-context-len`, `max_turns` overrides `--agent-max-turns`, and `time_limit_s` overrides

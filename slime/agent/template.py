@@ -151,7 +151,7 @@ class ConversationTemplate:
     def _num_in_turn(self, behind: str, messages: Sequence[Any], num: int, tools: Sequence[Any], mark: str) -> int:
         """Returns how many characters after a turn's placeholder still belong to the turn, such as its calls.
 
-        Renders the conversation up to that turn, where the text before the turn's end is the same.
+        Finds the turn's end by rendering the conversation only up to that turn, where its text is the same.
         """
         first = self.first_end(behind)
         if first is not None and not first[0]:

@@ -127,7 +127,9 @@ LOOK_UP = {
 
 
 def features(chat: ChatRenderer, calls: ToolFormat) -> list[Conversation]:
-    """Returns the conversations to play. None ends with an assistant message, so each suffix leads to another turn."""
+    """Returns the conversations to play. None of them ends with an assistant message, so each
+    suffix leads to another turn.
+    """
     ask, answer, more = _user("What is red?"), _said("A colour."), _user("And blue?")
     rest = [_said("One too."), _user("Thanks.")]
     one, two = _called(calls, 0, "red"), _called(calls, 1, "blue")
@@ -170,7 +172,7 @@ def _result(call: ToolCall, text: str) -> Message:
 
 
 def _wrong_ends(chat: ChatRenderer, template: ConversationTemplate) -> str:
-    """Describes what follows an answer if it is not an end token; else empty."""
+    """Describes what follows an answer if it is not an end token; empty if it is one."""
     messages = [_user("What is red?"), _said("A colour."), _user("And blue?")]
     try:
         text = chat.render([m.for_template() for m in messages]).marked
@@ -235,7 +237,7 @@ def _outcome(
 def _played(
     template: ConversationTemplate, calls: ToolFormat, messages: Sequence[Message], tools: Sequence[Any]
 ) -> tuple[list[int], int]:
-    """Plays a session in which the model answers exactly as the template writes.
+    """Plays a session in which the model writes exactly the answers that the template would.
 
     Returns (the session's tokens, number of branches caused by a different end token). If the prompt opens the
     thinking, the model closes it.

@@ -29,7 +29,7 @@ def clamped_log_ratio(
     """Returns (log_probs - reference [R], clamped to +-`limit`, zero where masked; bool [R], where it was clamped).
 
     A limit of 0 disables the clamp. Differentiable in `log_probs`, with zero gradient for clamped tokens. Masked
-    entries have no effect, even NaN.
+    entries have no effect, even if they are NaN.
     """
     return clamp_counted(unmasked(log_probs, mask) - unmasked(reference, mask), limit)
 

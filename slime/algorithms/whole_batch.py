@@ -68,7 +68,7 @@ class RolloutView:
         }
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
-        """Reads the advantages and, with a critic, the returns that the function of `flag` set in `data`."""
+        """Reads the advantages and, with a critic, the returns that the user function given by `flag` set in `data`."""
         advantages = _checked(data.get("advantages"), "advantages", self.masks, flag)
         return Estimate(
             advantages, None if self.values is None else _checked(data.get("returns"), "returns", self.masks, flag)

@@ -296,12 +296,12 @@ class DataBuffer:
 
     @property
     def epoch(self) -> int:
-        """Number of completed passes over the dataset, by issued prompts."""
+        """Number of completed passes over the dataset, counting issued prompts."""
         return 0 if self._walk is None else self._walk.epoch
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Indices of the groups in flight, in the order of issue."""
+        """Indices of the groups in flight, in the order in which they were issued."""
         with self._lock:
             return tuple(self._account.in_flight)
 

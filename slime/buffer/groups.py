@@ -45,8 +45,8 @@ def apply_filter(buffer_filter: BufferFilter, queue: Sequence[Group], n: int) ->
     both = chosen + remaining
     if len(chosen) > n or len(set(both)) < len(both) or not set(both) <= set(by_index):
         raise LedgerError(
-            f"the buffer filter chose groups {chosen} and left {remaining} of {sorted(by_index)}; correct the function "
-            f"of --buffer-filter-path: it must choose at most {n} and remove them from the list in place"
+            f"the buffer filter chose groups {chosen} and left {remaining} of {sorted(by_index)}; correct the "
+            f"--buffer-filter-path function: it must choose at most {n} and remove them from the list in place"
         )
     return [by_index[index] for index in chosen], [by_index[index] for index in remaining]
 
@@ -56,7 +56,7 @@ def flatten(nest: Sequence[Any]) -> list[Sample]:
 
 
 def group_index_of(samples: Sequence[Sample]) -> int:
-    """Returns the common `group_index` of the samples. Raises `DataError` if they differ or have none."""
+    """Returns the common `group_index` of the samples. Raises `DataError` if they differ or are missing."""
     found = {s.group_index for s in samples}
     index = next(iter(found), None)
     if len(found) != 1 or index is None:
@@ -146,7 +146,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A serialized group: JSON text and arrays. It is serialized once, and every checkpoint writes it as it is.
+    """A serialized group: JSON text and arrays. It is serialized once, and every checkpoint writes it as is.
 
     A record loaded from a checkpoint reads its content from the file on demand.
     """

@@ -44,7 +44,7 @@ class Snapshot:
     finished: Sequence[GroupRecord]
     """Groups waiting to be trained."""
     in_flight: Sequence[tuple[int, Issued]]
-    """(`group_index`, group) of each group in flight, in the order of issue."""
+    """(`group_index`, group) of each group in flight, in the order in which they were issued."""
 
     def plain(self) -> dict[str, Any]:
         """Returns the state as a single JSON-serializable dict, in format 1."""

@@ -1,4 +1,4 @@
-"""`slime certify`: measures whether trainer and engines agree, whether a run repeats, and what both cost.
+"""`slime certify`: measures whether trainer and engines agree, whether runs are reproducible, and what both cost.
 
     slime certify --hf-checkpoint DIR [--steps 5] [--json FILE] [flags of the run, e.g. its layout]
 
@@ -210,7 +210,7 @@ def _mismatch(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _speed(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Response tokens per second, without the first step, because it compiles kernels."""
+    """Response tokens per second, excluding the first step, which compiles kernels."""
     timed = steps[1:]
     tokens = sum(step["rollout/response_tokens"] for step in timed)
     names = {"train_tokens_per_s": "perf/train_time", "generate_tokens_per_s": "perf/rollout_time"}

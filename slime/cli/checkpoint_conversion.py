@@ -135,7 +135,7 @@ def _write_torch_dist(found: _Source, target: Path, stack: ExitStack) -> None:
 
 
 def described(folder: Path) -> str:
-    """Returns a text with the files, tensors, dtypes and sizes of a folder of weights."""
+    """Returns a summary of the files, tensors, dtypes and sizes in a folder of weights."""
     if (megatron := checkpoint_in(folder)) is not None:
         parts = sorted(file for file in megatron.glob("*.distcp"))
         num_bytes = sum(file.stat().st_size for file in parts)
@@ -244,14 +244,14 @@ def _kept(names: Iterable[str]) -> list[str]:
 def convert_rollout(source: Path, target: Path, *, trusted: bool) -> str:
     """Writes a rollout of the public slime in the format of `--load-debug-rollout-data`. Returns a description.
 
-    Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or would have to run code, and
+    Raises the errors of `check_rollout`, `CheckpointError` if `source` is not a rollout or reading it runs code, and
     `DataError` for samples that cannot be replayed.
     """
     check_rollout(source, target, trusted=trusted)
     rollout = Rollout(source)
     number, num_samples = rollout.rollout_id, rollout.num_samples
     if not isinstance(number, int):
-        raise DataError(f"{source} is the evaluation {number!r}; pass the rollout of a step")
+        raise DataError(f"{source} is from evaluation {number!r}; pass the rollout of a training step")
 
     def samples() -> Iterator[Any]:
         with Progress("convert", total=num_samples, unit="samples") as progress:

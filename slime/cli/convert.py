@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_rollout(source: Path, target: Path, *, trusted: bool) -> None:
-    """Raises `ConfigError` for a file that is missing or not trusted, `CheckpointError` for a target that exists."""
+    """Raises `ConfigError` if the file is missing or not trusted, `CheckpointError` if the target already exists."""
     if not source.is_file():
         raise ConfigError(f"{source} is not a file; pass a rollout written by the public slime")
     require_trust(source, trusted=trusted)

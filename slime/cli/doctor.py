@@ -82,7 +82,7 @@ def check_versions() -> list[Finding]:
 
 
 def how_to_install(package: str, root: Path = Path(__file__).parents[2]) -> str:
-    """Says what installs a missing package. `root`: the parent of the package `slime`."""
+    """Says how to install a missing package. `root`: the parent of the package `slime`."""
     if (root / "Makefile").is_file():
         return "run: make venv"
     wheel = f"slime-{slime.__version__}-py3-none-any.whl"

@@ -129,7 +129,7 @@ class _Once(argparse._StoreAction):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises a `ConfigError` of one sentence, instead of printing the usage and argparse's message."""
+    """Raises a one-sentence `ConfigError` instead of printing the usage and argparse's message."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self._in_words(message)}; {self.prog} --help shows all arguments")

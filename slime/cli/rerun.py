@@ -123,7 +123,7 @@ def num_starts(folder: Path) -> int:
 
 
 def recorded_start(folder: Path, number: int) -> dict[str, Any]:
-    """Returns the record of a launch. Raises `DataError` if there is none, or if an earlier release recorded less."""
+    """Returns the record of a launch. Raises `DataError` if there is none or it is incomplete."""
     starts = _starts(folder)
     if not 0 <= number < len(starts):
         raise DataError(
@@ -310,7 +310,7 @@ def differences(
 
 
 def _started(words: Sequence[str]) -> list[str]:
-    """Returns the arguments without the flags that only print."""
+    """Returns the arguments without the flags that only print information."""
     return [word for word in words if word not in (EXPLAIN, "--help", "-h", "--version")]
 
 

@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _require_usable(options: argparse.Namespace) -> None:
-    """Raises `ConfigError` for options that could only fail after the checks, or that name nothing to install."""
+    """Raises `ConfigError` for options that would otherwise fail only after the checks, or name nothing to install."""
     if options.output and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: {options.output.parent} is not a folder")
     if options.only and options.names_only:
@@ -160,7 +160,7 @@ class Children:
     def run(
         self, command: Sequence[str], limit_s: float | None = None, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Waits for a command; ends it if this raises. `more` are arguments of `Popen`. Any thread can call it.
+        """Runs a command; ends it if an error is raised. `more` are arguments of `Popen`. Any thread can call it.
 
         Raises `subprocess.TimeoutExpired`, and `ConfigError` after `end`.
         """
@@ -246,7 +246,7 @@ class Venv:
     def checked(self, rows: Mapping[str, tuple[str, ...]], scratch: Path, jobs: int = 1) -> list[Row]:
         """Runs the contract tests of each row with the candidates. Prints each result as soon as it is available."""
         if not (ROOT / "tests" / "contract").is_dir():
-            raise ConfigError(f"{ROOT} has no tests; run this command in a checkout of the repository, or --names-only")
+            raise ConfigError(f"{ROOT} has no tests; run this in a checkout of the repository, or pass --names-only")
 
         def check(number: int, name: str) -> Row:
             report, log = scratch / f"{number}.xml", scratch / f"{number}.log"

@@ -111,7 +111,7 @@ class EngineActor:
         return self._spec.dist_init_addr
 
     def open_gate(self, *_lent: object) -> None:
-        """Lets the server allocate its memory. `_lent`: trainer call results that Ray waits for before this call."""
+        """Lets the server allocate its memory. `_lent`: results of trainer calls that Ray awaits before this call."""
         self._server.open_gate()
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -354,7 +354,7 @@ class RayEngines:
         return any(self.is_gated(index) for index in self._ready)
 
     def _look(self, index: int, member: int, state: State) -> str | None:
-        """Returns the problem found by an actor's pending check, if it has finished or takes too long.
+        """Returns the problem found by an actor's pending check, if it has finished or is taking too long.
 
         Starts a new check if the last one is older than `LOOK_EVERY_S`.
         """

@@ -191,7 +191,7 @@ class Engines:
 
     @contextmanager
     def frozen_aside(self) -> Iterator[None]:
-        """Takes frozen models that lend their memory out of service for the duration of the block."""
+        """During the block, keeps requests away from frozen models that lend their memory."""
         aside = [e for e in self.members.in_states(State.READY) if e.role == FROZEN and e.lends]
         for engine in aside:
             self._dismiss(engine)

@@ -3,7 +3,7 @@
 The guardian is a small process (`python -m slime.cluster.guardian`, standard library only). It is daemonized into its
 own session, so a command that kills the driver and all its descendants, such as `ray job stop`, does not affect it. The
 driver starts it before Ray and keeps the write end of a pipe to it (`Guardian`). If the guardian is killed,
-`Guardian.tend` starts a new one, or `Guardian.close` does so at the latest.
+`Guardian.tend` or, failing that, `Guardian.close` starts a new one.
 
 The guardian scans the process table every second, so it can identify the run's processes even after they rename
 themselves or lose their parents (`slime.serving.child_process`). It acts on end-of-file on the pipe, or when a scan
@@ -189,7 +189,7 @@ class Guardian:
 def start_guardian(run_id: str, *, temp_dirs: Sequence[str] = (), log_path: str | Path | None = None) -> Guardian:
     """Starts the guardian of `run_id`. Call this before starting any process that the guardian may have to kill.
 
-    The guardian finally removes `temp_dirs`. Sets `SPT_NOENV` in this process's environment, so that the run's
+    At the end, the guardian removes `temp_dirs`. Sets `SPT_NOENV` in this process's environment, so that the run's
     processes keep their environment, including the run id, when they rename themselves.
     """
     return Guardian(lambda: start_watcher(run_id, temp_dirs, log_path), log_path)
@@ -246,7 +246,7 @@ def watch(run_id: str, driver_pid: int, pipe_fd: int) -> tuple[ProcessFamily, Sh
     """Tracks the run's processes until the driver closes the pipe or is gone.
 
     Returns the processes, their shared-memory files, and all values of TMPDIR among them: the daemons of an existing
-    Ray cluster may use another TMPDIR than the driver.
+    Ray cluster may use a different TMPDIR from the driver's.
     """
     family = ProcessFamily(RUN_ID_ENV, run_id, spare=ancestors(driver_pid))
     files, seen = SharedMemoryFiles(), set[ProcessId]()

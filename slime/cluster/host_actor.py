@@ -70,7 +70,7 @@ class HostActor:
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """Checks the shared folders and returns those that the host does not see. If it sees all, starts a guardian."""
+        """Checks the shared folders and returns those that the host cannot see. If none, starts a guardian."""
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)

@@ -27,7 +27,8 @@ Everything runs on the driver's thread. Only `hosts_of_run` and `close` wait for
 
 Invariants
 1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
-2. After that, an engine only starts on a host other than the driver's if its guardian is known to run (`is_guarded`).
+2. After that, an engine only starts on a host other than the driver's if its guardian is known to be
+   running (`is_guarded`).
 3. A rejected host is retried as long as the run lasts.
 4. The driver's host is `hosts[0]` of the plan. The rollout actor runs there, because it has the data and the user's
    modules.

@@ -71,7 +71,7 @@ class MemoryHandOver:
             self._engines_lent = False
 
     def _settle(self) -> None:
-        """Prevents further allocations by starting engines, and waits for one that is in progress."""
+        """Keeps engines that are starting up from allocating more memory, and waits for any allocation in progress."""
         if self._trainer_lends:
             self._trainer_lent = False
             self._actors.engines.settle()

@@ -114,7 +114,7 @@ class MemoryWatch:
         return now is not None and self._before is not None and now > self._before
 
     def report(self) -> str:
-        """Returns a note for a run's error message: OOM kills and the processes that used most memory."""
+        """Returns a note for a run's error message: OOM kills and the processes that used the most memory."""
         usages = sorted(self.look(), key=lambda u: u.peak_bytes, reverse=True)
         if self.was_killed_for_memory():
             kills = (num_oom_kills() or 0) - (self._before or 0)

@@ -122,7 +122,7 @@ class RaySession:
             raise Terminated(128 + signal.SIGTERM) from exc
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """Raises `Terminated` on the first SIGTERM, so that all `with` blocks stop their processes as after Ctrl-C."""
+        """Raises `Terminated` on the first SIGTERM, so that all `with` blocks stop their processes, as on Ctrl-C."""
         if not self._is_terminated:
             self._is_terminated = True
             raise Terminated(128 + signum)

@@ -41,7 +41,7 @@ def register(hooks: Iterable[Hook]) -> None:
 
 
 SGLANG = "sglang 0.5.16"
-"""The SGLang version with which every patch was verified to be necessary."""
+"""The SGLang version on which every patch was verified to be needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Makes SGLang read model configs correctly: the classes that transformers lacks, and the dtype that is served.
+"""Makes SGLang read model configs correctly: config classes missing from transformers, and the served dtype.
 
 SGLang reads model configs with transformers' `AutoConfig`. Released checkpoints of such models include their config
 class as code, which slime does not run (law 10). SGLang registers some classes with `AutoConfig`, such as DeepSeek-V3's

@@ -4,8 +4,8 @@ SGLang 0.5.16 sizes its cache by the free memory, which each rank measures at st
 trainer that is starting on the same GPU would distort these measurements. So each rank finishes its imports and then,
 before the first measurement, waits for a file that is created when the trainer lends its memory.
 
-Remove it when SGLang accepts an explicit cache size or can measure on request. Without the hook, the cache would be too
-small, but the engine would still work.
+Remove the hook when SGLang accepts an explicit cache size or can measure on request. Without it, the cache would be
+too small, but the engine would still work.
 
 Invariants
 1. The hook is registered only if `GATE_ENV` is set in the environment.

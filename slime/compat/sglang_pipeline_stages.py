@@ -3,7 +3,7 @@
 In SGLang (0.5.16 and 0.5.23), the first stage handles and answers a control request before it forwards the request to
 the next stage. So `/weights_checker` reports only the first stage. An update is acknowledged before later stages have
 read memory that the sender then reuses. When joining a group, the first stage waits forever for later stages, which
-have not got the request yet. SGLang also numbers payloads and group ranks as if the engine had only one stage.
+have not received the request yet. SGLang also numbers payloads and group ranks as if the engine had only one stage.
 
 With these hooks, each stage forwards a control request about weights or memory before handling it. Later stages send
 their results to the first stage over SGLang's CPU group of all ranks, and the first stage responds for all of them.
@@ -57,7 +57,7 @@ def _place_of(owner: Any) -> Any:
 
 
 def _send_ahead(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Forwards requests to the next stage before handling them if both stages must handle any of them together."""
+    """If any of the requests must be handled by both stages together, forwards them to the next stage first."""
     place = _place_of(scheduler)
     if place.pp_rank + 1 >= place.pp_size:
         return

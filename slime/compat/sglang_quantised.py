@@ -18,7 +18,7 @@ Invariants
 1. From the first tensor of an update until the digests, the engine cannot serve. It is paused (`slime.weights.sync`).
 2. After a failed update, the next update can still load its weights.
 
-Remove it when SGLang reports raw digests and restores dense layers as well.
+Remove the hooks when SGLang reports raw digests and restores dense layers as well.
 """
 
 from __future__ import annotations

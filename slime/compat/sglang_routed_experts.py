@@ -28,7 +28,7 @@ from slime.core.engine_versions import WITH_SESSIONS, is_installed
 FLAG = "--enable-return-routed-experts"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _KEPT = "_slime_experts"
-"""Request attribute with the saved rows, starting at the first requested one."""
+"""Request attribute that holds the saved rows, starting at the first row that the request asks for."""
 
 
 def read_mark(_manager: Any, request: Any, *_more: Any, **_named: Any) -> None:

@@ -1,12 +1,12 @@
 """Closes security holes in SGLang (0.5.16 to 0.5.23) that anyone who can reach the host could exploit.
 
 - The ranks of an engine rendezvous at a torch store that listens on every interface without authentication and
-  exchanges pickles. Here, an environment variable of SGLang sets a rendezvous URL with the scheme `slime`. Its store
+  exchanges pickles. Here, an SGLang environment variable sets a rendezvous URL with the scheme `slime`. Its store
   listens only on the rendezvous address, which is loopback for a single-host engine.
 - Two routes that change state require only the request key, and the only websocket requires no key at all.
   `close_routes` makes these routes require the admin key, like similar routes, and removes the websocket.
 
-Neither modifies SGLang's code. Remove this module when SGLang closes these holes itself.
+Neither fix modifies SGLang's code. Remove this module when SGLang closes these holes itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTROL = ("load_lora_adapter_from_tensors", "set_trace_level")
 
 
 MEETING_ENV = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""SGLang's variable for the rendezvous URL. Never overrides a user's value."""
+"""SGLang's environment variable for the rendezvous URL. If the user has set it, slime leaves it alone."""
 
 
 def meeting_place(settings: Any) -> str:

@@ -2,7 +2,7 @@
 
 A request that continues across weight syncs has tokens from several versions, but SGLang 0.5.16 returns only the front
 end's version at the time of the response. Forward passes and weight updates run on the same scheduler thread, so hooks
-on this thread can track the version and label each pass. Forward hooks of the model would not work, because CUDA graphs
+on this thread can track the version and label each pass. Forward hooks on the model would not work, because CUDA graphs
 do not run them. Labels are returned in SGLang's `customized_info`, one per output token. Remove the hooks when SGLang
 reports which weights sampled each token.
 

@@ -3,15 +3,15 @@
 `slime.ops.invariant` explains why log-probs differ otherwise. SGLang's own deterministic mode makes an engine agree
 with itself, but its kernels still round differently from the trainer's.
 
-Hooks replace the norms, the activations, the products, the attention layers of the families in `ATTENTION`, the layers
-of experts, the attention kernels of the triton backend (on a CPU, of the torch_native backend) and the log-probs that
+Hooks replace the norms, the activations, the products, the attention layers of the families in `ATTENTION`, the expert
+layers, the attention kernels of the triton backend (on a CPU, of the torch_native backend) and the log-probs that
 the sampler returns. SGLang's cache, batches, CUDA graphs, choice of experts and sampler are unchanged. Its own
 invariant kernels, which `--enable-deterministic-inference` would install, are not needed. Remove this file when SGLang
 lets a registered plugin choose the kernels.
 
 Invariants
-1. Hooks are registered only if `KERNELS_ENV` is set. The settings refuse models, layouts and dtypes that are not
-   covered.
+1. Hooks are registered only if `KERNELS_ENV` is set. Models, layouts and dtypes that are not supported are
+   rejected when the settings are checked.
 2. The trainer compares log-probs in every step and, under `--true-on-policy`, stops at any difference.
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 from slime.compat import Hook
 
 KERNELS_ENV = "SLIME_ENGINE_KERNELS"
-"""Environment variable with the run's --kernels, for an engine that computes as the trainer does."""
+"""Environment variable with the value of the run's --kernels, for an engine that uses the trainer's kernels."""
 ATTENTION = {
     "llama": "sglang.srt.models.llama.LlamaAttention",
     "qwen3": "sglang.srt.models.qwen3.Qwen3Attention",
     "qwen3_moe": "sglang.srt.models.qwen3_moe.Qwen3MoeAttention",
 }
-"""Maps a `model_type` to SGLang's attention layer. They have the same attributes."""
+"""Maps a `model_type` to SGLang's attention layer. All these layers have the same attributes."""
 MAX_SEQUENCES = 65536
 """Maximum number of sequences in a decode step."""
 _of_model: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def mix_experts(layer: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
 
 
 def _angles(layer: Any, positions: Any) -> Any:
-    """Returns cos and sin of a batch. The first layer computes them in each pass, also in a replayed CUDA graph."""
+    """Returns cos and sin of a batch. The first layer computes them in each pass, even in a replayed CUDA graph."""
     if layer.attn.layer_id == 0:
         _of_model["angles"] = _of_model["rotary"].of(positions)
     return _of_model["angles"]
@@ -133,7 +133,7 @@ def use_attention_kernels(_result: Any, backend: Any, *_: Any, **__: Any) -> Non
 
 
 def _decode(query: Any, keys: Any, values: Any, out: Any, starts: Any, slots: Any, *rest: Any, **_: Any) -> None:
-    """Attends with one query per sequence to keys that are all cached. `rest`: splits of the keys, then the scale."""
+    """Decode attention: one query per sequence, all keys cached. `rest`: splits of the keys, then the scale."""
     from slime.ops.kernels import invariant
 
     cu_query = _of_model["counts"][: query.size(0) + 1]
@@ -154,7 +154,7 @@ def _extend(
     *rest: Any,
     **_: Any,
 ) -> None:
-    """Attends in a prefill, whose keys follow a cached prefix. `rest`: masks, the longest query, two scales, scale."""
+    """Prefill attention: new keys follow a cached prefix. `rest`: masks, the longest query, two scales, scale."""
     from slime.ops.kernels import invariant
 
     invariant.attend(query, key, value, out, cu, cu, int(rest[3]), rest[6], cache=(keys, values, starts, slots))
@@ -186,8 +186,8 @@ def _on_cpu(tensors: Sequence[Any], queries: list[int], scale: float) -> Any:
 
 
 def score(_sampler: Any, logits_output: Any, sampling_info: Any, *_: Any, **__: Any) -> None:
-    """Keeps the logits of a batch, which the sampler overwrites. SGLang only widens what the product rounded, so the
-    copy is exact."""
+    """Keeps the logits of a batch, which the sampler overwrites. SGLang only casts the product's
+    rounded logits to a wider dtype, so the copy is exact."""
     _of_model["logits"] = logits_output.next_token_logits.to(_of_model["dtype"], copy=True)
     _of_model["temperatures"] = sampling_info.temperatures.clone()
 
@@ -195,8 +195,8 @@ def score(_sampler: Any, logits_output: Any, sampling_info: Any, *_: Any, **__: 
 def report(
     compute: Callable[..., Any], processor: Any, _log_probs: Any, top: Any, ids: Any, sampled: Any, *rest: Any
 ) -> Any:
-    """Replaces the log-probs from which `compute_logprobs` selects the sampled tokens', and any others that a request
-    asks for."""
+    """Replaces the log-probs from which `compute_logprobs` selects those of the sampled tokens and any others that
+    a request asks for."""
     from slime.ops.invariant import log_probs_of, log_softmax
 
     logits, temperatures = _of_model.pop("logits"), _of_model.pop("temperatures")

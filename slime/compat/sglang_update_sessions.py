@@ -1,12 +1,12 @@
 """Gives each weight-update session an owner, so that two runs cannot mix their weights in one engine.
 
 Sessions in SGLang 0.5.23 have no owner. A sender that dies leaves its session open, and the next sender has to close
-it. But if the first sender is still alive, for example a run whose driver lost the network, its tensors and its end of
-the session would be attributed to the next sender. Its resume would then make the engine serve a mix of both senders'
+it. But if the first sender is still alive, for example a run whose driver lost the network, its tensors and its call to
+end the session would be attributed to the next sender. The engine would then resume with a mix of both senders'
 weights. With these hooks, the front end records the session's owner, which the sender specifies in a header. The latest
 sender becomes the owner, and earlier ones are rejected. While a session is open, nobody can resume the engine.
 
-Remove it when SGLang's sessions have owners. An engine without the hooks accepts updates from anybody.
+Remove this module when SGLang's sessions have owners. An engine without the hooks accepts updates from anybody.
 
 Invariants
 1. During a session, only its owner's tensors reach the model, and only the owner can end it.
@@ -23,7 +23,7 @@ from slime.core.engine_interface import SENDER_HEADER, SESSION_CONFLICT
 from slime.core.engine_versions import WITH_SESSIONS
 
 _OWNER = "_slime_update_owner"
-"""Attribute of SGLang's front end with the owner of the open session. None if no session is open."""
+"""Attribute of SGLang's front end that holds the owner of the open session, or None."""
 Call = Callable[..., Awaitable[tuple[bool, str]]]
 
 

@@ -1,5 +1,5 @@
-"""Partitions an engine's prefix cache by weight version, for requests that continue across weight syncs. Makes a flush
-of the cache reach every DP group.
+"""Partitions an engine's prefix cache by weight version, for requests that continue across weight syncs. Also makes a
+cache flush reach every DP group.
 
 SGLang 0.5.16's cache does not record which weights computed its keys and values, and it cannot be flushed while
 requests are running. But SGLang partitions its radix tree by the requests' `extra_key`, which exists for other
@@ -39,12 +39,12 @@ DP_FLAG = "--enable-dp-attention"
 DIVIDED = frozenset({"RadixCache", "UnifiedRadixCache", "SWARadixCache", "PureSWARadixCache", "MambaRadixCache"})
 """SGLang's caches that use `extra_key` in every lookup and insertion and have no second cache behind them."""
 EMPTY = frozenset({"ChunkCache", "SWAChunkCache", "PureSWAChunkCache"})
-"""Caches with `--disable-radix-cache`, which keep nothing after a request finishes."""
+"""Caches used with `--disable-radix-cache`. They keep nothing after a request finishes."""
 _updates = {"asked": 0}
 """Number of weight updates that this process has started."""
 _MARK = "|weights "
 _KEYS = "_slime_keys"
-"""Request attribute with its last (original key, key with the weights)."""
+"""Request attribute that holds the last (original key, key with the weights)."""
 
 
 def _count(*_: Any, **__: Any) -> None:
@@ -72,8 +72,8 @@ def _give_key(request: Any) -> None:
 
 
 def _require_divided(cache: Any, context: Any, *_: Any, **__: Any) -> None:
-    """Raises `EngineError` if SGLang created a cache of an unknown type, for example because of an environment variable
-    on the engine's host or a plugin, which slime cannot see.
+    """Raises `EngineError` if SGLang created a cache of an unknown type, for example because of a plugin or an
+    environment variable on the engine's host, neither of which slime can see.
     """
     name, settings = type(cache).__name__, context.server_args
     more = [flag for flag in ("enable_hierarchical_cache", "enable_streaming_session") if getattr(settings, flag)]

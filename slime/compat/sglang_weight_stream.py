@@ -1,7 +1,7 @@
 """Lets a sender announce many buckets in one call, and receives each bucket while the previous one is loaded.
 
 SGLang takes one control call per bucket: it receives a broadcast, loads the tensors with the model's own loader, and
-answers. The loader takes 0.05 to 0.15 ms of Python per tensor, so an engine receives a 4B model at an eighth of the
+answers. The loader spends 0.05 to 0.15 ms in Python per tensor, so an engine receives a 4B model at an eighth of the
 speed of a broadcast. With these hooks, a call can list the tensors of many buckets (`load_format`: `stream_format`).
 The engine starts the broadcast of the next bucket, then loads the current one. It records which bytes of a bucket the
 model's loader copies to which parameters, and from the second weight sync on repeats these copies without the loader.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RECORDS = "_slime_loads"
-"""Attribute of a model with the records of earlier weight syncs."""
+"""Model attribute that holds the records of earlier weight syncs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 class Loads:
-    """Loads buckets into one model, and remembers how."""
+    """Loads buckets into one model and records how they were loaded."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -146,7 +146,7 @@ class Loads:
 
     @property
     def others(self) -> frozenset[str]:
-        """The operations because of which some buckets need the loader every time."""
+        """The operations that force some buckets to go through the loader every time."""
         return frozenset(name for record in self._records.values() for name in record.others)
 
     def begin(self) -> None:
@@ -173,7 +173,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The buckets that a sender has announced. SGLang passes it from receiving to loading in place of tensors."""
+    """The buckets that a sender has announced. SGLang's receive step passes it to the load step in place of tensors."""
 
     buckets: tuple[tuple[Member, ...], ...]
     group: Any

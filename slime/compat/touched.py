@@ -240,7 +240,8 @@ def _fields(kind: Any) -> dict[str, bool] | None:
 
 
 def settings() -> dict[str, dict[str, list[str]]]:
-    """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest version with a list.
+    """Returns owner -> {"came": ..., "went": ...}: flags added and removed since the newest version whose
+    flags are on record.
 
     Both are empty if the installed version has its own list.
     """

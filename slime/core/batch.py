@@ -43,13 +43,13 @@ class TrainSample:
     tokens: npt.NDArray[np.int32]
     """[T]"""
     loss_mask: npt.NDArray[np.float32]
-    """[R] 1.0 where trained. All other masks are derived from it. All zeros for an unscored sample."""
+    """[R] 1.0 for tokens that are trained on. All other masks are derived from it. All zeros for an unscored sample."""
     rollout_log_probs: npt.NDArray[np.float32] | None
     """[R] in nats. None: not sampled by an engine (SFT data)."""
     token_versions: npt.NDArray[np.int32]
     """[R] weight version per token, or `NOT_SAMPLED`."""
     reward: float
-    """Reward before normalisation. NaN: the sample is unscored and not trained."""
+    """Reward before normalisation. NaN: the sample is unscored and not trained on."""
     group_index: int
     """Prompt id. Advantages are normalised over samples with the same id."""
     index: int

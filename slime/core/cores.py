@@ -1,7 +1,7 @@
 """CPU cores available to this process, and settings of threads and memory for processes that compute on CPUs.
 
 A container's CPU quota limits CPU time: threads run on any core of the host until the quota is used up, and are then
-throttled until the next period. With more threads than the quota has cores, they are only throttled earlier.
+throttled until the next period. With more threads than cores in the quota, throttling only starts earlier.
 
 OpenMP threads spin at barriers, many times per layer. Spinning is fastest while every thread has a core to itself. If
 other work takes one core, the threads on the other cores waste time spinning: an engine with two threads on two busy
@@ -26,7 +26,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment variables with which glibc keeps freed memory in a new process. If the user sets one, slime sets none."""
+"""Environment variables that make glibc keep freed memory in a new process. If the user sets one, slime sets none."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
@@ -64,7 +64,7 @@ def stalled_share() -> float:
 def _control_groups() -> Iterator[Path]:
     """Yields the folders of this process's cgroup and its ancestors, innermost first. Some may not exist.
 
-    A container often sees its own cgroup as the root, under a different name than the host does.
+    A container often sees its own cgroup as the root, under a different name than on the host.
     """
     for line in _lines(OWN_CGROUPS):
         number, controllers, name = line.split(":", 2)

@@ -22,7 +22,7 @@ SENDER_HEADER = "x-slime-sender"
 """HTTP header that identifies the sender of a control call, usually by run id."""
 
 SESSION_CONFLICT = 409
-"""HTTP status of a control call that an open weight update forbids (`slime.compat.sglang_update_sessions`)."""
+"""HTTP status of a control call rejected because of an open weight update (`slime.compat.sglang_update_sessions`)."""
 
 STREAM = "slime_stream"
 """Part of the answer of an engine that joins a group and can receive many buckets in one call."""
@@ -66,8 +66,8 @@ class Digest(Protocol):
         ...
 
     def read(self, hashers: Sequence[Hasher]) -> None:
-        """Hashes the tensors that were added to these hashers and drops the references. On a GPU, this is one kernel
-        for all of them, and it only enqueues work."""
+        """Hashes the tensors that were added to these hashers and drops the references. On a GPU, this only enqueues
+        one kernel for all of them."""
         ...
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:

@@ -16,7 +16,7 @@ class Terminated(SystemExit):
 
 class SlimeError(Exception):
     engines: tuple[str, ...] = ()
-    """Addresses of the failed engines if some engines did not fail."""
+    """Addresses of the failed engines, set only if other engines did not fail."""
 
 
 class ConfigError(SlimeError, ValueError):
@@ -56,7 +56,7 @@ class TakenBack(SlimeError, RuntimeError):
 
 
 class GroupsFailed(EngineError):
-    """Too many groups of a step failed to be a coincidence: an engine, a user function or a grader is broken."""
+    """So many groups of a step failed that it cannot be chance: an engine, user function or grader is broken."""
 
 
 class Unconfined(SlimeError, RuntimeError):
@@ -96,7 +96,7 @@ class NumericsError(SlimeError, ArithmeticError):
 
 
 class LedgerError(SlimeError, AssertionError):
-    """The ledger does not balance: a prompt was lost or trained twice."""
+    """The ledger does not balance: a prompt was lost or trained on twice."""
 
 
 class DeadlineExceeded(SlimeError, TimeoutError):

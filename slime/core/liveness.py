@@ -74,8 +74,8 @@ class Silence:
         begins_in_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used_s`: returns the CPU time used so far, if that is a sign of life. `file`: a file that the process
-        writes. `begins_in_s`: grace period before silence counts."""
+        """`used_s`: returns the CPU time used so far; None if CPU use is not a sign of life. `file`: a file that the
+        process writes. `begins_in_s`: grace period before silence counts."""
         self._used, self._file, self._clock = used_s, file, clock
         self._at = self._since = clock() + begins_in_s
         self._heard = False

@@ -42,7 +42,7 @@ def scratch_prefix(kind: str = "") -> str:
 SOCKET_PATH_BYTES = 107
 """Maximum length of a Unix socket path: Linux's `sun_path` without the terminating null byte."""
 SHORTER = "choose a folder whose path is at most {} characters long"
-"""What to do if the path of a folder is too long for sockets. Takes `longest_room`."""
+"""Advice for a folder whose path is too long for sockets. Format it with `longest_room`."""
 SHORT_ROOM = "/tmp"
 """Fallback folder for sockets if the path of the temporary folder is too long."""
 OF_LIBRARIES = "torch-shm-dir-XXXXXX/manager.sock"

@@ -225,7 +225,7 @@ class Registry(Generic[T]):
 
 
 def _wrong_parameters(entry: type[Any]) -> str | None:
-    """Returns which method that an entry must define cannot be called as slime calls it, or None."""
+    """Returns an error message if slime cannot call one of an entry's required methods, else None."""
     for name in dir(entry):
         declared = next(vars(kind)[name] for kind in reversed(entry.__mro__) if name in vars(kind))
         if not getattr(declared, "__isabstractmethod__", False) or not callable(declared):

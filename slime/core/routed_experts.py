@@ -1,6 +1,6 @@
 """`RoutedExperts`: the experts that the engine selected for each token of a sequence in each layer.
 
-An engine routes a token when the token is an input, so the last sampled token has no row. A sample's rows start at its
+An engine routes a token when it is fed in as input, so the last sampled token has no row. A sample's rows start at its
 first token and are appended after each request (a turn, or the rest of an interrupted response). Existing rows are
 never replaced, because a token's row must come from the weight version that sampled the next token. If newer weights
 process the same tokens again, they select other experts, which do not match the recorded log-probs. Such rows are
@@ -148,7 +148,7 @@ class RoutedExperts:
 
 
 def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
-    """Returns one 64-bit digest per row, for comparing rows of the same dtype. NumPy releases the GIL meanwhile.
+    """Returns one 64-bit digest per row, for comparing rows of the same dtype. NumPy releases the GIL while computing.
 
     Mixes each 64-bit word of a row with an invertible function, multiplies it by an odd constant for its position, and
     sums the products.

@@ -68,9 +68,9 @@ PUBLIC_FIELDS: Mapping[str, Any] = {
     "rollout_top_p_token_ids": None,
     "rollout_top_p_token_offsets": None,
 }
-"""Fields of the public slime's `Sample` that are attributes here -> value of an unset one."""
+"""Fields of the public slime's `Sample` that are attributes here -> their value when unset."""
 UNSYNCED = "default"
-"""What an engine reports as its weight version before the first weight sync, which is version 0."""
+"""What an engine reports as its weight version before the first weight sync. Counts as version 0."""
 
 
 def version_of(reported: Any) -> int:
@@ -79,7 +79,7 @@ def version_of(reported: Any) -> int:
 
 
 class Counters(dict[str, Any]):
-    """Counters of an engine's requests, summed up. A dict, so that samples remain JSON-serialisable."""
+    """Counters summed over an engine's requests. A dict, so that samples remain JSON-serialisable."""
 
     keys_of: ClassVar[Mapping[str, str]] = {}
     """Counter -> its key in the engine's `meta_info`."""
@@ -158,12 +158,12 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """[T] prompt and response ids, exactly as the engine received or sampled them."""
     response: str = ""
-    """The response text, for graders and display, without the end-of-sequence token, which `slime samples` shows. It is
-    never re-tokenized."""
+    """The response text, for graders and display, without the end-of-sequence token (which `slime samples` does show).
+    The text is never re-tokenized."""
     response_length: int = 0
     """R: number of tokens after the initial prompt, including tool results."""
     loss_mask: list[int] | None = None
-    """[R] 1 where the token is trained; None means all ones."""
+    """[R] 1 where the token is trained on; None means all ones."""
     rollout_log_probs: list[float] | None = None
     """[R] log-probs (nats) reported by the engine: at the sampling temperature, over the full vocabulary, without top-p
     or top-k. 0.0 where not sampled."""
@@ -307,7 +307,7 @@ class Sample:
     def weight_versions(self) -> list[int]:
         """Distinct weight versions that sampled this response, in order of first use.
 
-        User code may set them, which counts as long as the tokens have no versions of their own.
+        User code may set them; these values apply only while the tokens have no versions of their own.
         """
         versions = self.held("token_versions")
         if versions is None:
@@ -321,7 +321,7 @@ class Sample:
 
     @property
     def spec_info(self) -> SpecInfo:
-        """Counters of speculative decoding, kept among the attributes."""
+        """Counters of speculative decoding, stored in `attributes`."""
         return self._counters("spec_info", SpecInfo)
 
     @spec_info.setter
@@ -330,7 +330,7 @@ class Sample:
 
     @property
     def prefix_cache_info(self) -> PrefixCacheInfo:
-        """Counters of the engines' prefix cache, kept among the attributes."""
+        """Counters of the engines' prefix cache, stored in `attributes`."""
         return self._counters("prefix_cache_info", PrefixCacheInfo)
 
     @prefix_cache_info.setter
@@ -394,7 +394,7 @@ class Sample:
             )
 
     def copy(self) -> Sample:
-        """Returns a deep copy. `copy.deepcopy` alone takes milliseconds for thousands of tokens."""
+        """Returns a deep copy. Plain `copy.deepcopy` would take milliseconds for thousands of tokens."""
         lists = [values for name in PER_TOKEN if isinstance(values := self.held(name), list)]
         return copy.deepcopy(self, {id(values): list(values) for values in lists})
 

@@ -1,4 +1,4 @@
-"""Formatting of text for display: escapes control characters, shortens text, lists and names things, `EngineKeys`.
+"""Formatting of text for display: escapes control characters, shortens text, formats lists and names; `EngineKeys`.
 
 Text from models, tools and datasets can also end up in exceptions. All such text must pass through `visible` before it
 is printed to a terminal.
@@ -80,12 +80,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def program(command: str = "") -> str:
-    """Returns how the user started this program, with `command`: `slime train`, or `python train.py` for a loop."""
+    """Returns the command that started this program: `slime` with `command`, or `python train.py` for a loop."""
     return f"python {sys.argv[0]}" if _is_script() and not _is_slime() else slime_command(command)
 
 
 def slime_command(words: str) -> str:
-    """Returns a command line of slime. It starts with `python -m slime` if the user started Python."""
+    """Returns a slime command line, which starts with `python -m slime` if the user started Python."""
     return f"{'python -m slime' if _is_script() else 'slime'} {words}".strip()
 
 

@@ -96,7 +96,7 @@ class ChatRenderer:
         """Text -> id of each token that ends a response. In some families, it is the token that opens the next turn."""
         own = {t for t in (tokenizer.bos_token, tokenizer.eos_token) if t is not None}
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
-        """Tokens with which the template delimits turns."""
+        """Tokens that the template uses to delimit turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
         self._framing = self.structural - (written - own - set(self.ends))
         """Tokens that assistant text must not produce. Others, such as `<think>`, are legitimate parts of a turn."""
@@ -144,7 +144,7 @@ class ChatRenderer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
-        """Returns (ids as from `encode`, the offset in `marked` at which the text of each id starts)."""
+        """Returns (ids as returned by `encode`, the offset in `marked` at which the text of each id starts)."""
         ids: list[int] = []
         starts: list[int] = []
         for at, text, control in self._parts(rendered):
@@ -165,7 +165,7 @@ class ChatRenderer:
         return text
 
     def _parts(self, rendered: Rendered) -> Iterator[tuple[int, str, str | None]]:
-        """Yields (offset in `marked`, text, control string) for each segment; the last is None for ordinary text."""
+        """Yields (offset in `marked`, text, control string or None for ordinary text) for each segment."""
         if not rendered.stand_ins:
             yield 0, rendered.marked, None
             return

@@ -191,7 +191,7 @@ PATTERNS: Mapping[str, str] = {
         )
     )
 }
-"""Class name in `tokenizer_config.json` -> the regular expression with which its code splits text."""
+"""Class name in `tokenizer_config.json` -> the regular expression that its code uses to split text."""
 
 
 def write_fast(folder: Path) -> int:
@@ -199,7 +199,7 @@ def write_fast(folder: Path) -> int:
     tiktoken tokenizer in Python code (Kimi-K2). Returns the vocabulary size.
 
     `tiktoken.model` has the bytes and rank of each token, `tokenizer_config.json` names up to 256 special tokens after
-    them, and `PATTERNS` has the regular expression with which the code splits text. The ids equal those of tiktoken.
+    them, and `PATTERNS` has the code's regular expression for splitting text. The ids equal those of tiktoken.
     Reserved ids without a name become `<|reserved_token_N|>`, as in the released code. Raises `ConfigError` for any
     other folder.
     """

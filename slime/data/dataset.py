@@ -1,8 +1,8 @@
 """The prompt dataset: every row is read and validated at startup, then kept in memory.
 
-A row that is malformed (quarantined), or whose prompt is over the length limit, is dropped, with its file, line and
-reason. If too many are malformed (`--max-dropped-row-fraction`), loading raises an error, because the file or a column
-name is probably wrong. The length limit is a filter, so any number of prompts may be over it.
+A row that is malformed (quarantined), or whose prompt is over the length limit, is dropped. Its file, line and reason
+are recorded. If too many are malformed (`--max-dropped-row-fraction`), loading raises an error, because the file or a
+column name is probably wrong. The length limit is a filter, so any number of prompts may be over it.
 
 Invariants
 1. rows read == len(dataset) + len(dataset.quarantined) + len(dataset.too_long).
@@ -57,7 +57,7 @@ class Quarantined:
 
     file: str
     line: int
-    """1-based line of a text file, or row of a parquet file; 0 for a row that comes from no file."""
+    """1-based line of a text file, or row of a parquet file; 0 for a row that does not come from a file."""
     reason: str
 
     @property
@@ -139,7 +139,7 @@ class PromptDataset:
         return self.quarantined + self.too_long
 
     def num_shared(self, rows: Sequence[PromptRow]) -> int:
-        """Returns how many of these rows have a prompt of this dataset."""
+        """Returns how many of these rows have a prompt that is also in this dataset."""
         return sum(_hash_of_prompt(row) in self._prompts for row in rows)
 
     def metrics(self) -> dict[str, float]:
@@ -340,9 +340,9 @@ def too_many_dropped(num_dropped: int, num_seen: int, num_rows: int, most: float
     """Returns whether more than the fraction `most` of a dataset's `num_rows` rows is dropped, going by the `num_seen`
     rows seen so far. `num_rows` is 0 if unknown.
 
-    Two bad rows among the first eight can be chance. So as long as only a part is known, the limit for that part is
-    higher by three standard deviations of a random draw, and by one row. One row may always be dropped, unless `most`
-    is 0.
+    Two bad rows among the first eight can be chance. So until all rows have been seen, the limit for those seen so
+    far is raised by three standard deviations of a random draw, plus one row. One row may always be dropped, unless
+    `most` is 0.
     """
     if most <= 0 or most >= 1:
         return most <= 0 and num_dropped > 0
@@ -358,7 +358,7 @@ def _tell(text: str, *values: object) -> None:
 
 
 def first_rows_of(dropped: Sequence[Quarantined]) -> str:
-    """Names the first dropped rows, and the reason of the first one."""
+    """Names the first dropped rows, and the reason for the first one."""
     others = ", ".join(one.place for one in dropped[1:NUM_NAMED])
     return f"First: {dropped[0]}" + (f". Also: {others}" if others else "")
 
@@ -392,7 +392,7 @@ def dropped_row(source: str, reason: str) -> Quarantined:
 
 
 def require_label(row: PromptRow, grader: str | None, label_key: str | None) -> None:
-    """Raises `DataError` if the row has no label, but `grader` needs one. None: no grader does."""
+    """Raises `DataError` if the row has no label, but `grader` needs one. None: no grader needs one."""
     if grader is not None and row.label in (None, "") and "rm_type" not in row.metadata:
         raise DataError(f"the grader {grader} needs a label, but {label_key!r} is {row.label!r}")
 
@@ -408,7 +408,7 @@ def messages_to_render(prompt: str | list[dict[str, Any]], *, has_images: bool =
     if prompt[-1]["role"] == "assistant":
         raise DataError(
             "the prompt ends with an assistant message, after which the chat template begins another answer; remove "
-            "that message from the prompt, or set --input-key to the column of the question"
+            "that message from the prompt, or set --input-key to the question column"
         )
     if has_images:
         return prompt

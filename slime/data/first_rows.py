@@ -42,7 +42,7 @@ from slime.settings.groups.reward import GRADERS
 from slime.settings.rules import engine_context, own_lengths
 
 MOST_ROWS = 5000
-"""The dataset is rejected if none of this many rows is usable."""
+"""The dataset is rejected if none of its first rows, up to this many, is usable."""
 WARNING_ROWS = 16
 """A warning about prompts is based on this many rows."""
 CHUNK = 64
@@ -81,7 +81,7 @@ class DataCheck:
 
 
 def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | None:
-    """Returns why a checkpoint cannot render messages, or None. `because` names the setting that requires it."""
+    """Returns why a checkpoint cannot render messages, or None. `because` names the setting that requires rendering."""
     if not checkpoint.has_tokenizer:
         return (
             f"--hf-checkpoint {checkpoint.folder} has no tokenizer (tokenizer.json); download the whole checkpoint, "
@@ -201,7 +201,7 @@ def _check_conversation(
         got = "rendered prompts (--apply-chat-template)" if check.template else f"text in {check.input_key!r}"
         raise DataError(
             f"fine-tuning renders the messages itself, but the row has {got}; drop --apply-chat-template, and set "
-            "--input-key to a column of message lists, or --label-key to the column of answers"
+            "--input-key to a column of message lists, or --label-key to the answer column"
         )
     numbers = trained_turns(messages)
     problem, spelling = form()
@@ -288,7 +288,7 @@ def _problems(args: Args, checks: list[DataCheck]) -> Iterator[str]:
 
 
 def data_warnings(args: Args) -> list[str]:
-    """Returns warnings about prompts on which the run would probably not train what the user wants.
+    """Returns warnings about prompts that would probably train the model on something the user does not want.
 
     The datasets must have passed `data_problems`.
     """

@@ -67,7 +67,7 @@ class ImageColumn:
         return RowImages(tuple(digests), tuple(counts))
 
     def expanded(self, ids: Sequence[int], images: RowImages) -> list[int]:
-        """Repeats each placeholder id of a prompt once per image token, like the engine.
+        """Repeats each placeholder id of a prompt once per image token, as the engine does.
 
         Raises `DataError` if the prompt does not have exactly one placeholder per image.
         """
@@ -82,7 +82,7 @@ class ImageColumn:
 
 
 def with_images(prompt: str | list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Replaces each `<image>` by a content part. Raises `DataError` if there are not `num_images` of them."""
+    """Replaces each `<image>` with a content part. Raises `DataError` if there are not `num_images` of them."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     messages = [{**m, "content": _parts(m["content"])} if m.get("content") else m for m in messages]
     found = sum(part.get("type") == "image" for m in messages for part in _listed(m.get("content")))

@@ -19,8 +19,8 @@ one micro-batch. A bundle is split only to reach the required number of micro-ba
 a micro-batch is full.
 
 Beyond bundles, groups are not kept together: a step boundary can separate the executions of a prompt. Advantages are
-computed from the whole batch, so only a step's loss denominators depend on the boundary, and even step sizes matter
-more. Groups of equal size are never split if the number of steps divides the number of groups.
+computed from the whole batch, so only a step's loss denominators depend on the boundary, and steps of equal size
+matter more. Groups of equal size are never split if the number of steps divides the number of groups.
 """
 
 from __future__ import annotations
@@ -236,8 +236,10 @@ class _Bundling:
         return _Bundle(positions, tokens, read, cost, room)
 
     def _keys(self, own: int, shared: int) -> int:
-        """Returns the keys that a rank reads for a sample with `own` tokens after `shared` ones. A context-parallel
-        rank has two chunks (first and last, second and second to last, ...); each reads all tokens up to its end.
+        """Returns the number of keys a rank reads for a sample with `own` tokens after `shared` ones.
+
+        A context-parallel rank has two chunks (first and last, second and second to last, ...); each reads all
+        tokens up to its end.
         """
         return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
 

@@ -30,7 +30,7 @@ from slime.data.shared_prefixes import NOTHING, Shared
 
 Int64s = npt.NDArray[np.int64]
 PAD_TOKEN = 0
-"""Padding id. Any id works, because padding is neither trained nor attended to."""
+"""Padding id. Any id works, because padding is neither trained on nor attended to."""
 _NONE = np.zeros(0, np.int64)
 _ID_BITS = 32
 """Number of low bits that hold the token id in a packed (position, token) integer."""
@@ -68,8 +68,8 @@ class PackedBatch:
     def log_prob_requests(self) -> tuple[Int64s, Int64s, Int64s | None]:
         """Returns the log-probs to compute, without duplicates: (positions [U], tokens [U], answers [R_total] or None).
 
-        Entry i is the log-prob of `tokens[i]` at `positions[i]`. `answers` maps each response token to its entry, and
-        a shared response token has only one; None means one entry per response token, in order.
+        Entry i is the log-prob of `tokens[i]` at `positions[i]`. `answers` maps each response token to its entry;
+        samples that share a token share its entry. None means one entry per response token, in order.
         """
         if not any(self.num_shared):
             return self.response_positions, self.target_tokens, None
@@ -89,7 +89,7 @@ def pack(
 
     With context parallelism, `pad_each_to` is twice the context-parallel size. With sequence parallelism, each rank's
     share of the row must be divisible by the tensor-parallel size. `shared` is the prefix that each sample shares with
-    an earlier one; None shares nothing. Without samples, the row is a dummy: one padding sequence and N = 0. Raises
+    an earlier one; None: no sharing. Without samples, the row is a dummy: one padding sequence and N = 0. Raises
     `DataError` for a sample without tokens, or without a token before its response.
     """
     if pad_to_multiple < 1 or pad_each_to < 1:

@@ -9,7 +9,7 @@ it. All samples of a row share one execution, so they count as one row in the lo
 Invariants
 1. The ids before a trained token are exactly the context in which the model would sample it: the prompt of the turn and
    the turn so far.
-2. Each trained turn of a row is trained once and contains everything that the template writes of its message
+2. Each trained turn of a row is trained once and contains everything that the template writes for its message
    (`slime.data.template_spelling`). Its last id is a stop token of the engine, and no other id is.
 3. The response of a sample starts and ends with a trained id.
 """
@@ -41,7 +41,7 @@ from slime.data.template_spelling import (
 
 Message = Mapping[str, Any]
 ANSWER_KEYS = ("content", "tool_calls", "function_call", *REASONING_KEYS)
-"""The parts of an assistant message. At least one trained message must have one."""
+"""The parts of an assistant message. At least one trained message must have at least one of these."""
 _THOUGHT = re.compile(r"(?:<think>(.*?))?</think>\s*", re.DOTALL)
 """A thought, or the rest of one, at the start of a turn."""
 
@@ -88,7 +88,7 @@ def conversation_of(prompt: Any, label: Any, *, rendered: bool = False) -> list[
 
 
 def trained_turns(messages: Sequence[Message]) -> list[int]:
-    """Returns the indices of the messages to train. Leading assistant messages answer nothing, so they are context.
+    """Returns the indices of the messages to train on. Leading assistant messages answer nothing, so they are context.
 
     Raises `DataError` if there are none, or if all of them are empty.
     """
@@ -108,7 +108,8 @@ def trained_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def sft_row(messages: Sequence[Message], chat: ChatRenderer, *, tools: Sequence[Any] | None = None) -> SftRow:
-    """Converts a conversation to ids and masks. Trains every assistant message without a mask of 0 (`MASK_KEYS`).
+    """Converts a conversation to ids and masks. Every assistant message is trained on
+    unless its mask is 0 (`MASK_KEYS`).
 
     A turn ends at a token of `chat.ends`. Raises `DataError` if no message can be trained, or if the template rejects
     the messages, omits part of a message, writes no generation prompt, writes no end after a trained turn, or writes a
@@ -196,7 +197,7 @@ class _Conversation:
         return self._talk.rendered(marked).text
 
     def _body(self, messages: Sequence[Message], prompt: str, *, thinks: bool = True) -> str | None:
-        """Returns what the template writes of the last message after `prompt`; None if it does not continue the prompt.
+        """Returns what the template writes for the last message after `prompt`; None if that does not continue it.
 
         `thinks`: whether to include a thought that the prompt opens.
         """

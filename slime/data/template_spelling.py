@@ -1,4 +1,4 @@
-"""Rewrites conversations into the message format that a chat template expects, its spelling.
+"""Rewrites conversations into the message format ("spelling") that a chat template expects.
 
 Datasets represent the same content in different ways: a thought in `reasoning_content`, in `thinking` or inside the
 content; tool call arguments as an object or as JSON text; empty content next to a call as null, "" or absent. Given a
@@ -41,8 +41,8 @@ _JSON_LAYOUTS: tuple[dict[str, Any], ...] = (
 def unsaid(message: Message, turn: str) -> list[str]:
     """Returns the parts of a message that are missing from its rendered turn: reasoning, content, calls or arguments.
 
-    Training on such a turn would teach the model to omit them. Each part is searched after the previous one, so that a
-    function name in the content is not mistaken for a call.
+    Training on such a turn would teach the model to omit them. Each part is searched for after the previous one,
+    so that a function name in the content is not mistaken for a call.
     """
     missing: list[str] = []
     at = 0
@@ -167,7 +167,7 @@ Render = Callable[[Sequence[Message], Sequence[Any] | None, bool], str | None]
 """(messages, tools, whether to add a generation prompt) -> text; None if unknown. Raises `DataError` on rejection."""
 
 MASK_KEYS = ("step_loss_mask", "weight")
-"""An assistant message with a value of 0 is context and not trained. OpenAI's fine-tuning files use `weight`."""
+"""An assistant message with a value of 0 is context and not trained on. OpenAI's fine-tuning files use `weight`."""
 REASONING, WORDS, TOOLS = "reasoning", "words beside a call", "tools"
 """Kinds of content that a template may omit."""
 THOUGHT_BEGINS, THOUGHT_ENDS = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
@@ -226,7 +226,7 @@ class Spelling:
     splits_thoughts: bool = False
     """Whether the template strips thoughts from the content of earlier turns, so thoughts belong in the content."""
     pastes_thoughts: bool = False
-    """Whether the template also writes thoughts in the content, although it has a field for them."""
+    """Whether the template also writes thoughts that are part of the content, although it has a field for them."""
     begins_thoughts: bool = False
     """Whether the generation prompt ends with `<think>`."""
     ends_thoughts: bool = False
@@ -322,7 +322,7 @@ class Spelling:
 
 
 def is_trained(message: Message) -> bool:
-    """Returns whether the message is trained. Raises `DataError` for a weight other than 0 or 1."""
+    """Returns whether the message is trained on. Raises `DataError` for a weight other than 0 or 1."""
     for key in MASK_KEYS:
         if (value := message.get(key)) is not None and value not in (0, 1):
             raise DataError(f'"{key}" of a message must be 1 (trained) or 0 (not trained), got {value!r}')
@@ -389,7 +389,7 @@ def _results_of(calls: Sequence[Any], results: Sequence[int], messages: Sequence
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replaces call ids with the function name and a running number, and updates the ids of the results."""
+    """Replaces call ids with the function name and a sequence number, and updates the ids of the results."""
     number = itertools.count()
     waiting: dict[Any, list[str]] = {}
     """Old id -> new ids whose results have not been seen yet."""

@@ -85,7 +85,7 @@ class Engine:
     worker: Worker = Worker.REGULAR
     """Regular, or one half of a prefill-decode pair."""
     lends: bool = False
-    """Whether the engine shares GPUs with the trainer and lends it their memory."""
+    """Whether the engine shares GPUs with the trainer and frees their memory for it."""
     external: bool = False
     """Whether the engine is external, that is, neither started nor stopped by the run."""
     host: str | None = None
@@ -101,7 +101,7 @@ class Engine:
     """Why the engine is dead or tainted."""
 
     def moved(self, state: State, **changes: Any) -> Engine:
-        """Returns the record in a new state. Resets version and reason, and for a dead or starting engine the URL."""
+        """Returns the record in a new state. Resets version and reason, and the URL of a dead or starting engine."""
         assert state in NEXT[self.state], f"engine {self.index} cannot become {state.value} from {self.state.value}"
         forgotten: dict[str, Any] = {"version": None, "reason": ""}
         if state in (State.DEAD, State.STARTING):
@@ -170,7 +170,7 @@ class EnginePort(Protocol):
         ...
 
     def started(self, index: int) -> str | None:
-        """Returns the engine's address once it responds, until then None. Raises `EngineError` if it exits first."""
+        """Returns the engine's address once it responds, or None until then. Raises `EngineError` if it exits first."""
         ...
 
     def stop(self, indices: Sequence[int]) -> Sequence[object]:

@@ -85,7 +85,7 @@ class Family(ABC):
         return f"SGLang's layers of {hf_config.get('model_type')} cannot use the trainer's kernels"
 
     def memory_is_linear_from(self, hf_config: HfConfig) -> int:
-        """Returns the number of tokens in a sequence from which the memory of a pass grows linearly."""
+        """Returns the sequence length, in tokens, above which the memory of a pass grows linearly."""
         return 0
 
     def mtp_config(self, hf_config: HfConfig) -> HfConfig | None:

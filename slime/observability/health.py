@@ -7,8 +7,8 @@ Invariants
 1. A detector only uses past steps, so the same rows produce the same findings, live or later.
 2. A finding begins after a number of consecutive bad steps and ends after the same number of consecutive good steps. It
    is reported once, when it begins. If the problem recurs, that is a new finding.
-3. Thresholds are only crossed by failing runs. The falling entropy and the growing share of solved groups of a healthy
-   run do not trigger findings.
+3. Thresholds are only crossed by failing runs. The falling entropy and the growing share of solved groups that are
+   normal in a healthy run do not trigger findings.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slime.observability.sinks import AXES, StepRecord, read_jsonl
 logger = logging.getLogger(__name__)
 
 EQUAL_STEPS = 2
-"""Number of consecutive steps with equal rewards."""
+"""A finding if all rewards of a step are equal in this many consecutive steps."""
 TRUNCATED_SHARE, TRUNCATED_STEPS = 0.5, 3
-"""More than half of the samples in three consecutive steps. A single small batch may be truncated by chance."""
+"""A finding if over half of the samples are truncated in three consecutive steps; one small batch may be chance."""
 EMPTY_SHARE = 0.05
-"""More turns without a token than this fraction of the samples."""
+"""A finding if turns without a token exceed this fraction of the number of samples."""
 START_STEPS = 3
 """The initial value is the median over this many steps."""
 ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
@@ -38,7 +38,7 @@ ENTROPY_PART, ENTROPY_NATS, ENTROPY_STEPS = 0.1, 0.05, 3
 SOLVED_REWARD = 0.95
 """From this reward on, a confident policy is not a problem."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
-"""More than three times the initial value, and more than float32 rounding."""
+"""A finding if the mismatch exceeds both three times its initial value and float32 rounding."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
@@ -92,7 +92,7 @@ LIMITS: Mapping[str, str] = {
     f"{EMPTY}/model_context": "the model's context (--sglang-context-length)",
     f"{EMPTY}/agent_max_turns": "--agent-max-turns",
 }
-"""Number of turns without a token because of a limit -> the limit."""
+"""Metric that counts turns left without a token by a limit -> the limit."""
 
 
 def empty_turns(seen: Series) -> str | None:

@@ -15,7 +15,7 @@ FILE_ONLY = {"file_only": True}
 """Pass as `extra=` to log to the file but not to the console."""
 
 TELL_DRIVER = {"tell_driver": True}
-"""Pass as `extra=` to also show a warning of the rollout process on the console, where the driver logs it."""
+"""Pass as `extra=` to also show a warning from the rollout process on the console, where the driver logs it."""
 
 
 class ForDriver(logging.Handler):

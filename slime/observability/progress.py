@@ -32,7 +32,7 @@ NOTE_CHARS = 300
 class Progress:
     """`with Progress("rollout, step 3", total=96, unit="samples") as p: ... p.advance()`.
 
-    `total`: None if unknown (startup, a wait), then there is no ETA. `limit_s`: timeout, only displayed. `tty`: draw a
+    `total`: None if unknown (startup, a wait); there is no ETA then. `limit_s`: timeout, only displayed. `tty`: draw a
     bar (None: if stderr is a terminal). `console`: rich console for the bar (None: stderr).
     """
 
@@ -80,7 +80,7 @@ class Progress:
             self._bar.update(self._bar_task, advance=num)
 
     def note(self, text: str) -> None:
-        """Sets the text at the end of the line. A changed text counts as progress."""
+        """Sets the text at the end of the line. Changing the text counts as progress."""
         text = one_line(text, NOTE_CHARS)
         if text == self._note:
             return

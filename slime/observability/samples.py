@@ -31,7 +31,7 @@ Picked = Literal["best", "worst", "random"]
 PICKS: tuple[Picked, ...] = get_args(Picked)
 
 DROPPED_ROWS = "dropped_rows.jsonl"
-"""File of the run folder with the dropped rows of each dataset and the reasons."""
+"""File in the run folder that lists the dropped rows of each dataset and the reasons."""
 FILE_NAME = "samples.jsonl"
 CELL_CHARS = 200
 """Maximum characters of a prompt or response in a table cell."""
@@ -43,7 +43,7 @@ class ShownSample:
 
     kind: Kind
     step: int
-    """From 0. For an evaluation, the step before it (-1: none)."""
+    """Step number, from 0. For an evaluation, the step before it (-1: none)."""
     dataset: str | None = None
     """Name of the evaluation dataset."""
     prompt: str

@@ -45,7 +45,7 @@ OTHER_AXES = {"data": "train/step", "startup": "rollout/step", "probe": "rollout
 HELD_OUT_LOSS = re.compile(r"eval/(.+)-loss")
 EVAL_DETAIL = re.compile(r"-(truncated_ratio|num_\w+|loss|pass@\d+)$")
 EVAL_COUNT = re.compile(r"eval/num_(prompts|samples|groups|scored|ungradable|unscored|unusable|failed)\w*")
-"""Counts of a user's evaluation function, without a dataset."""
+"""Counts that a user's evaluation function logs without a dataset name."""
 EVAL_FACTS = ("eval/step", "eval/weight_version")
 """`eval/` metrics that are not dataset scores."""
 

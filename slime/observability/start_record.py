@@ -51,7 +51,7 @@ MAX_TOTAL_BYTES = 1 << 30
 """Maximum number of bytes hashed in total. After that, only the beginning and the end of each file are hashed."""
 END_BYTES = 1 << 20
 MAX_FILES = 1000
-"""Maximum number of files per setting. A larger folder is recorded partially."""
+"""Maximum number of files per setting. If a folder has more, only part of it is recorded."""
 MAX_DIFF_BYTES = 1 << 20
 """Maximum recorded size of one checkout's uncommitted changes."""
 GIT_LIMIT_S = 10

@@ -3,9 +3,9 @@
 Only used from the driver's thread. Ranks and actors return their metrics to the driver.
 
 Invariants
-1. Steps of one kind increase. A repeated or earlier step is an error, but an evaluation may repeat its step.
+1. Step numbers of each kind increase. A repeated or earlier step is an error, but an evaluation may repeat its step.
 2. If a view (TensorBoard, W&B, the console) fails, it is dropped with a log message and the run continues. If the JSONL
-   file cannot be written, the run fails. Problems with samples never fail a run.
+   file cannot be written, the run fails. Problems with samples never make a run fail.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Views:
     wandb_random_suffix: bool = True
     wandb_run_id: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """All settings of the run without secrets, for W&B."""
+    """All settings of the run, except secrets, for W&B."""
 
 
 class Tracker:
     """Logs the steps of one run. Leaving the block closes the sinks."""
 
     def __init__(self, folder: RunFolder, sinks: Sequence[Sink] = ()) -> None:
-        """`sinks`: views in addition to `metrics.jsonl` in `folder`, which is always written."""
+        """`sinks`: views to write besides `folder`/metrics.jsonl, which is always written."""
         self.folder = folder
         self._sinks: list[Sink] = [JsonlSink(folder.metrics), *sinks]
         self._samples: SamplesFile | None = SamplesFile(folder.samples)
@@ -95,11 +95,11 @@ class Tracker:
         return cls(folder, sinks)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Stores metrics for the "perf" record of the current step. A name without prefix becomes `perf/name`."""
+        """Stores metrics for the "perf" record of the current step. A name without a prefix becomes `perf/name`."""
         self._pending.update(_grouped("perf", metrics))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-        """Logs one step and returns its metrics as plain numbers. A name without prefix becomes `kind/name`.
+        """Logs one step and returns its metrics as plain numbers. A name without a prefix becomes `kind/name`.
 
         `kind`: "rollout", "train", "eval" or "perf". Raises `DataError` for an unknown kind or a step that does not
         increase.
@@ -136,7 +136,8 @@ class Tracker:
 
     @contextmanager
     def progress(self, what: str, *, limit_s: float | None = None) -> Iterator[Callable[[str], str]]:
-        """Shows the progress of a long operation. Yields a function that sets the note and returns it (or "none")."""
+        """Shows the progress of a long operation. Yields a function that shows a note
+        and returns it (or "none" if it is empty)."""
         with Progress(what, limit_s=limit_s) as progress:
 
             def on_poll(text: str) -> str:

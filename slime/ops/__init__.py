@@ -1,6 +1,6 @@
-"""The layer ops that have kernels: each op has a form in plain PyTorch (`reference`) and one in GPU kernels (`fused`).
+"""The layer ops that have kernels: each op has a plain PyTorch form (`reference`) and a GPU kernel form (`fused`).
 
-Each file implements one op. The reference runs on any device and is the oracle of the op's tests; the fused form has
+Each file implements one op. The reference runs on any device and is the oracle for the op's tests; the fused form has
 its own backward pass. `select` chooses the form of each op once, when a trainer starts.
 
 Invariants

@@ -27,7 +27,7 @@ FLASH_ARGUMENTS = (
 )
 """Arguments that `flash` passes to torch's operator, in the order of torch 2.11 and 2.13."""
 ENTRIES_AT_ONCE = 1 << 25
-"""Maximum number of scores and gathered latent elements, taken together, in a block of queries of `to_selected`."""
+"""Maximum number of scores plus gathered latent elements in one block of queries in `to_selected`."""
 
 
 def per_sequence(
@@ -167,8 +167,8 @@ def to_selected(query: Tensor, up: Tensor, latents: Tensor, selected: Tensor, *,
     by memory bandwidth (168 MB per query for 128 heads, 21 MB for 16), and the second is faster although it multiplies
     more. The third form needs no gathering, because a block of queries shares its keys. As an estimate for both passes
     together, a gathered element costs 32 bytes of memory traffic (it is written in both and read six times, and its
-    gradient is written, read and added to the sum). A score costs 84 bytes plus 8 (2 c + r) operations, which take a
-    GPU with 200 operations per byte as long as 44 more bytes. So the second form costs k (32 (c + r) + 128 h) bytes per
+    gradient is written, read and added to the sum). A score costs 84 bytes plus 8 (2 c + r) operations, which on a
+    GPU with 200 operations per byte take as long as 44 bytes. So the second form costs k (32 (c + r) + 128 h) bytes per
     query and the third 128 m h. Latents are therefore gathered if m is at least k (1 + (c + r) / (4 h)), which is
     20,480 for 16 heads and 4,352 for 128. Beyond that, the cost of a query is constant.
 
@@ -188,7 +188,7 @@ class _Block:
     num_keys: int
     """Number of keys up to the last query."""
     gathers: bool
-    """Whether each query has its own, selected keys. If not, all queries share all keys up to the last query."""
+    """Whether each query has its own selected keys. If not, all queries share all keys up to the last query."""
 
     def indices(self, selected: Tensor) -> Tensor:
         """selected [n, k] -> indices of all gathered latents [queries * k]."""
@@ -279,7 +279,7 @@ class _ToSelected(torch.autograd.Function):
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b [g, i, o] in float32 (or float64, as the inputs), without rounding a product of half precision."""
+    """Returns a @ b [g, i, o] in float32 (float64 for float64 inputs), without rounding half-precision products."""
     if a.element_size() > 2:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())

@@ -15,7 +15,7 @@ so the state after a chunk is linear in S, with L[t] = G[last] - G[t]:
 
 In plain PyTorch (`chunked`), P [d_k, d_k] and R [d_k, d_v] are computed for all chunks at once. A loop over chunks, one
 product each, then gives the state before every chunk (`_States`), and all outputs follow at once. The Triton kernels
-(`fused`, `ops.kernels.delta_rule`) loop over U and S instead, and their gradients follow from formulas.
+(`fused`, `ops.kernels.delta_rule`) loop over U and S instead, and compute their gradients from formulas.
 
 Invariants
 1. Each sequence starts with S = 0 and a new chunk, so its result does not depend on other sequences in the row.
@@ -45,7 +45,7 @@ CHUNK = 64
 """Number of tokens in a chunk."""
 
 _SIZES = (64, 128)
-"""Head sizes for which the Triton kernels are used. For smaller ones, see `LAUNCH` in `ops.kernels.delta_rule`."""
+"""Head sizes for which the Triton kernels are used. `LAUNCH` in `ops.kernels.delta_rule` says why not smaller ones."""
 
 DeltaRule = Callable[..., Tensor]
 """(q [T, h, d_k], k [T, h, d_k], v [T, h, d_v], g float32 [T, h], beta [T, h], lengths, cu_seqlens) -> [T, h, d_v]."""
@@ -69,8 +69,8 @@ def delta_rule(device: torch.device, dtype: torch.dtype, backend: str = "auto") 
 
 @functools.lru_cache(maxsize=8)
 def kernel_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Returns why the kernels of flash-linear-attention cannot run here. Empty if they can. For the last reason, see
-    its issue 640.
+    """Returns why the kernels of flash-linear-attention cannot run here. Empty if they can. The last reason is
+    explained in its issue 640.
 
     Cached, because every layer calls it and finding a package takes milliseconds.
     """
@@ -230,7 +230,7 @@ class _Plan:
     """Assigns a row's tokens to chunks. Chunks are sorted by their index within the sequence, then by sequence
     length, longest first.
 
-    So the chunks of a loop iteration are adjacent, and their sequences are the first ones of the previous iteration.
+    That makes the chunks of a loop iteration adjacent, and they continue the first sequences of the previous one.
     """
 
     gather: Tensor
@@ -242,7 +242,7 @@ class _Plan:
 
     @functools.cached_property
     def steps(self) -> list[tuple[slice, slice]]:
-        """Per loop iteration but the last: the chunks whose sequences continue, and their next chunks."""
+        """For each loop iteration except the last: the chunks whose sequences continue, and their next chunks."""
         found, start = [], 0
         for width, continuing in itertools.pairwise(self.widths):
             found.append((slice(start, start + continuing), slice(start + width, start + width + continuing)))

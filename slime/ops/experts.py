@@ -246,7 +246,7 @@ def _total(weights: Tensor) -> Tensor:
 
 
 def mix(x: Tensor, weights: Tensor, routing_map: Tensor, topk: int, projections: tuple[Tensor, Tensor]) -> Tensor:
-    """Runs an MoE layer without gradients, for an engine: x [T, H] -> [T, H], equal to the trainer's layer.
+    """Runs an MoE layer without gradients, for an engine: x [T, H] -> [T, H], the same result as in the trainer.
 
     Router weights [T, experts] and routing map as in `weigh`; projections [experts, 2F, H] and [experts, H, F].
     """

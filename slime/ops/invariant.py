@@ -12,7 +12,7 @@ nondeterminism in LLM inference"). Trainer and engines use the same functions, s
   `TILE_ROWS` rows, so that every call has the same shape.
 - Attention (`attend`). A query reads its keys in blocks of `KEYS_AT_ONCE`, from the first to the last, whether the keys
   are the tokens of a packed row or are spread over an engine's cache.
-- The normalizer of a vocabulary (`log_totals`). One program adds up one row, in blocks.
+- The softmax normalizer over the vocabulary (`log_totals`). One program adds up one row, in blocks.
 
 The norms, rotary embedding and activations of `slime.ops` process each token independently anyway, and so does
 PyTorch's grouped matmul, which multiplies the rows of experts. A token's rows are summed in expert order
@@ -33,7 +33,7 @@ from torch import Tensor
 
 KEYS_AT_ONCE = 64
 FEW_ROWS = 128
-"""On a GPU, a product of at most this many rows does not use cuBLAS, which also has special kernels for one row."""
+"""On a GPU, products of at most this many rows bypass cuBLAS, which has special kernels for one row too."""
 TILE_ROWS = 32
 """Number of rows per product on a CPU."""
 QUERIES_AT_ONCE = 16

@@ -14,7 +14,7 @@ from torch import Tensor
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns a @ b in their dtype, accumulated in float32 and rounded once.
 
-    On a CPU, half precision is multiplied in float32, which is up to 60 times faster without bf16 instructions.
+    On a CPU, multiplies half precision in float32, up to 60 times faster if the CPU has no bf16 instructions.
     """
     if a.device.type != "cpu" or a.element_size() > 2:
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)

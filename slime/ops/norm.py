@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), with the rounding of transformers.
+"""RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), rounded as in transformers.
 
 Statistics are float32. The normalized value is rounded to the input dtype and then multiplied by the weight. A
 zero-centered weight (Gemma, Qwen3-Next) stores the difference from 1 and is multiplied in float32 before rounding.

@@ -70,7 +70,7 @@ def delta_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 DELTA_SHARED = 160 * 1024
-"""Shared memory per block in bytes, as on data center GPUs. The delta rule's kernels need up to 145 KiB, in float32."""
+"""Required shared memory per block in bytes; data center GPUs have it. The kernels use up to 145 KiB, in float32."""
 OPS: Mapping[str, tuple[Fused, ...]] = {
     "norm": (Fused(FUSED, "one Triton kernel forward, one backward", triton_problems),),
     "qk_rotary": (Fused(FUSED, "one Triton kernel splits, normalises and rotates queries and keys", triton_problems),),

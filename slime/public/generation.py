@@ -101,7 +101,7 @@ class GenerateState:
 
     @functools.cached_property
     def processor(self) -> Any:
-        """The checkpoint's processor of text and images. None unless the data has images (`--multimodal-keys`)."""
+        """The checkpoint's processor for text and images. None unless the data has images (`--multimodal-keys`)."""
         has_images = self._run_args.multimodal_keys is not None
         return processor_of(self._run_args.hf_checkpoint) if has_images else None
 
@@ -131,7 +131,7 @@ def generate_rollout_fully_async(args: Args, rollout_id: int, data_source: Any, 
 
 
 async def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> Output:
-    """Never returns, so that the engines stay up for a profiler or for requests by hand. Stop the run to end it."""
+    """Never returns, so that the engines stay up for a profiler or manual requests. Stop the run to end it."""
     logger.warning("step %d generates nothing and waits until the run is stopped (sleep_rollout)", rollout_id)
     with waiting():
         await asyncio.Event().wait()

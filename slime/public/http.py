@@ -92,7 +92,7 @@ def client_of(url: str) -> EngineClient | None:
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """Returns an image of PIL as a data URI with an RGB PNG, the form in which engines get images."""
+    """Returns a PIL image as a data URI with an RGB PNG, the format that is sent to engines."""
     out = io.BytesIO()
     image.convert("RGB").save(out, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MultiTurnLossMaskGenerator:
-    """Computes loss masks of conversations: 1 for the tokens that the model would have generated."""
+    """Computes loss masks for conversations: 1 for the tokens that the model would have generated."""
 
     def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         """`tokenizer_type` is ignored, because masks are derived from the chat template itself."""
@@ -40,12 +40,12 @@ class MultiTurnLossMaskGenerator:
     def get_loss_masks(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> list[tuple[list[int], list[int]]]:
-        """Like `get_loss_mask`, but returns one pair per training sample. Together they train each turn once."""
+        """Like `get_loss_mask`, but returns one pair per training sample. Each turn is trained in just one of them."""
         return [_pair(one) for one in sft_row(list(messages), self._chat, tools=list(tools or ())).samples]
 
     @staticmethod
     def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the number of tokens from the first trained one to the end of each mask; 0 without one."""
+        """Returns the number of tokens from the first trained one to the end of each mask; 0 if none is trained."""
         return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:

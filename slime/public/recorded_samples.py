@@ -35,12 +35,12 @@ _LEFT_OUT = frozenset(
 )
 """Fields that are dropped."""
 _NEEDED = frozenset({"multimodal_inputs", "multimodal_train_inputs"})
-"""Dropped fields without which a sample cannot be trained. Samples that have them are rejected."""
+"""Dropped fields that training needs. Samples that have them are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The groups of a rollout, and statistics of what the conversion lost."""
+    """The groups of a rollout, and statistics on what the conversion lost."""
 
     groups: tuple[tuple[Sample, ...], ...]
     """One group per prompt, in order of first appearance."""

@@ -121,7 +121,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
 
 def pop_first(args: Args, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """Removes and returns the oldest groups in `buffer`, like a function of `--buffer-filter-path`."""
+    """Removes and returns the oldest groups in `buffer`, as a `--buffer-filter-path` function does."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken

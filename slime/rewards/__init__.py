@@ -1,5 +1,5 @@
 """Graders score finished samples, in processes that can be killed.
 
 `graders` contains the graders and their interface, `scores` the result types. The rollout calls `pool`, which starts
-processes through `grader_process`, and each process runs `grader_worker`. Libraries of graders are imported only there.
+processes through `grader_process`, and each process runs `grader_worker`. Grader libraries are imported only there.
 """

@@ -148,7 +148,7 @@ for _name in OPERATIONS:
 
 class NotPlain(BaseException):
     """The test passes an object that cannot be sent. Not an `Exception`, so that tests do not mistake it for an error
-    of the program."""
+    raised by the program."""
 
 
 class Broken(BaseException):
@@ -264,7 +264,7 @@ class Peer:
             return {"raised": {"names": names, "args": args, "state": state}}
 
     def _error(self, raised: dict[str, Any], operation: str) -> BaseException:
-        """Rebuilds an error of the other side. Errors that would end a loop in the test or stop the checker become a
+        """Rebuilds an error from the other side. Errors that would end a loop in the test or stop the checker become a
         `RuntimeError`, except `StopIteration` from `__next__`.
         """
         args = [self.decode(a) for a in raised["args"]]
@@ -301,7 +301,7 @@ class Peer:
         return space
 
     def show(self, space: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        """Replies to `define` of the checker, on the program's side."""
+        """Replies to the checker's `define`, on the program's side."""
         shown: dict[str, Any] = {}
         for name in names:
             value = space.get(name)

@@ -1,4 +1,4 @@
-"""Confines processes that grade text: answers are not executed, and even one that was executed could do no harm.
+"""Confines processes that grade text: answers are not executed, and even if one were, it could do no harm.
 
 Libraries used by graders evaluate answers as Python: reasoning-gym verifiers call `eval`, and pass formulas to sympy's
 `parse_expr`, which also calls `eval`. A malicious answer could read the label, set its own reward and all later ones,
@@ -12,7 +12,7 @@ and take over the machine. In these shared, long-lived processes (`grader_worker
 
 Invariants
 1. An answer cannot access attributes, import modules, define functions, or call Python functions not in `FUNCTIONS`.
-2. If the machine lacks a part of the confinement, the others still apply, and the process reports the missing part.
+2. If the machine does not support a part of the confinement, the rest still applies, and the process reports that part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICES = ("/dev/null", "/dev/urandom")
 
 FUNCTIONS = frozenset({"abs", "divmod", "float", "int", "list", "max", "min", "pow", "round", "str", "sum", "tuple"})
 FUNCTIONS |= {"cbrt", "diff", "expand", "factor", "integrate", "real_root", "root", "simplify", "sqrt", "sympy"}
-"""Names allowed in formulas besides sympy's classes and constants. `sympy` is for its own `from sympy import *`."""
+"""Names allowed in formulas besides sympy's classes and constants. `sympy` is for sympy's own `from sympy import *`."""
 LIBRARIES_MAKE = frozenset({"collections", "dataclasses"})
 """Standard library modules that generate code, for named tuples and dataclasses."""
 IMPORTS, PARSER = "importlib._bootstrap", "sympy.parsing.sympy_parser"

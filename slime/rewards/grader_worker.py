@@ -122,8 +122,8 @@ class Server:
         self.replies.flush()
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the requested grader. Reports any failure as a reason in the reply, and the metadata that a user's
-        function changed."""
+        """Runs the requested grader. The reply contains the reason for any failure, and the metadata if a user's
+        function changed it."""
         samples: list[Sample] = []
         if not request["custom"]:
             return await self._score(request, samples)
@@ -139,7 +139,7 @@ class Server:
         return {**answer, "metadata": changed}
 
     async def _score(self, request: dict[str, Any], samples: list[Sample]) -> dict[str, Any]:
-        """Runs the requested grader on the samples of the request, which it adds to `samples`."""
+        """Runs the requested grader. Appends the samples of the request to `samples` for the caller."""
         limit_s, failure, memory = self.limit_s, "unscored", False
         try:
             samples += [Sample.from_dict(s) for s in request["samples"]]

@@ -54,7 +54,7 @@ ENCODING_THREADS = 2
 """Encoding holds the GIL, so more threads would not help."""
 START_POLL_S = 0.02
 MAX_CHARS = 16_000_000
-"""Samples with more text (prompt, response, label, metadata) are not sent, because encoding would hold the GIL."""
+"""Samples with more text (prompt, response, label, metadata) are not sent: encoding one would hold the GIL for long."""
 SLOW_S, SLOW_SHARE, SLOW_PER_PROCESS = 2.0, 0.25, 3
 """A request releases its slot early if it takes longer than `SLOW_S` or `SLOW_SHARE` of its limit. At most
 `SLOW_PER_PROCESS` requests per process of the lane can do so at a time."""
@@ -78,8 +78,8 @@ class _Lane:
     async def slot(self, limit_s: float) -> AsyncIterator[Callable[[], None]]:
         """Holds a slot until the block ends. The block calls the yielded function when a process starts on the request.
 
-        A request that is slow from then on releases its slot early, so that hung requests do not block others. Process
-        startup does not count, or else a busy machine would start even more processes.
+        If the request is then slow, it releases its slot early, so that hung requests do not block others. Process
+        startup does not count; otherwise, a busy machine would start even more processes.
         """
         await self.slots.acquire()
         slow = False
@@ -329,7 +329,7 @@ class GraderPool:
             await self._start(lane, message)
 
     async def _start(self, lane: _Lane, message: dict[str, Any]) -> None:
-        """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is closed, or closes meanwhile."""
+        """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is or gets closed."""
 
         async def start() -> None:
             others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]

@@ -3,7 +3,7 @@
 A `Sandbox` holds one program and runs it once per test. Its supervisor (`main`) starts only once, because startup is
 the largest cost. For each test, it waits with a deadline for a tree of three processes: the keeper, which it forks and
 which creates new namespaces; the init process of the PID namespace, whose exit makes the kernel kill all others; and
-its child, the program. The supervisor executes no code of the program; it only forks, kills and reports. Assertions run
+its child, the program. The supervisor runs none of the program's code; it only forks, kills and reports. Assertions run
 in a checker, which is confined like the program, has its own three processes, and talks to the program over a socket.
 
 A program is confined (`slime.core.confine`) by
@@ -64,7 +64,7 @@ MAX_PROCESSES = 32
 MAX_FILES = 64
 """Maximum number of open files."""
 WALL_FACTOR, WALL_EXTRA_S = 2.0, 1.0
-"""Limit on the program's clock, which stops sleeping programs: factor times the CPU limit, plus the extra seconds."""
+"""Limit on the program's clock, so that sleeping programs end: factor times the CPU limit, plus the extra seconds."""
 PATIENCE = 5.0
 """Wall-clock limit of a run as a multiple of its limit, for busy machines."""
 LOOK_S, CROWD_LOOK_S = 0.1, 0.02
@@ -74,7 +74,7 @@ BEGIN_S = 30.0
 PROBE_S = 20.0
 """Time limit for an empty program. Generous, because the machine may be busy."""
 SUPERVISOR_S = 10.0
-"""Time in which the supervisor must respond after the program's deadline."""
+"""How long the supervisor may take to respond after the program's deadline."""
 MAX_SCRATCH_FILES = 10_000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ROOT, SCRATCH = "root", "/scratch"
@@ -478,7 +478,7 @@ def read_reports(told: int) -> list[list[str]]:
 def run_once(scratch: Path, roles: Sequence[str], limits: Limits, *, confined: bool) -> dict[str, Any]:
     """Supervises one run. Returns the verdict.
 
-    Opens no files of the run, because programs would inherit anything read from them, even in freed memory.
+    Opens none of the run's files, because programs would inherit anything read from them, even in freed memory.
     """
     time_limit_s, memory_bytes = limits
     used_before_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # all reaped children

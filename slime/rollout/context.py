@@ -89,7 +89,7 @@ _GRADER_PROCESS = "slime.rewards.grader_worker"
 
 
 def current() -> RolloutContext:
-    """Returns the context of the running rollout. Raises `HookError` outside one, with the place and what to do."""
+    """Returns the context of the running rollout. Outside one, raises a `HookError` that says where and what to do."""
     context = _CURRENT.get()
     if context is None:
         raise HookError(f"current() of slime.rollout.context was called {_place_without_context()}")

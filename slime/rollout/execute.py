@@ -251,7 +251,7 @@ def count_pauses(context: RolloutContext) -> int:
 
 
 def _not_as_sampled(samples: Sequence[Sample]) -> str:
-    """Returns why the samples must not be trained (law 1), or ''. If there is a reason, marks them unscored."""
+    """Returns why the samples must not be trained on (law 1), or ''. If there is a reason, marks them unscored."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
     reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
@@ -261,7 +261,7 @@ def _not_as_sampled(samples: Sequence[Sample]) -> str:
 
 
 def _require_status(sample: Sample, statuses: set[Status]) -> None:
-    """Raises `HookError` if a sample is still PENDING without an interruption."""
+    """Raises `HookError` if a sample is still PENDING although it was not interrupted."""
     scope, transcript = REQUEST_SCOPE.get(), TRANSCRIPT.get()
     interrupted = (scope is not None and scope.aborted) or (transcript is not None and transcript.taken_back)
     if Status.PENDING in statuses and not interrupted:
@@ -304,7 +304,7 @@ def _interrupted(before: Sample, problem: Exception | None = None) -> Execution:
 
 
 def _failed(before: Sample, problem: Exception) -> Execution:
-    """Returns the execution that results from an error."""
+    """Returns the outcome of an execution that raised an error."""
     if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
         return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:

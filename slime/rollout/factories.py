@@ -52,7 +52,7 @@ def tokenizer_of(path: str, **given: Any) -> Any:
 
 
 def processor_of(path: str, **given: Any) -> Any:
-    """Loads a checkpoint's processor of text and images. Returns None for a checkpoint without an image processor."""
+    """Loads a checkpoint's processor for text and images. Returns None for a checkpoint without an image processor."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(path, **given)

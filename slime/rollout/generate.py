@@ -164,12 +164,12 @@ def prompt_ids(sample: Sample, tokenizer: Any) -> list[int]:
     if sample.tokens:
         return list(sample.tokens)
     if tokenizer is None:
-        raise DataError(f"sample {sample.index} has no ids, and no tokenizer to encode its prompt; set --hf-checkpoint")
+        raise DataError(f"sample {sample.index} has no ids and no tokenizer for its prompt; set --hf-checkpoint")
     if not isinstance(sample.prompt, str):
         kind = "a list of messages" if isinstance(sample.prompt, list) else f"of type {type(sample.prompt).__name__}"
         raise ConfigError(
-            f"the prompt of sample {sample.index} is {kind}, but nothing renders them; set "
-            "--apply-chat-template, or render them in --custom-generate-function-path or --data-source-path"
+            f"the prompt of sample {sample.index} is {kind}, but nothing renders it; set "
+            "--apply-chat-template, or render it in --custom-generate-function-path or --data-source-path"
         )
     return [int(i) for i in tokenizer.encode(sample.prompt, add_special_tokens=False)]
 

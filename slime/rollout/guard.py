@@ -15,7 +15,7 @@ Invariants
 3. A task or thread that ignores its cancellation is left behind: it is counted, a warning names it, and nothing waits
    for it any longer, not even process exit.
 4. At most `MOST_AT_ONCE` awaited calls run in threads at a time. Slime's own functions use other threads (`beside`).
-5. If user code blocks the event loop up to the limit, the watchdog interrupts the code, at most `MOST_BROKEN_OFF`
+5. If user code blocks the event loop until the limit, the watchdog interrupts the code, at most `MOST_BROKEN_OFF`
    times: the execution expires, and the loop continues. The watchdog never interrupts slime or library code.
 6. If code cannot be interrupted (such as a sleep, or a regular expression that holds the GIL), the process exits
    `GRACE_S` later. `faulthandler` dumps the stack of every thread and exits the process from a thread that does not
@@ -89,7 +89,7 @@ HEARTBEAT: ContextVar[Heartbeat | None] = ContextVar("slime_heartbeat", default=
 
 
 def alive() -> None:
-    """Reports that the calling function makes progress (`--execution-timeout-s`); does nothing outside a rollout."""
+    """Reports that the calling code is making progress (`--execution-timeout-s`); does nothing outside a rollout."""
     beat = HEARTBEAT.get()
     if beat is not None:
         beat.beat()

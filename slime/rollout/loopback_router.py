@@ -1,19 +1,19 @@
-"""`LoopbackRouter`: the address of a router for HTTP clients of user code, which know none of the run's keys.
+"""`LoopbackRouter`: the address of a router for HTTP clients of user code, which do not have the run's keys.
 
     async with httpx.AsyncClient() as client:                                # in a generate function
         await client.post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", json=payload)
 
-Requests to `/generate` go through the engine client of this process, as those of `slime.utils.http_utils.post` do: they
+Requests to `/generate` go through the engine client of this process, like those of `slime.utils.http_utils.post`: they
 continue after weight syncs and lost engines, and the transcript records what was sampled. Other requests that only
 generate or read (`FORWARDED`) are sent to the run's router with its key.
 
-Each call of a user's function gets its own address of 127.0.0.0/8 on the same port, which tells its requests apart.
+Each call of a user's function gets its own address of 127.0.0.0/8 on the same port, which identifies its requests.
 Where the operating system does not restrict a socket to the loopback device, all calls share 127.0.0.1. Requests that
 belong to no running call are recorded in `transcript.STRAYS`.
 
 Invariants
 1. Only connections from this machine are accepted, and only from processes of this user (`user_of`).
-2. The address of a call that has ended still works, but its requests count for no execution.
+2. The address of a call that has ended still works, but its requests do not count towards any execution.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LoopbackRouter:
     def addressed(self, view: Any, *, shared: bool = False) -> Iterator[None]:
         """Sets the router addresses in `view`, the settings that a user's function gets, to this process's.
 
-        Requests to them during the block belong to the calling execution, unless `shared`. Leaves the addresses of a
+        Requests to them during the block belong to the calling execution, unless `shared`. Keeps the addresses of a
         router that the user made reachable for others. Does nothing without engines.
         """
         if not isinstance(view, Args) or self._is_exposed or not self._clients or self._main is None:
@@ -127,7 +127,7 @@ class LoopbackRouter:
         return f"127.{1 + (number >> 16) % 250}.{(number >> 8) % 256}.{number % 256}"
 
     def _listen(self) -> None:
-        """Begins to listen. Connections wait in the kernel until the server has started."""
+        """Starts listening. Connections wait in the kernel until the server has started."""
         for name in self._clients if not self._ports else ():
             sock, self._own_addresses = _loopback_socket()
             app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -230,7 +230,7 @@ class LoopbackRouter:
 
 @dataclass(slots=True, eq=False, weakref_slot=False)
 class _Anyones(Transcript):
-    """The transcript of a request that any of some executions may have sent. Its answers go to `STRAYS`."""
+    """The transcript of a request that any of several executions may have sent. Its answers go to `STRAYS`."""
 
     senders: Sequence[Transcript] = ()
 
@@ -247,7 +247,7 @@ class _Anyones(Transcript):
 
 
 def _loopback_socket() -> tuple[socket.socket, bool]:
-    """Returns a listening socket that only this machine reaches, and whether it has all addresses of 127.0.0.0/8."""
+    """Returns a listening socket that only this machine can reach, and whether it covers all of 127.0.0.0/8."""
     sock = socket.socket()
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
@@ -270,7 +270,8 @@ async def _serve(runner: web.AppRunner, sock: socket.socket) -> None:
 def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
     """Returns the user id of the process at the other end of a connection within this machine; None if unknown.
 
-    Asks the kernel for this one socket (sock_diag(7)). Its table of all, /proc/net/tcp, takes milliseconds to read.
+    Asks the kernel for this one socket (sock_diag(7)). Reading the table of all sockets, /proc/net/tcp, takes
+    milliseconds.
     """
     ends = struct.pack("!HH", peer[1], own[1]) + _padded(peer[0]) + _padded(own[0])
     which = ends + struct.pack("=III", 0, ANY_COOKIE, ANY_COOKIE)
@@ -288,7 +289,7 @@ def user_of(peer: tuple[str, int], own: tuple[str, int]) -> int | None:
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
 ALL_STATES, ANY_COOKIE = 0xFFFFFFFF, 0xFFFFFFFF
 USER_AT = 16 + 4 + 48 + 12
-"""Where an answer has the user: behind two headers, the socket's id, and three numbers."""
+"""Offset of the user id in an answer: after two headers, the socket's id, and three numbers."""
 ANSWER_S = 5.0
 
 
@@ -339,7 +340,7 @@ async def generation_of(client: EngineClient, payload: Mapping[str, Any], header
 
 
 def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[list[int], Pictures]:
-    """Stores the images of a request. Returns the prompt with one placeholder per token of an image, and the images.
+    """Stores the images of a request. Returns the prompt with one placeholder per image token, and the images.
 
     Raises `HookError` if the run takes no images, and `DataError` for images that do not fit the placeholders.
     """

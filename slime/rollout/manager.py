@@ -215,7 +215,7 @@ class RolloutManager:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        """Removes engines of a model; their requests move to others. `died`: whether the engines died or hang."""
+        """Removes engines of a model; their requests move to others. `died`: whether the engines have died or hung."""
         self._clients[model].dismiss(urls, died=died)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)

@@ -51,13 +51,13 @@ def expect_tools(sample: Sample) -> None:
 
 
 EMPTY_TURNS = ("max_context_len", "max_total_response_len", "model_context", "agent_max_turns")
-"""The limits that can leave a turn without any token: the conversation's, the execution's and the model's number of
-tokens, and the number of turns.
+"""The limits that can leave a turn without any tokens: on the tokens of the conversation, of the execution and of the
+model's context, and on the number of turns.
 """
 
 
 def count_empty_turns(sample: Sample, spent: Mapping[str, int]) -> None:
-    """Adds the turns of an execution that got no token. `spent`: limit (of `EMPTY_TURNS`) -> number of turns."""
+    """Adds an execution's turns that got no token. `spent`: limit (of `EMPTY_TURNS`) -> number of turns."""
     if spent:
         sample.metadata.setdefault(TURN_COUNTS, {}).update({f"empty_by_{name}": num for name, num in spent.items()})
 
@@ -71,7 +71,7 @@ def count_siblings(samples: Sequence[Sample], counts: Sequence[tuple[int, int]])
 
 
 def _trained_again(samples: Sequence[Sample]) -> dict[str, float]:
-    """Counts the trained tokens that an earlier sibling also trains; {} if no execution has siblings."""
+    """Counts the trained tokens that are already trained in an earlier sibling; {} if no execution has siblings."""
     counts = [_counts(sample) for sample in samples if not sample.remove_sample]
     found = [one["trained_again"] for one in counts if "trained_again" in one]
     return {"rollout/num_tokens_trained_again": float(sum(found))} if found else {}
@@ -178,7 +178,7 @@ def _scores(sample: Sample) -> dict[str, float]:
 
 
 def _score_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the mean of each number in dict rewards over the samples that have it, for `MAX_SCORES` keys."""
+    """Returns the mean of each number in dict rewards over the samples that have it, for up to `MAX_SCORES` keys."""
     values: dict[str, list[float]] = {}
     for sample in samples:
         for key, value in _scores(sample).items():

@@ -116,7 +116,7 @@ def _warn(what: str) -> None:
 
 
 def too_many(dropped: Sequence[Quarantined], what: str, most: float) -> DataError:
-    """Returns the error for a fraction of dropped rows above `most`. `what`: text that counts the dropped rows."""
+    """Returns the error for a fraction of dropped rows above `most`. `what`: for example, "3 of the 10 rows"."""
     return DataError(
         f"{what} cannot be used for fine-tuning, but at most {100 * most:.4g} % may be dropped; correct the rows "
         f"({DROPPED_ROWS} in the run folder has the reasons), or allow more with {FLAG}. {first_rows_of(dropped)}"
@@ -225,7 +225,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def _num_dropped(args: Args, source: DataBuffer, bad: Sequence[Quarantined]) -> tuple[int, int]:
-    """Returns (dropped rows, rows) that the run has seen, also before a resume. Raises `DataError` if too many are
+    """Returns (dropped rows, rows) that the run has seen, including before a resume. Raises `DataError` if too many are
     dropped. `bad`: the dropped rows of this step.
     """
     ledger = source.ledger()

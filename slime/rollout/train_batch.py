@@ -42,7 +42,7 @@ def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple
     known = {name: values for name, values in columns.items() if name in _COLUMNS}
     lengths = {name: len(values) for name, values in known.items()}
     if not len(rewards) or len(set(lengths.values())) != 1:
-        raise HookError(f"{_FLAG} returned columns of lengths {lengths}; return rewards, and equally long columns")
+        raise HookError(f"{_FLAG} returned columns of lengths {lengths}; return rewards, and columns of equal length")
     owners = _owners(samples, columns, len(rewards))
     return tuple(_record(owner, {n: v[i] for n, v in known.items()}) for i, owner in enumerate(owners))
 

@@ -87,7 +87,7 @@ class Transcript:
     closed: bool = False
     """Whether the execution has ended. Later requests from its tasks are recorded in `STRAYS`."""
     images: list[str] = field(default_factory=list)
-    """Digests of the images of the request that had most of them (`Sample.images`)."""
+    """Digests of the images of the request that had the most (`Sample.images`)."""
     image_token: int | None = None
     """The id that stands for an image in prompts."""
     _answers: list[_Answer] = field(default_factory=list)
@@ -196,8 +196,8 @@ class Transcript:
         return int((here[1:] & ~here[:-1]).sum())
 
     def _known_answers_in(self, sample: Sample) -> list[tuple[_Answer, slice, slice]]:
-        """Like `_answers_in`, but if this execution's answers leave trained tokens over, with those of `STRAYS` and, if
-        the tokens have log-probs, of other executions. This execution's come last.
+        """Like `_answers_in`. If this execution's answers lack trained tokens, adds those of `STRAYS` and, if the
+        tokens have log-probs, of other executions. This execution's come last.
         """
         found = list(self._answers_in(sample))
         if self is STRAYS or not self._leaves_over(sample, found):
@@ -266,7 +266,7 @@ class Transcript:
 
     def of_siblings(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
         """Returns for each sample of an execution: its turns that no earlier sibling has, and how many of its trained
-        tokens an earlier sibling already trains.
+        tokens are already trained in an earlier sibling.
 
         A token that siblings share counts as one token unless engines sampled it separately for each of them.
         """

@@ -73,7 +73,7 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     _arrived_before: int = 0
     _seen: tuple[int, float] = (0, 0.0)
-    """The number of tokens when it last changed, and that time."""
+    """The number of tokens at its last change, and the time of that change."""
 
     def begin(self, unit: str, total: int) -> None:
         """Starts a new phase with all counts at zero."""
@@ -97,8 +97,8 @@ class Progress:
         return time.monotonic() - self.started
 
     def _num_sampled(self) -> int:
-        """Returns the tokens so far, including those of unfinished responses. The rate ends with the latest token, so
-        that the line does not change while nothing arrives.
+        """Returns the tokens so far, including those of unfinished responses. The rate is measured up to the latest
+        token, so that the line does not change while nothing arrives.
         """
         arrived = self.arrived() - self._arrived_before if self.arrived is not None else 0
         tokens = max(self.tokens, arrived)

@@ -25,7 +25,7 @@ from slime.settings.hook_contracts import accepts_keyword, is_async, load_hook
 Hook = Callable[..., Any]
 T = TypeVar("T")
 IMAGE_ATTRIBUTES = ("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id")
-"""Images and their patches in public plugins. The trainer makes patches from `Sample.images`."""
+"""Attributes in which public plugins store images and patches. The trainer makes patches from `Sample.images`."""
 
 
 def load(path: str | None, kind: str) -> Hook | None:
@@ -60,8 +60,8 @@ class RolloutHooks:
 
 @contextlib.contextmanager
 def reachable(args: T) -> Iterator[T]:
-    """Yields the settings for one call of a user's function, whose HTTP clients reach the engines at the router's
-    address in them (`loopback_router`).
+    """Yields the settings for one call of a user's function. Their router address is the one at which its HTTP clients
+    reach the engines (`loopback_router`).
     """
     own = for_hook(args)
     try:
@@ -124,7 +124,7 @@ async def call_sample_hooks(args: HookSettings, sample: Sample, *, rollout_id: i
 
 
 def _opened(digests: Sequence[str]) -> list[Any]:
-    """Returns images of the run as those of PIL, which read their pixels when these are used."""
+    """Returns images of the run as PIL images, which read their pixels on first use."""
     from PIL import Image
 
     folder = ImageFolder.of_run(current().args.run_dir)
@@ -132,7 +132,7 @@ def _opened(digests: Sequence[str]) -> list[Any]:
 
 
 def _complete(sample: Sample) -> None:
-    """Fills in what user code omitted, drops images that the run keeps itself, and validates the sample."""
+    """Fills in what user code omitted, drops images that the run already stores, and validates the sample."""
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)

@@ -328,7 +328,7 @@ class ChildProcess:
         self._pids: list[int] = []
         """Pids of the family at the last check."""
         self._stopped_at: float | None = None
-        """Monotonic time since which a process has been stopped; None if none is."""
+        """Monotonic time at which a process was found stopped; None if none is stopped."""
         self._shared = SharedMemoryFiles()
 
     @property
@@ -348,7 +348,7 @@ class ChildProcess:
         return None if self._popen is None else self._popen.poll()
 
     def problem(self) -> str | None:
-        """Says which of the first process and SGLang's own processes exited or is stopped. None if all are running."""
+        """Says which process (the first, or one of SGLang's own) has exited or is stopped. None if all are running."""
         if self._family is None or not self.alive:
             return here(self.name, self.log_path).ended(self.returncode)
         members = {member.id.pid: member for member in self._family.refresh()}

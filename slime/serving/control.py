@@ -30,7 +30,7 @@ ERROR_CHARACTERS = 2000
 OPEN_SESSION = "already open"
 """Part of SGLang's error message when a weight-update session is already open."""
 NO_ROUTE = (401, 403, 404, 405)
-"""Status codes of an unknown route. If keys are set, SGLang 0.5.16 returns 401 for it, even with the admin key."""
+"""Status codes for an unknown route. If keys are set, SGLang 0.5.16 returns 401, even with the admin key."""
 
 
 class HttpEngineControl:

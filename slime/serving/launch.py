@@ -1,5 +1,5 @@
 """The launcher. `python -m slime.serving.launch <SGLang arguments>` runs a server, or sglang-router if the first
-argument is `--router`. If it is `--token-versions`, the server's responses contain the weight version of each token.
+argument is `--router`. If that is `--token-versions`, the server's responses contain the weight version of each token.
 
 SGLang starts its schedulers and detokenizer with multiprocessing's "spawn", which re-imports the main module as
 `__mp_main__`. So `prepare_process` runs in the server and in each of its child processes. On a CPU, children are forked
@@ -72,7 +72,7 @@ def prepare_process(arguments: list[str], expected_parent: int | None) -> None:
 
 
 def serve(arguments: list[str], secret: list[str]) -> None:
-    """Runs the SGLang server in this process until it exits. `secret`: more arguments, which the server never shows."""
+    """Runs the SGLang server in this process until it exits. `secret`: extra arguments that the server never shows."""
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -100,7 +100,7 @@ def serve(arguments: list[str], secret: list[str]) -> None:
 
 def route(arguments: list[str]) -> None:
     """Runs sglang-router in this process until it exits. The router's own launcher would also import SGLang and torch
-    for an unused balancer."""
+    for a load balancer that slime does not use."""
     import setproctitle
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs

@@ -1,4 +1,4 @@
-"""Creates SGLang's `/update_weights_from_tensor` payloads and computes its tensor digests, both byte for byte.
+"""Creates SGLang's `/update_weights_from_tensor` payloads and computes its tensor digests, byte-identical to SGLang's.
 
 A payload is a base64-encoded pickle (`MultiprocessingSerializer`, SGLang 0.5.16). It contains `{"flattened_tensor",
 "metadata"}` for `load_format="flattened_bucket"`, or a list of (name, tensor) for a custom loader. Tensors are pickled
@@ -109,7 +109,7 @@ def _remove_abandoned() -> None:
     """Deletes the files of freed buffers. torch leaks such a file if a receiver is killed while holding a reference.
 
     torch must have freed the buffer first, because it aborts the process if the file is missing. Several threads can
-    call this at the same time; whichever pops a name from the table deletes the file.
+    call this at the same time; the one that pops a name from the table deletes the file.
     """
     for name, storage in list(_born.items()):
         if storage.expired() and _born.pop(name, None) is not None:

@@ -256,7 +256,7 @@ class KeptRouter:
     def __init__(self, model: str, router: AnyRouter) -> None:
         self.router, self.url, self.restarts = router, router.url, 0
         self.problem: SlimeError | None = None
-        """The last error, once the router is no longer restarted."""
+        """The last error; set only once the router will not be restarted again."""
         self._name = f"the router of model {model} at {router.url}"
         self._notes = threading.Condition()
         """Guards the fields from `_wanted` to `_closing` and is notified when any of them changes."""
@@ -494,11 +494,11 @@ class Routers:
         return sum(kept.restarts for kept in self._kept.values())
 
     def admit(self, model: str, urls: Iterable[str], kind: Worker = Worker.REGULAR) -> None:
-        """Makes the model's router soon start sending requests to these servers."""
+        """Queues these servers to be added to the model's router."""
         self._kept[model].admit(urls, kind)
 
     def dismiss(self, model: str, urls: Iterable[str]) -> None:
-        """Makes the model's router soon stop sending requests to these servers. Ignores unknown servers."""
+        """Queues these servers to be removed from the model's router. Ignores unknown servers."""
         self._kept[model].dismiss(urls)
 
     def settled(self, limit_s: float) -> bool:
@@ -534,5 +534,5 @@ def _require_ready(router: ExistingRouter) -> None:
     except EngineError as error:
         raise EngineError(
             f"cannot use the router at --sglang-router-ip {router.host} --sglang-router-port {router.port} with "
-            f"the key of --router-api-key: {error}; start a router there, or omit the flags to let the run start one"
+            f"the key from --router-api-key: {error}; start a router there, or omit the flags to let the run start one"
         ) from error

@@ -158,7 +158,7 @@ def missing_here(backend: str, device: str, limit_s: float = IMPORT_LIMIT_S) -> 
 
 
 def pair_problem(worker: Worker, extra: Mapping[str, Any], device: str, limit_s: float = IMPORT_LIMIT_S) -> str | None:
-    """Returns why a paired engine with these ServerArgs cannot start on this host. None if it can or is not paired."""
+    """Returns why a paired engine with these ServerArgs cannot start on this host; None if it can or is unpaired."""
     if worker not in PAIRED:
         return None
     backend = str(extra.get("disaggregation_transfer_backend") or DEFAULT)
@@ -180,8 +180,8 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 }
 """ServerArgs of a CPU server. By default, SGLang's watchdog kills a server if a batch takes five minutes, which can
 happen on a busy machine; `ServerWatch` is more accurate. `max_total_tokens` bounds the pool. `mem_fraction_static` only
-has to pass a check: what is free after loading must exceed 1 - fraction of what was free before, and other processes
-take memory in between. Without `sleep_on_idle`, an idle scheduler uses 75 % of a core."""
+has to pass a check: the memory free after loading must exceed 1 - fraction of the memory free before, and other
+processes take memory in between. Without `sleep_on_idle`, an idle scheduler uses 75 % of a core."""
 _OWNED = frozenset({"model_path", "host", "port", "base_gpu_id", "nccl_port", "nnodes", "node_rank", "dist_init_addr"})
 _OWNED |= {"api_key", "admin_api_key"}  # fields of the spec that are passed in the environment
 _PORT_TAKEN = ("address already in use", "is not available", "is already in use", "is used by a process already")
@@ -218,11 +218,11 @@ class ServerSpec:
     admin_key: str | None = None
     """Bearer token for routes that change state. None: `api_key`."""
     gated: bool = False
-    """Whether the server must not allocate device memory until `SGLangServer.open_gate`."""
+    """Whether the server waits for `SGLangServer.open_gate` before it allocates device memory."""
     token_versions: bool = False
     """Whether responses contain the weight version of each token."""
     trainer_kernels: str | None = None
-    """The run's --kernels, for an engine that computes as the trainer does (`--true-on-policy`). None: SGLang's."""
+    """The run's --kernels, for an engine that matches the trainer bit for bit (`--true-on-policy`). None: SGLang's."""
     worker: Worker = Worker.REGULAR
     """A regular engine, or the prefill or decode engine of a pair."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -484,9 +484,9 @@ class SGLangServer(LeasedServer):
         return 0.0 if self._process is None else self._process.processor_s()
 
     def scheduler_answers(self, timeout_s: float) -> bool:
-        """Returns whether the scheduler responds, which it does between batches, even after the engine lent its memory.
+        """Returns whether the scheduler responds, which it does between batches, even while its memory is lent out.
 
-        Only the first node has such a route. On other nodes, returns whether the process is running.
+        Only the first node has a route for this. On other nodes, returns whether the process is running.
         """
         if not self.spec.answers_requests:
             return self.alive

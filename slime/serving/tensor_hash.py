@@ -24,7 +24,7 @@ TILE_WORDS = 8192
 BLOCK_WORDS = 256
 STEPS = 12
 MAX_PARTS = 2**STEPS
-"""Maximum number of parts in one kernel call, which finds the part of a tile in `STEPS` steps."""
+"""Maximum number of parts per kernel call. The kernel finds a tile's part in `STEPS` steps."""
 SEED = 0x243F6A88
 SECOND_SEED = (SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF
 PLACE_FACTORS = 0x27D4EB2D, 0x165667B1
@@ -45,7 +45,7 @@ class TileHasher:
         """Index of the first tile of each part."""
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Keeps the parts (uncopied) until `read_all`, because a kernel per part is too slow."""
+        """Keeps the parts, without copying them, until `read_all`, because one kernel call per part is too slow."""
         self._pending += parts
 
     def take(self, *, last: bool) -> list[tuple[Tensor, int]]:
@@ -85,7 +85,7 @@ class TileHasher:
 
 
 def read_all(hashers: Sequence[TileHasher], *, last: bool = False) -> None:
-    """Hashes all parts that were added, on a GPU in one kernel for up to `MAX_PARTS`. `last`: no parts will follow."""
+    """Hashes all added parts. On a GPU, one kernel call hashes up to `MAX_PARTS`. `last`: no parts will follow."""
     taken = [(hasher, *part) for hasher in hashers for part in hasher.take(last=last)]
     for start in range(0, len(taken), MAX_PARTS):
         batch = taken[start : start + MAX_PARTS]

@@ -40,7 +40,7 @@ def _at(place, FACTOR: tl.constexpr, SEED: tl.constexpr, TURN: tl.constexpr):  #
 def sums_of_parts_kernel(table, sums, num_parts):  # type: ignore[no-untyped-def]
     """Runs one program per tile.
 
-    `table` [parts, 5] int64 has for each part its address, number of words, the number of words of its first tile that
+    `table` [parts, 5] int64 has each part's address, number of words, the number of words of its first tile that
     precede it, the position of that tile's first word in the full tensor, and the number of tiles before this part.
     """
     tile = tl.program_id(0)

@@ -1,10 +1,10 @@
 """Monitors a running server (`ServerWatch`) and inspects an external one (`facts_of_server`).
 
 `ServerWatch.trouble` checks the processes on each call, so it immediately reports a process that exited or was stopped
-(SIGSTOP). A thread polls `/server_info`, which the scheduler answers between batches, even after it lent its memory. A
-busy scheduler responds late and a hung one never does; `slime.core.liveness` tells them apart. Tokens received by
-clients also count as signs of life (`heard`). Silence counts only while `expects_answers` is true, because a scheduler
-can take minutes to load weights from disk.
+(SIGSTOP). A thread polls `/server_info`, which the scheduler answers between batches, even while its memory is lent
+out. A busy scheduler responds late and a hung one never does; `slime.core.liveness` tells them apart. Tokens received
+by clients also count as signs of life (`heard`). Silence counts only while `expects_answers` is true, because a
+scheduler can take minutes to load weights from disk.
 
 `facts_of_server` takes a second or two. It requests the settings (`/server_info`), the model (`/model_info`), the names
 and digests of the tensors (`/weights_checker`), and a few tokens (`/generate`), which reveal the stream format and the
@@ -73,7 +73,7 @@ class ServerWatch:
         self._silence.heard()
 
     def close(self) -> None:
-        """Stops polling. A request in flight ends on its own timeout."""
+        """Stops polling. A request in flight runs until it is answered or times out."""
         self._closed.set()
 
     def _ask(self) -> None:
@@ -165,7 +165,7 @@ def facts_of_server(url: str, keys: EngineKeys, timeout_s: float, digests_s: flo
 
 
 def _resume(url: str, keys: EngineKeys, timeout_s: float) -> bool:
-    """Resumes a server that an earlier run paused. Returns False if the server refuses: a weight update is open."""
+    """Resumes a server that an earlier run paused. Returns False if an open weight update prevents it."""
     status, text = request("POST", f"{url}/continue_generation", {}, timeout_s=timeout_s, api_key=keys.control)
     if status != SESSION_CONFLICT:
         _require_success(status, text, "continue_generation")

@@ -1,6 +1,6 @@
 """Run settings: `parse_args(argv) -> Args`, and the loading of the user hooks that they name.
 
-Does not import torch, transformers, Ray or an engine, so a wrong flag is reported immediately.
+Does not import torch, transformers, Ray or an engine, so an invalid flag is reported immediately.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Args(
 
 
 class HookArgs(Args):
-    """The `args` of one call of a user function, which may set and delete attributes."""
+    """The `args` for one call to a user function, which may set and delete attributes."""
 
     if not TYPE_CHECKING:  # frozen for type checkers
 
@@ -231,7 +231,7 @@ T = TypeVar("T")
 
 
 def for_hook(settings: T) -> T:
-    """Returns a copy of `settings` for one call of a user function, and anything other than `Args` unchanged."""
+    """Returns a copy of `settings` for one call to a user function, and anything other than `Args` unchanged."""
     if not isinstance(settings, Args):
         return settings
     view: Any = HookArgs.__new__(HookArgs)

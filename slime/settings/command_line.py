@@ -1,6 +1,6 @@
 """Parses command lines into `Args`, prints help texts, and reports a program's errors.
 
-Does not import torch, transformers, Ray or an engine, so a wrong flag is reported immediately.
+Does not import torch, transformers, Ray or an engine, so an invalid flag is reported immediately.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
     """Returns the resolved settings of a run.
 
     `argv` defaults to `sys.argv[1:]`. `synchronous` selects the loop of train.py instead of train_async.py. For --help
-    [topic], --version and --explain, prints the text and raises `SystemExit(0)`. Only --explain loads hooks, as the
-    start of a run does. Raises one `ConfigError` that lists all problems, or a `HookError`.
+    [topic], --version and --explain, prints the text and raises `SystemExit(0)`. Only --explain loads hooks, as
+    starting a run would. Raises one `ConfigError` that lists all problems, or a `HookError`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     text = help_or_version(words, program("train" if synchronous else "train-async"))
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None = None, *, synchronous: bool = True) -
 
 
 def _with_replaced(args: Args, replaced: Mapping[tuple[str, str], str]) -> Args:
-    """Lists the values that later flags replaced among the settings without effect. Raises `ConfigError` (--strict)."""
+    """Adds values that later flags replaced to the settings without effect. Raises `ConfigError` (--strict)."""
     if not replaced:
         return args
     told = dict(args.idle)
@@ -104,7 +104,7 @@ class _Parsed:
 
 
 EXPLAIN = "--explain"
-"""Prints the settings of a run instead of starting it, and loads its hooks, as the start does."""
+"""Prints the settings of a run instead of starting it, and loads its hooks, as starting the run would."""
 
 
 def parse_words(words: Sequence[str]) -> _Parsed:
@@ -192,7 +192,7 @@ _TOPICS: Mapping[str, str] = {
     "public": "what differs from the public slime, flag by flag",
     "all": "everything",
 }
-"""The topics besides the groups of settings -> what they show."""
+"""Topics other than the groups of settings -> what they show."""
 
 _INTRO = """usage: {usage} --hf-checkpoint DIR --prompt-data FILE \\
            --rollout-batch-size N --num-rollout N [--flag value ...]
@@ -218,7 +218,7 @@ def topics() -> dict[str, str]:
 
 
 def help_or_version(words: Sequence[str], usage: str = "slime train") -> str | None:
-    """Returns the text for --help [topic] or --version; None if neither was given. `usage` is the command typed."""
+    """Returns the text for --help [topic] or --version; None if neither was given. `usage` is the command as typed."""
     if "--version" in words:
         import slime
 

@@ -62,7 +62,7 @@ def samples_all_tokens(s: Any) -> bool:
 
 
 def has_kl(s: Any) -> bool:
-    """Returns whether a KL term with the reference is computed."""
+    """Returns whether a KL term against the reference is computed."""
     return bool(s.kl_coef) or (s.use_kl_loss and minimises_policy_loss(s))
 
 
@@ -134,7 +134,7 @@ ENGINE_LOG_PROBS = Need(
 
 _MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
 _CONVERTED = re.compile(r"[-_.]torch[-_]dist.*")
-"""End of a converted folder's name in public scripts: `X_torch_dist` was converted from `X`."""
+"""Suffix of a converted folder's name in public scripts: `X_torch_dist` was converted from `X`."""
 _READ_INSTEAD = "a folder in Megatron's format, so the run reads "
 _LENGTHS = ("max_position_embeddings",)
 """Settings that may differ between the initial weights and the engines' model."""
@@ -152,7 +152,7 @@ def has_megatron_checkpoint(folder: str) -> bool:
 
 
 def is_trained_by_megatron(folder: str) -> bool:
-    """Returns whether the folder has a Megatron checkpoint that was not just converted from another format."""
+    """Returns whether the folder has a Megatron checkpoint from training, not just a conversion."""
     if not has_megatron_checkpoint(folder):
         return False
     try:
@@ -169,13 +169,13 @@ def _origin(folder: str) -> str | None:
 
 
 def is_only_converted(folder: str) -> bool:
-    """Returns whether the folder is, or by its name would be, in Megatron's format but not trained there."""
+    """Returns whether the folder is (or, by its name, would be) a Megatron checkpoint that is only a conversion."""
     converted = has_megatron_checkpoint(folder) or (_origin(folder) is not None and not Path(folder).exists())
     return converted and not has_hf_model(folder) and not is_trained_by_megatron(folder)
 
 
 def hf_origin(folder: str) -> str | None:
-    """Returns the Hugging Face folder that `folder` was only converted from; None if there is none."""
+    """Returns the Hugging Face folder that `folder` is merely a conversion of; None if there is none."""
     origin = _origin(folder) if is_only_converted(folder) else None
     return origin if origin is not None and has_hf_model(origin) else None
 
@@ -197,7 +197,7 @@ def _instead(folder: Any, found: str | None) -> Adjusted | None:
 
 
 def why_instead(folder: Any, found: str) -> str:
-    """Returns the text that --explain and the start of the run show for a folder that the run does not read."""
+    """Returns the text that --explain and the run's startup output show for a folder that the run does not read."""
     return f"{folder} {'is' if Path(folder).exists() else 'would be'} {_READ_INSTEAD}{found}"
 
 

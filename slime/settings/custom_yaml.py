@@ -110,7 +110,7 @@ def setting_of(
 ) -> tuple[tuple[str, str], Any]:
     """Returns ((owner, dest), value) for one key of a file.
 
-    `otherwise`: what else the user can do about two values of a setting.
+    `otherwise`: what else the user can do if a setting has two values.
 
     Raises `ConfigError` for an invalid setting, or if `given` has a different value for the setting.
     """

@@ -133,7 +133,7 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
-    """Returns the entry below a dataset's name. Raises `ConfigError` if it is not a mapping."""
+    """Returns the entry under a dataset's name. Raises `ConfigError` if it is not a mapping."""
     if found is not None and not isinstance(found, Mapping):
         raise ConfigError(f"{where} is {found!r}, but must be a mapping, such as path: FILE")
     return found or {}

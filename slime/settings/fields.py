@@ -119,7 +119,7 @@ class Declared:
     chosen_from: str | None = None
     """The registry whose entries the value names, as `pkg.module:REGISTRY`."""
     chosen_by: ChosenBy | None = None
-    """Selects the entry instead of the value, which then only registers a user's entry."""
+    """Selects the entry. The setting's value then only registers a user's entry."""
     compute: Compute | None = None
     """Computes the value if the user does not set one. If it returns None, `default` is used."""
     why: Why = ""

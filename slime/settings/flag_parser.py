@@ -27,7 +27,7 @@ class FlagTable:
     def __init__(self, flags: Iterable[Flag]) -> None:
         self.flags: tuple[Flag, ...] = tuple(flags)
         self.by_name: dict[str, tuple[Flag, bool]] = {}
-        """Spelling -> (flag, whether this spelling switches it on). The first flag gets a shared spelling."""
+        """Spelling -> (flag, whether this spelling switches it on). The first flag wins a shared spelling."""
         for flag in self.flags:
             if flag.internal:
                 continue
@@ -65,7 +65,7 @@ class FlagTable:
         """Returns the values on a command line, by (owner, dest).
 
         `owned` and `elsewhere` map flags to advice: those that slime sets itself, and those of other programs.
-        `replaced` receives what happened to flags of the model that were set twice; without it, they are mistakes.
+        `replaced` records what happened to model flags that were set twice; without it, setting one twice is an error.
         Raises one `ConfigError` that lists all mistakes.
         """
         out: dict[tuple[str, str], Any] = {}

@@ -245,7 +245,7 @@ class Flag:
 
     @property
     def of_model(self) -> bool:
-        """Whether this is a flag of Megatron for the model and its layers, as in a model's file of launch scripts."""
+        """Whether this is a Megatron flag for the model and its layers, as in the model files of launch scripts."""
         others = ("OptimizerConfig", "DistributedDataParallelConfig")
         return self.owner == "megatron" and not any(config in self.configs for config in others)
 
@@ -347,7 +347,7 @@ def convert(flag: Flag, text: str, *, where: str) -> Any:
 
 
 def require_key(text: str, where: str) -> None:
-    """Raises `ConfigError` for a key that an HTTP header cannot carry."""
+    """Raises `ConfigError` for a key that cannot be sent in an HTTP header."""
     if text.strip(" ") != text or not re.fullmatch(rf"[ -~]{{1,{MOST_KEY}}}", text):
         wrong = (
             f"{len(text)} characters, but may have at most {MOST_KEY} to fit into an HTTP header"

@@ -132,7 +132,7 @@ def accepts_keyword(hook: Callable[..., Any], name: str) -> bool:
 
 
 def is_async(hook: Any) -> bool:
-    """Returns whether calls of `hook` must be awaited."""
+    """Returns whether calls to `hook` must be awaited."""
     plain = inspect.isroutine(hook) or inspect.isclass(hook) or isinstance(hook, functools.partial)
     call = hook if plain else type(hook).__call__
     return inspect.iscoroutinefunction(inspect.unwrap(call))

@@ -185,7 +185,7 @@ def need_of(name: str) -> Need | None:
 
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "shared_experts")
-"""The values of `--recompute-modules` that the trainer's layers know."""
+"""The values of `--recompute-modules` that the trainer's layers support."""
 
 # Settings that slime fixes, and its own defaults: name -> (value, reason). --explain shows the reason.
 
@@ -303,7 +303,7 @@ SLIME_DEFAULTS: dict[str, tuple[Any, str]] = {
 # What --help says about Megatron's flags: Megatron's schema declares them, so slime has no field for them.
 
 FIRST: Mapping[str, str] = {"lr": "Learning rate", "tensor_model_parallel_size": "Placement"}
-"""Flag on the first page of --help -> its heading there, as `first` of a field."""
+"""Flag on the first page of --help -> its heading there, like a field's `first`."""
 
 DOCS: Mapping[str, str] = {
     "lr": "Learning rate, after the warm-up.",

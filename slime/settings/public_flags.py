@@ -20,7 +20,7 @@ DIFFERENT: Mapping[str, str] = {
     "`--post-mlp-layernorm`, `--use-rope-scaling`, `--model-name`": (
         "accepted if they agree with `config.json`, otherwise refused"
     ),
-    "`--attention-backend`, `--transformer-impl`, `--moe-enable-deepep` and other flags of Megatron": (
+    "`--attention-backend`, `--transformer-impl`, `--moe-enable-deepep` and other Megatron flags": (
         "reported as having no effect, with the reason; refused with `--strict`"
     ),
     "`--moe-router-dtype fp32`": (
@@ -30,32 +30,35 @@ DIFFERENT: Mapping[str, str] = {
     "`--ref-load X`": ("the trainer's initial weights, and the reference: a folder in Hugging Face format"),
     "`--ref-load X_torch_dist`, also for `--load`, `--critic-load`, `--opd-teacher-load`": (
         "the Hugging Face folder `X`, whether `X_torch_dist` exists or not; without `X`, `--hf-checkpoint` (for "
-        "`--ref-load` and `--load`). The start says so in one line. If Megatron trained the weights, the folder is "
-        "refused: `slime convert X_torch_dist OUT --hf-checkpoint MODEL --trust-pickle` "
+        "`--ref-load` and `--load`). slime reports this in one line at startup. If Megatron trained the "
+        "weights, the folder is refused: `slime convert X_torch_dist OUT --hf-checkpoint MODEL --trust-pickle` "
         "([checkpoints](checkpoints.md#megatrons-torch_dist))"
     ),
     "`--load X`": (
-        "a checkpoint of slime, or a folder in Hugging Face format, which takes precedence over `--ref-load`. With a "
-        "folder that does not exist or is empty, the run starts at step 0, and says so in one line unless it is also "
-        "the `--save` folder"
+        "a slime checkpoint, or a folder in Hugging Face format, which takes precedence over `--ref-load`. With a "
+        "folder that does not exist or is empty, the run starts at step 0, and reports this in one line unless the "
+        "folder is also the `--save` folder"
     ),
     "`--save X`": (
         "slime's own checkpoints. Use `--save-hf` for Hugging Face folders, and `slime convert X OUT --to torch_dist` "
         "for Megatron"
     ),
     "a tool that converts to or from `torch_dist`": "`slime convert`, which needs no GPUs or ranks",
-    "a flag of the model given twice, as `--rotary-base` in a model's file and in the script": (
+    "a model flag given twice, such as `--rotary-base` in both a model's file and the script": (
         "the last one counts, and the earlier one is reported as replaced; other flags with two values are refused"
     ),
     "`--wandb-key` with an empty variable": (
-        "the login of `WANDB_API_KEY` or `wandb login`; without one, `--wandb-mode offline`"
+        "the login from `WANDB_API_KEY` or `wandb login`; without one, `--wandb-mode offline`"
     ),
     "`--ci-train-rollout-logprob-abs-diff-threshold` with `--ci-test`": "the default of `--mismatch-limit`",
     "`--sglang-router-request-timeout-secs`": "same as `--router-request-timeout-secs`",
     "`--rm-url` as an SGLang teacher, with `--rollout-temperature` other than 1": (
-        "the teacher's log-probs are those at temperature 1, the student's those at which it samples; the start warns"
+        "the teacher's log-probs are at temperature 1, and the student's at its sampling temperature; slime warns "
+        "about this at startup"
     ),
-    "`--use-kl-loss` with coefficient 0 beside `--rollout-top-p` or `--rollout-top-k`": "reported as having no effect",
+    "`--use-kl-loss` with coefficient 0 together with `--rollout-top-p` or `--rollout-top-k`": (
+        "reported as having no effect"
+    ),
     "`--save-debug-rollout-data X.pt`": (
         "the same path, but ending in `.jsonl.zst` (`.npz` for `--save-debug-train-data`), without pickles"
     ),

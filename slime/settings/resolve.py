@@ -1,8 +1,8 @@
 """Resolves the user's values to `Args`: adds defaults, derived values and the checkpoint's architecture, then checks.
 
 Invariants
-1. Each setting is computed once, when it is first read, so derivations need no order. Its origin is recorded at the
-   same time.
+1. Each setting is computed once, when it is first read, so derivations can be declared in any order. Its origin
+   is recorded at the same time.
 2. A cycle of derivations raises an error that names the cycle, instead of recursing.
 3. A setting without effect is listed when the run starts (refused with --strict). It is then resolved as if the user
    had not set it, so it has no effect wherever it is read.

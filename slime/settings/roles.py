@@ -230,7 +230,7 @@ def _setting(
 ) -> tuple[tuple[str, str], Any] | _Shared:
     """Returns ((owner, dest), value) of one override, or `_Shared` for a setting that roles share.
 
-    Raises `ConfigError` for an unknown name or a wrong value.
+    Raises `ConfigError` for an unknown name or an invalid value.
     """
     aliases = _OF_CRITIC if role == "critic" else {}
     found = table.by_name.get("--" + name.replace("_", "-"))

@@ -230,14 +230,14 @@ def _product(s: Any) -> str:
 
 
 def _steps_contradict(s: Any) -> bool:
-    """Returns whether batch size and number of steps disagree. `_leaves_executions` covers sizes that do not divide."""
+    """Returns whether batch size and number of steps disagree. `_leaves_executions` covers uneven division."""
     if s.use_dynamic_global_batch_size or s.global_batch_size < 1 or _leaves_executions(s):
         return False
     return bool(s.global_batch_size * s.num_steps_per_rollout != _executions(s))
 
 
 def sampled_distribution_is_trained(args: Args) -> str | None:
-    """The trainer computes log-probs of the distribution after top-p and top-k, engines those of the full one."""
+    """The trainer computes log-probs under the top-p and top-k distribution, engines under the full one."""
     if fine_tunes(args) or samples_all_tokens(args):
         return None
     names = ("use_rollout_logprobs", "use_kl_loss", "custom_loss_function_path", "custom_advantage_function_path")
@@ -395,7 +395,7 @@ _RECORDS = ("save_debug_rollout_data", "save_debug_train_data")
 
 
 def records_replace_nothing_else(args: Args) -> str | None:
-    """A record replaces its file, which must therefore be neither an input nor the other record."""
+    """Writing a record overwrites its path, so that path must be neither an input nor the other record."""
     for name in _RECORDS:
         if (template := getattr(args, name)) is None:
             continue

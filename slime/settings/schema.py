@@ -232,7 +232,7 @@ def model_type_of(hf_checkpoint: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _model_type(path: str, mtime_ns: int, num_bytes: int) -> str | None:
-    """Reads `model_type`. Caches the result until the file's time or size changes."""
+    """Reads `model_type`. Caches the result until the file's modification time or size changes."""
     model_type = read_hf_config(str(Path(path).parent)).get("model_type")
     return None if model_type is None else str(model_type)
 

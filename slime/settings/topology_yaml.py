@@ -334,7 +334,7 @@ def _stages(given: str | None) -> tuple[int, ...]:
         return tuple(int(part) for part in given.split(","))
     except ValueError:
         raise ConfigError(
-            f"{STAGES_ENV} in the environment is {given!r}; list the layers of each pipeline stage, as in 14,14"
+            f"{STAGES_ENV} in the environment is {given!r}; list each pipeline stage's layer count, as in 14,14"
         ) from None
 
 
@@ -359,8 +359,8 @@ def address_file(given: Sequence[str]) -> Path | None:
 def read_addresses(given: Sequence[str]) -> tuple[str, ...]:
     """Returns the current addresses, each as `http://host:port`.
 
-    Reads the file again in every call, because it may change during a run. Raises `ConfigError` with the location of a
-    wrong address.
+    Reads the file again on every call, because it may change during a run. Raises `ConfigError` with the location of an
+    invalid address.
     """
     file = address_file(given)
     if file is None:

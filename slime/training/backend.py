@@ -329,7 +329,8 @@ class MegatronBackend:
     def rehearse(self) -> None:
         """Predicts the GPU memory of the largest micro-batch for `memory_plan`; see `slime.training.rehearsal`.
 
-        Collective; does nothing on a CPU. If it does not fit, raises `ConfigError` with the number of tokens that do.
+        Collective; does nothing on a CPU. If the micro-batch does not fit, raises `ConfigError` with the number of
+        tokens that do.
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes

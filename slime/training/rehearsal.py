@@ -2,7 +2,7 @@
 
 Once a chunk of log-probs is full, the memory of a pass grows linearly with the number of tokens. Two measurements are
 therefore enough to extrapolate for a given model and its settings (layout, recompute, kernels). With sparse attention,
-both have more than `index_topk` tokens if the largest micro-batch has, because only then does a pass keep the selected
+both have more than `index_topk` tokens if the largest micro-batch does, because only then does a pass keep the selected
 keys. If the largest micro-batch will not fit, the run fails before it samples anything, and the error says how many
 tokens fit. The measured passes also compile the kernels.
 

@@ -2,7 +2,7 @@
 
 The filling thread queues each bucket with `send`. A background thread waits for the previous sender's message, delivers
 the bucket to all engines, and notifies the sender of the next turn (`SenderMessages`). Every wait has a timeout. Before
-it fills a bucket, the filling thread calls `wait` until the second-to-last bucket has been sent, because the next
+it fills a bucket, the filling thread waits (`wait`) until the second-to-last bucket has been sent, because the next
 bucket reuses that memory.
 
 An engine loads one bucket and joins one broadcast at a time. If two senders reached two engines in different orders,
@@ -113,7 +113,7 @@ class Delivery:
             self._running.popleft().result()
 
     def send(self, number: int, bucket: Bucket | None) -> None:
-        """Queues a bucket for turn `number`. None: filling failed, so no rank may send anymore."""
+        """Queues a bucket for turn `number`. None: filling failed, so no rank may send anything more."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket, self._stream.filled()))
 
     def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
@@ -133,7 +133,7 @@ class Delivery:
         self._let_begin(number + 1)
 
     def _stretch(self, number: int) -> Sequence[Turn]:
-        """Returns the consecutive turns of this rank that begin with turn `number`, or () inside a stretch."""
+        """Returns this rank's consecutive turns from turn `number` on, or () if it also has the turn before."""
         rank = self._peers.rank
         if number and self._turns[number - 1].sender == rank:
             return ()

@@ -129,9 +129,9 @@ _Places = tuple[tuple[_Place, ...], Mapping[Holding, bool]]
 
 
 def _places(table: FamilyTable, layouts: tuple[EngineLayout, ...], name: str, on_cpu: bool) -> _Places:
-    """Returns the ranks that hold a shard of a resident tensor, and whether each holding is of unmodified HF tensors.
+    """Returns the ranks that hold a shard of a resident tensor, and which holdings are unmodified HF tensors.
 
-    Kept with the table, because every weight sync needs it for every tensor.
+    Cached on the table, because every weight sync needs the result for every tensor.
     """
     known: dict[Any, _Places] = vars(table).setdefault("_slime_places", {})
     if (found := known.get((layouts, name, on_cpu))) is not None:
@@ -176,7 +176,7 @@ def require_all(hf_names: Iterable[str], sent: Container[str]) -> None:
 
 
 class ExpectedDigests:
-    """Computes digests of resident tensors from a stream of HF tensors. Assumes equal device types on both sides."""
+    """Computes digests of resident tensors from a stream of HF tensors. Assumes the same device type on both sides."""
 
     def __init__(self, table: FamilyTable, layouts: Iterable[EngineLayout], digest: Digest) -> None:
         self._table, self._digest = table, digest

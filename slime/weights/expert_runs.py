@@ -5,7 +5,8 @@ per expert, or three seconds for 128 experts in 48 layers. A single-rank engine 
 contiguously in one tensor. So the sender names each run after that tensor and the offset of its first element
 (`named_runs`), and the engine copies the run to that offset (`load`).
 
-slime passes `load` to SGLang as `--custom-weight-loader`. It forwards all other tensors to the model's own loader.
+slime passes `load` to SGLang as `--custom-weight-loader`. `load` forwards all other tensors to the model's own
+loader.
 
 Invariants
 1. A run covers consecutive elements of one resident tensor, without overlap.

@@ -5,8 +5,8 @@ SGLang 0.5.16 follows these rules (`srt/models/`, `layers/dp_attention.py`, `lay
 - a pipeline stage holds its own layers. The first stage also has the embedding, and the last stage the final norm. The
   output layer is on the last stage or on every stage (`Spread.stages`); if it is tied to the embedding, the last stage
   has a separate copy. In some models every stage has the embedding (`Spread.every_embedding`);
-- attention is split over the ranks of a DP group. So is the embedding, unless it is replicated on each rank (`Spread`),
-  and with `dp_lm_head` the output layer;
+- attention is split over the ranks of a DP group. So is the embedding, unless it is replicated on each rank (`Spread`).
+  With `dp_lm_head`, so is the output layer;
 - each EP group has a consecutive range of experts. A rank's position in its group selects its shard of each expert;
 - everything else, such as shared experts and dense MLPs, is split over all ranks of a stage;
 - a draft model is split in the same way and also has the model's embedding and output layer.

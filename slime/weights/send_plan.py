@@ -11,7 +11,7 @@ while one is in flight, so it needs memory for two buckets in addition to its mo
 Invariants
 1. Each tensor belongs to exactly one turn, each turn has one sender, and all ranks know all turns.
 2. All tensors that an engine stacks into one come from the same sender, in stacking order.
-3. A bucket exceeds the size limit only for a single large tensor or for tensors that must be loaded together.
+3. A bucket exceeds the size limit only if it holds a single large tensor or tensors that must be loaded together.
 4. The tensors of a bucket are adjacent in memory, wider dtypes first. So each tensor is aligned to its element size,
    and all offsets follow from the names, dtypes and shapes.
 """

@@ -4,7 +4,7 @@ Reads the trainer's tensors once, turn by turn (`send_plan.Turn`). Afterwards, e
 every rank raises an error. Each wait for an engine has the timeout of its control port.
 
 Every training rank calls `sync_weights` and iterates over all turns, even after a failure, because filling a bucket is
-a collective of the ranks that have shards of its tensors. Rank 0 is the conductor: it pauses the engines, verifies
+a collective over the ranks that have shards of its tensors. Rank 0 is the conductor: it pauses the engines, verifies
 their weights and resumes them. At the end all ranks agree on the outcome, so either all of them raise or none does. The
 exception is a rank that drops out of a trainer collective, for example because it ran out of memory. It raises
 immediately, which ends the run. A bucket is sent to the engines while the next one is filled (`delivery`), unless every
@@ -397,7 +397,7 @@ class _WeightSync:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Adds the block's duration to the time of `name`."""
+        """Adds the block's duration to the time recorded for `name`."""
         began = time.monotonic()
         try:
             yield

@@ -53,12 +53,12 @@ class RunAdapter(Adapter):
         debug_callback: Any = None,
         **own: Any,
     ) -> None:
-        """`engine`, `template`, `own`: as in `Adapter`. The others build an adapter of the run.
+        """`engine`, `template`, `own`: as in `Adapter`. The other arguments build an adapter for the run.
 
         `sglang_url`: address of one of the run's routers; None: the policy's. `tool_parser`: a tool format; by default,
         and for unknown names, the chat template decides. `reasoning_parser`, `fork_threshold_tokens` and
-        `debug_callback` have no effect: the tool format splits off thinking, and every conversation that the engine has
-        not sampled becomes a sample of its own. Raises `HookError` outside a rollout.
+        `debug_callback` have no effect: the tool format splits off thinking, and every conversation that differs from
+        what was sampled becomes a separate sample. Raises `HookError` outside a rollout.
         """
         if template is not None:
             super().__init__(engine, template, **own)
@@ -99,7 +99,7 @@ class RunAdapter(Adapter):
         max_context_tokens: int | None = None,
         **own: Any,
     ) -> str:
-        """As `Adapter.open_session`. `sampling_defaults`: the public slime's name of `sampling`."""
+        """Like `Adapter.open_session`. `sampling_defaults`: the public slime's name for `sampling`."""
         own.setdefault("sampling", sampling_defaults)
         return super().open_session(session_id, max_context_tokens=max_context_tokens, **own)
 

@@ -17,7 +17,7 @@ Invariants
    the token limit.
 3. A session that is finished or dropped is removed immediately, and its running requests are cancelled.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
-5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until this is clear.
+5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until that is certain.
 6. A turn that is cancelled before its end leaves no trace in the session.
 """
 
@@ -342,7 +342,7 @@ class OpenSession:
             task.cancel()
 
     def refuse(self, why: str) -> None:
-        """Rejects all further requests because a limit is reached. `why`: the reason that the agent gets."""
+        """Rejects all further requests because a limit is reached. `why`: the reason reported to the agent."""
         self.refuses, self.session.hit_limit = why, True
 
     def end_at_limit(self, why: str) -> None:

@@ -94,7 +94,7 @@ class Harness(ABC):
             raise HarnessFailed(f"npm install {self.package} exited with {done.code}: {done.stderr[-500:]}")
 
     async def install_cli(self, sandbox: Shell, **given: Any) -> None:
-        """The public slime's name of `install`."""
+        """The public slime's name for `install`."""
         await self.install(sandbox, **given)
 
     async def write_config(
@@ -120,7 +120,7 @@ class Harness(ABC):
     ) -> HarnessResult:
         """Writes the settings files, and runs the program on a prompt until it exits, for at most `timeout_s`.
 
-        `path`: replaces the sandbox's PATH. `flags`: more words at the end of the command line.
+        `path`: replaces the sandbox's PATH. `flags`: extra arguments at the end of the command line.
         """
         await self.write_config(sandbox, url=url, key=key, folder=folder, home=home, model=model)
         place = Place(url, key, home, folder, model)

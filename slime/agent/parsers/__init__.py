@@ -55,7 +55,7 @@ class ToolFormat(ABC):
     breaks: ClassVar[tuple[str, ...]] = ()
     """The subset of `marks` that also ends unclosed thinking, as in SGLang's parsers for the family."""
     thought: ClassVar[re.Pattern[str]] = re.compile(rf"(?:{OPEN}(?:(?!{OPEN}).)*?)?{CLOSE}\n{{0,2}}", re.S)
-    """Matches the thinking in a turn. If the prompt opens the thinking, earlier turns may only close it."""
+    """Matches the thinking in a turn. If the prompt opens it, earlier turns may contain only the end marker."""
 
     @abstractmethod
     def read(self, text: str, tools: Sequence[Any]) -> Calls:
@@ -226,7 +226,7 @@ def begins(text: str, marks: Sequence[str]) -> int:
 
 
 def format_of(template: str) -> str | None:
-    """Returns the format whose signs all occur in a chat template; if several match, the one with the most signs."""
+    """Returns the format whose `signs` all occur in a chat template; if several match, the one with the most."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 

@@ -127,7 +127,7 @@ class Llama3(ToolFormat):
 
 
 def _llama_call(head: re.Match[str]) -> Found | None:
-    """Parses the call at `head`. Skips JSON that is malformed or not a call, with everything inside it."""
+    """Parses the call at `head`. Skips JSON that is malformed or not a call, along with everything inside it."""
     got = json_or_break(head.string, head.end())
     if isinstance(got, int):
         return [], got

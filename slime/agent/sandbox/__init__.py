@@ -94,7 +94,7 @@ class Sandbox(ABC):
         timeout: float | None = None,
     ) -> ExecResult:
         """Runs a shell command line in `folder`. `check`: raise `CommandFailed` unless the status is 0. `idempotent`: a
-        remote sandbox may resend the command if the response is lost. `cmd`, `timeout`: the public slime's names of
+        remote sandbox may resend the command if the response is lost. `cmd`, `timeout`: the public slime's names for
         `command` and `timeout_s`.
         """
         command, timeout_s = command or cmd, timeout_s if timeout is None else timeout
@@ -122,11 +122,11 @@ class ShellSandbox(Sandbox):
     """A sandbox that reads and writes files through its own shell."""
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Writes a file. Relative paths start at `folder`. Raises `OSError`."""
+        """Writes a file. Relative paths are resolved against `folder`. Raises `OSError`."""
         await self._file("writing", WRITE_FILE, path, content.encode() if isinstance(content, str) else content)
 
     async def read_file(self, path: str) -> bytes:
-        """Reads a file. Relative paths start at `folder`. Raises `OSError`."""
+        """Reads a file. Relative paths are resolved against `folder`. Raises `OSError`."""
         return await self._file("reading", READ_FILE, path, b"")
 
     async def _file(self, doing: str, line: str, path: str, data: bytes) -> bytes:
@@ -162,7 +162,7 @@ async def exec_and_wait(
     """Runs a long command through short calls: starts it detached, then polls until it ends.
 
     `key`: identifies the run; a second call with the same key waits for the same run. `cmd`, `timeout`: the public
-    slime's names of `command` and `timeout_s`; with `cmd`, the code at the time limit is -1.
+    slime's names for `command` and `timeout_s`; with `cmd`, the exit code at the time limit is -1.
     """
     folder = f"{sandbox.folder}/.slime-run-{key or secrets.token_hex(8)}"
     timeout_s = timeout_s if timeout is None else timeout

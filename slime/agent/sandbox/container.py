@@ -1,7 +1,7 @@
 """A sandbox in a container, run through the docker or podman CLI, for tasks that bring their own image.
 
-The container has no network, no capabilities and an unprivileged user; control groups limit memory and processes.
-`reach` works through a Unix socket of this machine in a mounted folder. A small Python program in the container
+The container runs as an unprivileged user without network or capabilities; control groups limit memory and processes.
+`reach` works through a Unix socket on this machine, in a mounted folder. A small Python program in the container
 forwards connections to this socket, so the image must have Python.
 
 Every client process (`docker exec`) is awaited for at most the command's limit plus `CLIENT_S`.
@@ -70,14 +70,14 @@ class ContainerSandbox(ShellSandbox):
     reach: tuple[str, int] | None = None
     """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     readable: tuple[Path, ...] = ()
-    """Files and folders of this machine, readable at the same path."""
+    """Files and folders on this machine that commands can read at the same path."""
     memory_bytes: int = 2 << 30
     disk_bytes: int = 1 << 30
     """Limit for each of /tmp and /work, which are kept in memory if `read_only` is set."""
     processes: int = 256
     read_only: bool = True
-    """Makes the image read-only, with empty /tmp and /work. Set to False if the image has files there or changes its
-    own.
+    """Makes the image read-only, with empty /tmp and /work. Set to False if the image has files there or modifies
+    its own files.
     """
     network: str = "none"
     """Value for `docker run --network`."""

@@ -1,9 +1,9 @@
 """A sandbox at E2B, or at a service with the same API, using the `e2b` package (`pip install 'slime[e2b]'`).
 
 The package reads its own environment variables (E2B_API_KEY, E2B_DOMAIN, ...); slime's variables set the defaults of
-the fields below. Requests can get lost in the network, so idempotent requests are retried.
+the fields below. Requests can be lost in transit, so idempotent ones are retried.
 
-Each response is awaited for at most the command's limit plus `REQUEST_S`. Delays between attempts are random and grow.
+The wait for a response is at most the command's limit plus `REQUEST_S`. Retries use exponential backoff with jitter.
 
 Invariants
 1. A command that is not `idempotent` is sent only once.
@@ -64,7 +64,7 @@ class E2BSandbox(Sandbox):
     image: str | None = None
     """An E2B template; an image if SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY is set. None: E2B's default."""
     reach: tuple[str, int] | None = None
-    """The only public (host, port) that commands can reach, under its own name. None: no network."""
+    """The only public (host, port) that commands can reach, by its usual host name. None: no network."""
     size: str | None = field(default_factory=lambda: os.environ.get(SIZE))
     """Value of the metadata key `size`, for services that read it."""
     lifetime_s: float = field(default_factory=lambda: float(os.environ.get(LIFETIME, "3600")))
@@ -121,11 +121,11 @@ class E2BSandbox(Sandbox):
         return ExecResult(ended.exit_code, ended.stdout, ended.stderr, late)
 
     async def write_file(self, path: str, content: bytes | str) -> None:
-        """Writes a file. Relative paths start at the user's home. Raises `OSError`."""
+        """Writes a file. Relative paths are resolved against the user's home. Raises `OSError`."""
         await self._file(f"write {path}", lambda: self._remote.files.write(path, content, user=self.user))
 
     async def read_file(self, path: str) -> bytes:
-        """Reads a file. Relative paths start at the user's home. Raises `OSError`."""
+        """Reads a file. Relative paths are resolved against the user's home. Raises `OSError`."""
         return bytes(
             await self._file(f"read {path}", lambda: self._remote.files.read(path, format="bytes", user=self.user))
         )

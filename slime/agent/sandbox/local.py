@@ -60,7 +60,7 @@ class LocalSandbox(ShellSandbox):
     """The only (host, port) that commands can reach; inside, it is 127.0.0.1 with the same port."""
     memory_bytes: int = 1 << 30
     readable: tuple[Path, ...] = ()
-    """Files and folders of this machine, readable at the same path. They must be world-readable."""
+    """Files and folders on this machine that commands can read at the same path. They must be world-readable."""
     disk_bytes: int = 256 << 20
     """Limit for each of /work, /tmp and /dev/shm."""
     processes: int = 128
@@ -78,7 +78,8 @@ class LocalSandbox(ShellSandbox):
         for path in self.readable:
             if not path.exists():
                 raise ConfigError(
-                    f"the sandbox's `readable` contains {path}, which does not exist; create or remove it"
+                    f"the sandbox's `readable` contains {path}, which does not exist; create it, or "
+                    "drop it from `readable`"
                 )
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         try:
@@ -207,7 +208,9 @@ class LocalSandbox(ShellSandbox):
     async def _exec(self, command: Command) -> ExecResult:
         """Runs a command. Raises `ConfigError` for any user except `agent`."""
         if command.user not in (None, "agent"):
-            raise ConfigError(f"user {command.user} is not supported: a local sandbox has only the user agent; omit it")
+            raise ConfigError(
+                f"user {command.user} is not supported: a local sandbox runs every command as agent; omit the user"
+            )
         code, out, err, late = await self._run([command.line], b"", command.env, command.timeout_s, MAX_OUTPUT_BYTES)
         return ExecResult(code, out.decode(errors="replace"), err.decode(errors="replace"), late)
 
@@ -307,7 +310,7 @@ class Forwarding:
                 self._open -= 1
 
     def _refuse(self, writer: asyncio.StreamWriter) -> None:
-        """Sends the reason as an HTTP response, because clients expect an adapter, and logs it once."""
+        """Sends the reason as an HTTP response, because clients expect an adapter to answer, and logs it once."""
         why = f"this sandbox has more than {MAX_CONNECTIONS} open connections; close some\n"
         head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: {len(why)}"
         writer.write(f"{head}\r\nConnection: close\r\n\r\n{why}".encode())

@@ -39,7 +39,7 @@ from typing import Any
 
 TICK_S = 0.1
 CROWD_TICK_S = 0.02
-"""Used while several processes run, because together they can exceed the memory limit."""
+"""Shorter tick while several processes run, because together they can exceed the memory limit."""
 KILL_PASSES = 100
 WRITABLE = ("work", "tmp", "dev/shm")
 MAX_FILES = 1024
@@ -104,7 +104,7 @@ def become_command(request: dict[str, Any], descriptors: list[int], settings: di
 
 def bounds_of(settings: dict[str, Any]) -> dict[int, int]:
     """Returns RLIMIT -> value. Limits processes only if the user is not shared, and file sizes only if no file system
-    does.
+    limits them.
     """
     bounds = {resource.RLIMIT_FSIZE: settings["disk_bytes"]} if settings["unconfined"] else {}
     alone = not settings["unconfined"] or os.getuid() == settings["uid"]

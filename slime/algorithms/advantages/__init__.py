@@ -76,7 +76,7 @@ class AdvantageEstimator(ABC):
     needs_critic: ClassVar[bool] = False
     """Whether a value model is trained alongside the policy (see `CriticEstimator`)."""
     whitens: ClassVar[bool] = False
-    """Default of --normalize-advantages: whether advantages are whitened over the batch."""
+    """Default for --normalize-advantages: whether advantages are whitened over the batch."""
     reads_log_probs: ClassVar[bool] = False
     """Whether the estimator reads `log_probs`, which requires a forward pass before the update."""
     compares_within_group: ClassVar[bool] = False

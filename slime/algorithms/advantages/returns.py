@@ -148,7 +148,7 @@ def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArr
 
 
 def trained_parts(values_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Returns the trained tokens' values of each sample that has any, without a copy if all its tokens are trained."""
+    """Returns each sample's values at its trained tokens, if it has any, without copying if all are trained."""
     parts = []
     for values, mask in zip(values_SR, mask_S, strict=True):
         trained = np.asarray(mask) > 0

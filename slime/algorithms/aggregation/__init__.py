@@ -1,7 +1,7 @@
 """Loss aggregation: one weight per token, computed from the whole step before it is split.
 
 The loss of a step is sum(weight * token_loss). The weights include the denominators of the whole step, so every split
-into ranks, micro-batches and packed rows has the same loss and gradient.
+into ranks, micro-batches and packed rows gives the same loss and gradient.
 
 To add an aggregation, derive a frozen dataclass from `Aggregation` and register it. Its fields become settings. Your
 own aggregation is selected by its import path, `--loss-aggregation my_pkg.mine`.

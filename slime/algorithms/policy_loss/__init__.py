@@ -56,7 +56,7 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def token_losses(self, tokens: PolicyTokens) -> TokenLosses:
-        """Computes the loss of each token. The result must not depend on masked entries, even NaN."""
+        """Computes the loss of each token. The result must not depend on masked entries, even if they are NaN."""
 
     def check(self, args: Args) -> str | None:
         """Returns an error message if the settings conflict, else None. Called before the run starts."""

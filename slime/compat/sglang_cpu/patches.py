@@ -99,7 +99,7 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
 
 
 PADDING_LIMIT = 4
-"""Requests are padded to the longest of the batch if that computes at most this many times the scores needed."""
+"""Requests are padded to the longest in the batch if that computes at most this many times the needed scores."""
 
 
 def _batch_of_requests(

@@ -41,7 +41,7 @@ class _AnyAttribute(type):
 
 
 def _placeholder(module: str, name: str) -> Any:
-    """Returns a class for a capitalised name or `scalar_types` (a namespace of type codes), else a raising stub."""
+    """Returns a class for a capitalised name or `scalar_types` (a namespace of type codes), else a stub that raises."""
     if module.startswith("torchvision.transforms") and name == "InterpolationMode":
         return InterpolationMode
     if name[0].isupper() or name == "scalar_types":

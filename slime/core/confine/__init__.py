@@ -162,7 +162,7 @@ class Calls:
     """Allow TCP and UDP sockets, and netlink sockets for listing network devices."""
     unix: bool = False
     """Allow Unix sockets with a path or name. If False, only connected socket pairs are allowed. File watches and
-    changes of CPU affinity or priority, with which a program could slow itself down, are blocked too."""
+    changes to CPU affinity or priority, which a program could use to slow itself down, are blocked too."""
     programs: bool = True
     """Allow starting and signalling other processes, and changing owners, modes and timestamps of files, which Landlock
     does not restrict. If False, only threads are allowed."""

@@ -155,7 +155,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def threads_of(pid: int) -> list[int]:
-    """Returns a process's thread ids, first the main thread, even if it has exited. Empty if the process is gone."""
+    """Returns a process's thread ids, the main thread first, even if it has exited. Empty if the process is gone."""
     try:
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: thread != pid)
     except OSError:

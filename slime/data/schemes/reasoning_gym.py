@@ -31,7 +31,7 @@ from slime.data.schemes import SCHEMES, DataScheme
 SPLITS = ("train", "eval", "all")
 CHILD = "slime.data.reasoning_gym_rows"
 LIMIT_S = 600.0
-"""Time limit for generating rows. Most tasks generate thousands per second, but some search for each row."""
+"""Time limit for generating rows. Most tasks generate thousands per second, but some run a search for each row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ et al. 2020, "Scaling laws for neural language models", section 2.1; Narayanan e
 
 Invariants
 1. Attention counts the query-key pairs of a causal mask, n (n + 1) / 2, or of a sliding window. Sparse attention counts
-   as a window of `index_topk` tokens with the keys and values of heads, and its indexer counts all pairs. The extra
-   products per pair with which the trainer saves memory traffic do not count (`slime.ops.attention.to_selected`).
+   as a window of `index_topk` tokens with the keys and values of heads, and its indexer counts all pairs. The trainer's
+   extra products per pair, which save memory traffic, do not count (`slime.ops.attention.to_selected`).
 2. An MoE layer counts each token's routed experts, the shared experts and the router.
 3. Sequences in a packed row do not attend to each other, so the cost of a row is the sum over its sequences.
 4. Recomputed activations do not count, because model FLOPs measure training speed, not device utilisation.

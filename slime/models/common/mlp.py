@@ -340,7 +340,7 @@ class RowRouting:
     keeps: dict[int, Tensor] | None = None
     """Layer -> the choices [T, topk] of this pass, stored for a later pass. None: do not store them."""
     counts: Tensor | None = None
-    """[2] float64: running number of recorded choices (one per token and layer), and how many of them differ from the
+    """[2] float64: running counts of recorded choices (one per token and layer) and of those that differ from the
     router's own choice. None: do not count."""
 
     def choose(self, layer: int, own: Tensor, num_experts: int) -> Tensor:
@@ -360,7 +360,7 @@ class RowRouting:
 
 
 class RoutedLayer(TransformerLayer):
-    """Megatron's layer, which gives the router the row's recorded choices while it runs."""
+    """Megatron's layer. While it runs, its router has access to the row's recorded choices."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""

@@ -39,7 +39,7 @@ class HeadForm:
 
 
 def with_mtp(hf_config: HfConfig) -> HfConfig:
-    """Marks a config to say that its MTP layer is trained."""
+    """Returns the config, marked to say that its MTP layer is trained."""
     return {**hf_config, _KEY: True}
 
 
@@ -87,7 +87,7 @@ def deepseek_rows(layer: Rows, hidden: int, number: int) -> Rows:
 
 
 def deepseek_duplicates(number: int) -> dict[str, str]:
-    """Maps second to first copies of embedding and output layer in DeepSeek and GLM checkpoints."""
+    """Maps the second copies of the embedding and output layer in DeepSeek and GLM checkpoints to the first."""
     hf = f"model.layers.{number}."
     return {f"{hf}embed_tokens.weight": "model.embed_tokens.weight", f"{hf}shared_head.head.weight": "lm_head.weight"}
 

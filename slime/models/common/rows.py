@@ -1,6 +1,6 @@
 """Helpers that construct rows, and the rows of common decoder modules.
 
-`at_layer` adds the layer prefix to all names. Unless the engine fuses tensors, its name is the first HF name.
+`at_layer` adds the layer prefix to all names. The engine name is the first HF name, unless the engine fuses tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weight table of a model: each row maps a Megatron parameter, its HF tensors and the engine's resident tensor.
+"""The weight table of a model: each row links a Megatron parameter, its HF tensors and the engine's resident tensor.
 
 Invariants
 1. Every Megatron parameter and HF tensor of a model is in exactly one row (`FamilyTable.check`), except HF tensors that

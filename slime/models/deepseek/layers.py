@@ -32,17 +32,17 @@ from slime.ops.attention import per_sequence, to_selected, wide_product
 SCORES_AT_ONCE = 1 << 27
 """Maximum number of indexer scores (heads x queries x keys, float32) in memory at once."""
 TIE_STEP = 1e-30
-"""Difference between the scores of two neighbouring keys that both score zero. Other scores are far larger."""
+"""Offset between neighbouring keys that both score zero, to break the tie. Other scores are far larger."""
 
 
 class SparseIndexer(torch.nn.Module):
     """The indexer of sparse attention (DeepSeek-V3.2, section 2.1; GLM-5), which selects the keys for each query.
 
-    A lightweight attention scores all keys at or before a query and selects the top `index_topk`. Selection is not
+    Lightweight attention scores all keys at or before a query and selects the top `index_topk`. Selection is not
     differentiable, so the policy loss gives the indexer no gradient: its parameters are frozen, but loaded, exported
     and synced. For sequences of at most `index_topk` tokens, queries attend to all keys and the indexer does not run.
     The indexer is replicated on tensor-parallel ranks, which all compute the same selection. Under context parallelism,
-    a rank selects for its own queries, with the keys of all ranks.
+    a rank selects keys for its own queries, from the keys of all ranks.
     """
 
     def __init__(self, config: TransformerConfig, hf_config: HfConfig) -> None:
@@ -264,13 +264,13 @@ class LatentAttention(MegatronModule):
         return out.view(query.size(0), self.heads, -1)[..., : self.value].flatten(1)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:
-        """x [T_local, 1, d], the same on all heads -> [T, 1, d]. Gradients are summed over tensor-parallel ranks."""
+        """x [T_local, 1, d], shared by all heads -> [T, 1, d]. Gradients are summed over tensor-parallel ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x)
         return copy_to_tensor_model_parallel_region(x)
 
     def _kv_up_matrices(self, device: torch.device) -> Tensor:
-        """Returns the up projection [heads, nope + v, rank] in float32, in which its gradients are summed.
+        """Returns the up projection [heads, nope + v, rank] in float32, the dtype in which its gradients are summed.
 
         Applies the layer to unit vectors, so that adapters, quantised weights, and the layer's own accumulation and
         communication of weight gradients still take effect.

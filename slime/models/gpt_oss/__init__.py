@@ -79,8 +79,8 @@ class GptOss(Family):
         return decoder_table(_of_experts(hf_config), _layer, spread=self.spread(hf_config))
 
     def spread(self, hf_config: HfConfig) -> Spread:
-        """Returns single-rank stages, each with the output layer: SGLang 0.5.16 cannot split experts with biases by EP,
-        and overwrites the biases with TP."""
+        """Returns single-rank stages, each with the output layer: SGLang 0.5.16 cannot split experts with biases
+        under EP, and overwrites the biases under TP."""
         return Spread(stages=Head.EVERY, whole_stages=True)
 
     def attention(self, config: TransformerConfig, hf_config: HfConfig, layer: int, standard: ModuleSpec) -> ModuleSpec:

@@ -37,7 +37,7 @@ class Qwen3Next(Family):
 
     qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
     """Backend of linear attention in Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention, which require a
-    GPU and half precision; torch: plain PyTorch; auto: fla if it is installed and supported, else the kernels of slime
+    GPU and half precision; torch: plain PyTorch; auto: fla if it is installed and supported, else the slime kernels
     that `--kernels` allows, else torch."""
 
     def check(self, args: Args) -> str | None:

@@ -124,7 +124,7 @@ def _stacked(row: Row) -> Row:
 
 
 def _as_served(row: Row) -> Row:
-    """Gives the row SGLang's name, where the language model is at the top level and `self_attn` is omitted."""
+    """Gives the row SGLang's name, which has the language model at the top level and omits `self_attn`."""
 
     def resident(name: str) -> str:
         return name.replace("model.language_model.", "model.").replace(".self_attn.", ".")
@@ -147,7 +147,7 @@ def mixer_cost(config: HfConfig, layer: int) -> AttentionCost:
 
 def _delta_net(config: HfConfig) -> int:
     """Returns the multiply-adds per token of projections, convolution and recurrence (S k, outer product and S q per
-    value head). The chunked form takes more of them but is faster."""
+    value head). The chunked form needs more of them but is faster."""
     key_heads, value_heads = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
     key_dim, value_dim = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
     qkv = 2 * key_heads * key_dim + value_heads * value_dim

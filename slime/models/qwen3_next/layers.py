@@ -181,5 +181,6 @@ class GatedAttention(RotatingAttention):
         return query, key, value.squeeze(1), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's is compiled, which can fail on a CPU."""
+        """x [T, 1, heads * d], gate [T, 1, heads, d] -> gated x. Megatron's version is
+        compiled, which can fail on a CPU."""
         return x * gate.flatten(2).sigmoid()

@@ -14,7 +14,7 @@ from slime.core.hf_config import HfConfig
 
 
 class SeeingLayer(TransformerLayer):
-    """Megatron's layer, followed by adding features of a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
+    """Megatron's layer plus features from a deeper layer of the tower (DeepStack, arXiv:2406.04334)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's block passes the row's `PackedSequences` as `packed_seq_params`."""

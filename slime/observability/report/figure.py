@@ -47,7 +47,7 @@ ROOM = 0.08
 ROOM_ABOVE_ONE = 0.05
 """Margin that keeps a curve at 100 % away from the title."""
 SMALL_SHARE = 0.1
-"""If all values of a panel from 0 to 1 are below this, its axis ends at the largest value."""
+"""If all values of a 0-to-1 panel are below this, its axis ends at the largest value."""
 ROUNDING = 1e-5
 """A curve with a smaller relative change counts as constant, because the change is only rounding."""
 MARKERS_UP_TO = 40

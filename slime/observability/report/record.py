@@ -196,7 +196,7 @@ def _unix_time(text: object) -> float | None:
 
 
 def given_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields (name, value, origin) of all settings, first those given by the user, sorted by name."""
+    """Yields (name, value, origin) of all settings, those given by the user first, then by name."""
     origins = settings.get("origins")
     origins = origins if isinstance(origins, Mapping) else {}
     owners = [name for name, value in settings.items() if isinstance(value, dict) and name not in ("idle", "origins")]
@@ -225,7 +225,7 @@ WINDOW_PART = 40
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Finite values by increasing step."""
+    """Finite values, ordered by step."""
 
     steps: Sequence[float]
     values: Sequence[float]
@@ -303,7 +303,7 @@ STEP_PARTS: Mapping[str, Sequence[str]] = {
     "save": ("perf/save_model_time",),
     "evaluation": ("perf/eval_time",),
 }
-"""Part (in loop order) -> metrics for how long the driver waited for it, which are summed."""
+"""Part (in loop order) -> metrics whose sum is the time that the driver waited for it."""
 NAMES = {key.removeprefix("perf/").removesuffix("_time"): part for part, keys in STEP_PARTS.items() for key in keys}
 """Driver span -> part."""
 OTHER = "other"

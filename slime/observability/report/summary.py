@@ -65,7 +65,7 @@ class RunSummary:
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
-        """The mismatches of fresh responses, if logged. The training batches of an asynchronous run were sampled by
+        """The mismatches of fresh responses, if logged. The training batches of an asynchronous run were sampled with
         older weights."""
         return {key: value for key, value in self.mismatches.items() if key.startswith("probe/")} or self.mismatches
 

@@ -7,15 +7,16 @@ the state before the chunk, D[t, i] = e^(G[t] - G[i]) for i <= t and L = G[last]
     N = U - W S       S' = e^G[last] S + (e^L K)^T N             O = (e^G Q) S + P N   P = D (Q K^T)
 
 One program computes a tile, which is one chunk of one head, except in `_states` and `_back_states`, where a program
-loops over the chunks of a sequence for a block of columns of the state. From the gradients dO and dS' follow
+loops over the chunks of a sequence for a block of columns of the state. The gradients, given dO and dS', are
 
     dN = P^T dO + e^L K dS'    dS = e^G[last] dS' + (e^G Q)^T dO - W^T dN    B = X^T dN    dA = -B N^T    dP = dO N^T
     dV = beta B    dQ = e^G dO S^T + (dP D) K
     dK = (dP D)^T Q + (C + C^T) K - beta e^G B S^T + e^L N dS'^T    with C = beta D dA
 
 Inputs and outputs are [T, h, d] in the model's dtype. Everything else is float32, in consecutive contiguous tiles.
-Products whose operands both come from the inputs are exact up to the order of the sums. For the others, PRECISION is
-how float32 operands are multiplied: "tf32x3" has an error like float32, "bf16x3" about 2^-16, "tf32" about 2^-11.
+Products whose operands both come from the inputs are exact up to the order of the sums. For the others, PRECISION
+sets how float32 operands are multiplied: the error of "tf32x3" is like float32's, of "bf16x3" about 2^-16, and of
+"tf32" about 2^-11.
 
 A computed tile is never transposed in registers, because the compiler transposes some of them wrongly on Hopper GPUs
 (flash-linear-attention issue 640): it is computed transposed, or stored and loaded in the other order.
@@ -55,7 +56,7 @@ fewer than 64 columns: heads of 16 or 32, and 32 columns of a state in `back_key
 
 
 class Tiles(NamedTuple):
-    """Where the M chunks of a packed row are, in the order of the row. All int32."""
+    """Positions of the M chunks of a packed row, in row order. All int32."""
 
     start: Tensor
     """[M] first token."""
@@ -115,7 +116,7 @@ def forward(inputs: tuple[Tensor, ...], tiles: Tiles, precision: str) -> tuple[T
 
 
 def backward(inputs: tuple[Tensor, ...], tiles: Tiles, saved: Saved, precision: str) -> tuple[Tensor, ...]:
-    """The gradient [T, h, d_v], q, k and v, contiguous -> gradients of q, k, v, and float32 ones of g, beta [T, h]."""
+    """The gradient [T, h, d_v], q, k and v, contiguous -> gradients of q, k, v, and of g, beta [T, h] in float32."""
     grad, q, k, v = inputs
     heads, d_k, d_v, num = q.size(1), q.size(2), v.size(2), tiles.start.numel()
     places, sizes = (tiles.start, tiles.filled), (heads, d_k, d_v)
@@ -273,7 +274,7 @@ def _inverse(system):  # type: ignore[no-untyped-def]
     """Inverts I + `system` [CHUNK, CHUNK], which is zero on and above the diagonal.
 
     Inverts diagonal blocks and doubles their size in each round: the inverse of [[a, 0], [c, d]] has -d^-1 c a^-1 in
-    its lower left. This is as exact as forward substitution, whereas powers of the system could overflow.
+    its lower left. This is as accurate as forward substitution, whereas powers of the system could overflow.
     """
     slot = tl.arange(0, _C)
     across, down = slot[None, :], slot[:, None]
@@ -497,7 +498,7 @@ def _back_queries(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes dQ and from it the gradient of the queries before normalisation; adds the part of dG."""
+    """Computes dQ and from it the gradient of the queries before normalisation; adds its part of dG."""
     tile = tl.program_id(0).to(tl.int64)
     row, kept = _tokens(start, count, tile, H)
     slot = tl.arange(0, _C)

@@ -1,7 +1,7 @@
 """Kernels of `slime.ops.invariant`: products of few rows, attention over packed rows or an engine's cache, and
 normalizers of logits.
 
-A tile of attention holds the query heads that share a key head, for several tokens. All tiles have at least 64 rows, so
+An attention tile holds the query heads that share a key head, for several tokens. All tiles have at least 64 rows, so
 that Hopper computes them with the same instruction (wgmma) for a decode step of one token as for a long sequence. Tiles
 of 16 or 32 rows use another instruction, which rounds differently.
 """
@@ -23,7 +23,7 @@ _FEW_ROWS = (64, 4, 3)
 _MANY_ROWS = (128, 8, 3)
 _VOCABULARY_BLOCK = 8192
 _VOCABULARY = 32768
-"""From this number of columns on, a product has enough tiles to fill a GPU."""
+"""With at least this many columns, a product has enough tiles to fill a GPU."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

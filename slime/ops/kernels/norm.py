@@ -1,6 +1,6 @@
 """RMSNorm kernels, and kernels that sum rows in float32 in a fixed order.
 
-A program of a norm processes tiles of complete rows, so a row must fit in registers. In the backward kernel, each
+Each norm program processes tiles of complete rows, so a row must fit in registers. In the backward kernel, each
 program processes some of the rows and stores a partial gradient of the weight. `column_sums` adds up the partial
 gradients without atomics, so the result is bitwise deterministic.
 """

@@ -45,7 +45,7 @@ def _sizes(heads: Any, width: int, half: int, *, normed: bool) -> dict[str, Any]
 def forward(
     mixed: Tensor, heads: Any, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. With norms, or if heads are apart, the values
+    """Same as `qk_rotary.reference`. `mixed` [T, W] must be contiguous. With norms, or with `heads.apart`, the values
     are a view of it."""
     num_tokens, width = mixed.shape
     normed = q_weight is not None

@@ -57,7 +57,7 @@ class Grader(ABC):
     """Whether the grader runs a model's code in the sandbox (`program_sandbox`). If so, the run does not start on a
     machine that cannot confine code."""
     finds_box: ClassVar[bool] = False
-    """Whether the grader finds the box itself and needs the text around it, which excludes the prefix `boxed_`."""
+    """Whether the grader finds the box itself and needs the text around it, so the prefix `boxed_` is an error."""
     needs_label: ClassVar[bool] = False
     """Whether the grader cannot score a sample without a label."""
     score_keys: ClassVar[tuple[str, ...]] = ()

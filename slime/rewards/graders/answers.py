@@ -110,7 +110,7 @@ def respelled(text: str) -> str:
 def reference(label: str) -> tuple[list[Any], ...]:
     """Parses the label with math-verify, and again as `respelled`. Raises `DataError` if it contains no expression.
 
-    Also compares the label with a number once, so that a label that takes too long is not blamed on an answer.
+    Also compares the label with a number once, so that an answer is not blamed for a slow label.
     """
     import math_verify
 
@@ -312,7 +312,7 @@ class DeepScaler(WithMathLabel):
     finds_box = True
 
     def grade(self, sample: Sample, limit_s: float) -> float:
-        """Returns 0.0 if the response does not end its thinking or has no box after it.
+        """Returns 0.0 if the thinking is never closed or no box follows it.
 
         Raises the same errors as `prepare`.
         """

@@ -668,7 +668,8 @@ class InstructionScores(Grader):
         check_arguments(sample)
 
     def grade(self, sample: Sample, limit_s: float) -> dict[str, float]:
-        """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the fractions followed.
+        """Returns `score` and `loose` (1.0 if all instructions are followed, else 0.0), and the fractions of
+        instructions followed.
 
         Raises the same errors as `prepare`.
         """

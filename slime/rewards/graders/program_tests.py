@@ -47,7 +47,7 @@ class Case:
 
 
 def last_program(response: str) -> str | None:
-    """Returns the last complete code block in Python or without a language; None if there is none."""
+    """Returns the last complete code block that is marked as Python or not marked; None if there is none."""
     blocks = [body for language, body in _BLOCK.findall(after_thinking(response)) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None
 
@@ -117,7 +117,7 @@ def _lines(text: str) -> list[str]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Returns whether outputs match, ignoring trailing whitespace, or word by word with a tolerance of 1e-6."""
+    """Returns whether outputs are equal up to trailing whitespace, or word by word up to a tolerance of 1e-6."""
     if _lines(printed) == _lines(expected):
         return True
     ours, theirs = printed.split(), expected.split()
@@ -167,7 +167,8 @@ class ProgramTests(Grader):
     """Run programs even if this machine cannot confine them."""
 
     def limit_of(self, sample: Sample, limit_s: float) -> float:
-        """Returns the time limit for all tests together, on the program's clock. Raises `DataError` without tests."""
+        """Returns the time limit for all tests together, on the program's clock. Raises `DataError` if there are
+        none."""
         return limit_s + len(cases_of(sample)) * min(_time_limit_s(sample), SECONDS_PER_TEST)
 
     def prepare(self, sample: Sample) -> None:

@@ -61,7 +61,7 @@ def task_entry(sample: Sample) -> tuple[str, dict[str, Any]]:
     source = metadata.get("source_dataset") or (entry.get("metadata") or {}).get("source_dataset")
     if not source or entry.get("answer") is None:
         raise DataError(
-            "the reasoning_gym grader needs source_dataset and the answer of the entry, but the metadata has only the "
+            "the reasoning_gym grader needs source_dataset and the entry's answer, but the metadata has only the "
             f"keys {sorted(metadata)}; add both to the metadata column of the dataset"
         )
     return str(source), entry

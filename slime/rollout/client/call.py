@@ -303,7 +303,7 @@ class Call:
         stop = params.get("stop") or ()
         self._stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
         self._window = 4 * max(map(len, self._stops), default=0) + 1
-        """Number of tokens that can cover a stop string: one character may take up to four."""
+        """Maximum number of tokens that a stop string can span: one character may take up to four."""
         self._pictures = pictures
         self._has_grammar = any(params.get(name) for name in GRAMMARS)
         self.tokens: list[int] = []

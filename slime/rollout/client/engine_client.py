@@ -94,8 +94,9 @@ class EngineClient:
         reachable. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with ids outside the
         vocabulary are rejected, because they kill an engine. `keys`: API keys. `token_versions`: engines must report
         the version of each token. `experts`: the format of routed experts, if engines return them. `end`: detects the
-        end of completions. `shared`: the engines also serve other clients, so spare their requests. `pairs`: the
-        engines are prefill and decode engines. `trained`: completions may be trained on, so transcripts record them.
+        end of completions. `shared`: the engines also serve other clients, whose requests must not be aborted.
+        `pairs`: the engines are prefill and decode engines. `trained`: completions may be trained on, so transcripts
+        record them.
         """
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
@@ -205,7 +206,7 @@ class EngineClient:
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> None:
         """Removes engines. Their requests move to other engines immediately, or wait until one is available.
 
-        `died`: these engines died or hang, possibly because of one of the requests.
+        `died`: these engines have died or are hanging, possibly because of one of the requests.
         """
         self._let_go(self._pool.dismiss(urls, died=died))
 

@@ -2,8 +2,8 @@
 
 `EngineClient` forwards `admit` and `dismiss`; its requests call `acquire`, then `heard`, `failed` and `release`.
 `acquire` waits for an open gate and a free slot, at most `wait_limit_s` while no engine is reachable. It wakes up when
-a slot is freed, when an engine is admitted or responds again, when the gate opens, and on `wake_all`. A watch task
-detects attempts and engines without progress while there are any. Everything runs on one event loop.
+a slot is freed, when an engine is admitted or responds again, when the gate opens, and on `wake_all`. While there
+are requests, a watch task looks for attempts and engines that make no progress. Everything runs on one event loop.
 
 Invariants
 1. An engine has at most `most_per_engine` concurrent attempts, or one, as a probe, if it was unreachable.
@@ -78,7 +78,7 @@ class Loads:
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.25, 4.0
-"""How long an unreachable engine gets no requests: the first time, and the maximum."""
+"""How long an unreachable engine gets no requests, at first and at most."""
 NEAR = 16
 """A request goes to the engine that has its prompt cached, unless that engine has at least this many more attempts than
 the least loaded engine.
@@ -116,7 +116,7 @@ class EnginePool:
         self.is_open = True
         """Whether requests can get slots."""
         self._alone_since: float | None = None
-        """When requests started waiting with no reachable engine; None if this is not the case."""
+        """When requests started waiting with no reachable engine; None if an engine is reachable or none waits."""
         self._watch: asyncio.Task[None] | None = None
         self._slices = Slices()
         self._first = [_plain(url) for url in urls]
@@ -147,7 +147,7 @@ class EnginePool:
 
     def dismiss(self, urls: Iterable[str], *, died: bool = False) -> list[Upstream]:
         """Removes engines and interrupts their attempts. Returns the engines that had been admitted. `died`: the
-        engines died or hang.
+        engines have died or are hanging.
         """
         self._begin()
         gone = [one for url in dict.fromkeys(map(_plain, urls)) if (one := self._upstreams.pop(url, None))]

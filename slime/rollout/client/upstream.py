@@ -8,9 +8,10 @@ Invariants
    all requests of a client, but never requests of other clients.
 2. An engine that is admitted again becomes a new `Upstream`, so that pending aborts for the old one do not end new
    requests.
-3. The progress timer of an attempt restarts at each of its tokens. While the attempt may still be queued, that is until
-   the engine serves a later request, any token from the engine restarts the timer. During prefill, only the reader's
-   timer runs; a token from the decode engine restarts it too, because the reader may be waiting for free memory there.
+3. The progress timer of an attempt restarts at each of its tokens. While the attempt may still be queued, that is,
+   until the engine serves a later request, any token from the engine restarts the timer. During prefill, only the
+   reader's timer runs; a token from the decode engine restarts it too, because the reader may be waiting for free
+   memory there.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ REQUEST_SCOPE: ContextVar[RequestScope | None] = ContextVar("slime_request_scope
 T = TypeVar("T")
 LATE, DISMISSED, DIED = "late", "dismissed", "died"
 PAUSED, UNREAD, ABORTED = "paused", "unread", "aborted"
-"""Why an attempt is interrupted. `DIED`: its engine died or hangs. `UNREAD`: prefill failed; see `trouble`."""
+"""Why an attempt is interrupted. `DIED`: its engine has died or is hanging. `UNREAD`: prefill failed; see `trouble`."""
 
 
 class Interrupted(Exception):
@@ -97,7 +98,7 @@ class Upstream:
         return busy_s
 
     def prefix_of(self, scope: RequestScope | None) -> str:
-        """Returns the prefix of a scope's request ids; None: of requests without a scope."""
+        """Returns the prefix of a scope's request ids; for None, the prefix of requests without a scope."""
         return f"{self.prefix}{0 if scope is None else scope.number}."
 
 
@@ -199,7 +200,7 @@ class Budget:
     """Limits how much work tasks do per event-loop iteration. Waiting tasks resume in order, in later iterations."""
 
     def __init__(self, most: int) -> None:
-        """`most`: limit per iteration, in the unit of `wait_for_room`; a larger task gets an iteration of its own."""
+        """`most`: limit per iteration, in the units of `wait_for_room`; a larger task gets an iteration of its own."""
         self._most, self._used = most, 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
         self._due = False

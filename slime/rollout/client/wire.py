@@ -45,7 +45,7 @@ MARKERS = 3
 refused, the requests are aborted one by one.
 """
 MARKER_TOKENS = 64
-"""Maximum number of tokens of a marker, which is normally aborted long before."""
+"""Maximum number of tokens of a marker, which is normally aborted long before it has that many."""
 REFUSED = re.compile(rb'"status_code":\s*\d')
 """Matches a response that rejects the request, as paired engines do if it has no partner."""
 MARKER_REPEAT_S = 0.25

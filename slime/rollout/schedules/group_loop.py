@@ -296,7 +296,7 @@ class GroupLoop:
             self._check_failed(result.reason)
 
     def _quarantine(self, result: GroupResult) -> None:
-        """Holds the group out of the buffer until the next step. Its samples record this for checkpoints."""
+        """Keeps the group out of the buffer until the next step. Its samples record this for checkpoints."""
         logger.warning("quarantining group %d until the next step: %s", result.group.group_index, result.reason)
         group = group_of(result.group)
         note_quarantines(group, num_quarantines(group) + 1)

@@ -91,7 +91,7 @@ class AlgorithmSettings:
         chosen_from=AGGREGATIONS,
     )
     """How token losses are reduced to one number, with the denominators of the whole optimizer step. Default:
-    sequence_mean, the mean over executions of their token means; token_mean with --calculate-per-token-loss."""
+    sequence_mean, the mean of the executions' token means; token_mean with --calculate-per-token-loss."""
     calculate_per_token_loss: bool = False
     """Alias of --loss-aggregation token_mean (DAPO, arXiv:2503.14476)."""
     drop_masked_executions: bool = opt(False, needs=_COUNTS_EXECUTIONS)
@@ -103,7 +103,7 @@ class AlgorithmSettings:
     kl_loss_coef: float = opt(0.0, needs=(POLICY_LOSS, KL_LOSS), asks=is_not_zero, within=COEFFICIENT)
     """Weight of the KL loss."""
     kl_loss_type: str = opt("low_var_kl", chosen_from="slime.algorithms.kl:KL_ESTIMATORS", needs=KL)
-    """KL estimator (http://joschu.net/blog/kl-approx.html) for the KL loss and --kl-coef; low_var_kl is k3 clamped. As
+    """KL estimator (http://joschu.net/blog/kl-approx.html) for the KL loss and --kl-coef; low_var_kl is clamped k3. As
     a loss, k1 needs --use-unbiased-kl, because its expected gradient is otherwise zero."""
     use_unbiased_kl: bool = opt(False, needs=(POLICY_LOSS, KL_LOSS))
     """Multiply the KL loss by the ratio to the sampling policy, so that its gradient is the KL's."""
@@ -129,8 +129,8 @@ class AlgorithmSettings:
         _reference, "a KL needs a reference: the initial weights", adjust=instead_of_start, needs=_READS_IT
     )
     """Hugging Face folder of the reference model. The trainer also starts from this model, unless --load has other
-    weights. Default with a KL: the initial weights. Instead of a folder X_torch_dist that was only converted, the run
-    reads X, or --hf-checkpoint if X does not exist."""
+    weights. Default with a KL: the initial weights. If X_torch_dist is only a conversion of X, the run
+    reads X instead, or --hf-checkpoint if X does not exist."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -217,7 +217,7 @@ TEACHER_RULES: tuple[Rule, ...] = (distillation_has_a_teacher,)
 # --- Off-policy corrections
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio to compare with the bounds: of the token, the product over its sequence, or its geometric mean."""
+"""The ratio to compare with the bounds: the token's own, or its sequence's product or geometric mean."""
 
 CORRECTIONS = "slime.algorithms.off_policy:CORRECTIONS"
 

@@ -61,7 +61,7 @@ class DataSettings:
     max_dropped_row_fraction: float = opt(0.05, ge=0, le=1)
     """Fraction of a dataset's rows that may be dropped because they are malformed or the chat template cannot render
     them, or, for fine-tuning, because they are too long, before the run fails. One row may always be dropped, unless
-    this is 0. Applies to each dataset, also for evaluation."""
+    this is 0. Applies to each dataset, including evaluation datasets."""
     data_source: str = derived(
         lambda s: "user_class" if s.data_source_path is not None else None,
         "--data-source-path",

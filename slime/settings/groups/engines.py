@@ -58,7 +58,8 @@ class ServingSettings:
     """Seconds that requests wait while no engine can be reached, for example while the only engine restarts."""
     router_host: str = opt("127.0.0.1", form=host_form, needs=_OWN_ROUTER)
     """Address that the router listens on; engines have their own. Requests need --router-api-key (@FILE reads the key
-    from a file) as bearer token. Without that flag, the run generates a key, and this must be a loopback address."""
+    from a file) as the bearer token. Without that flag, the run generates a key, and this must be a loopback
+    address."""
     router_port: int | None = opt(None, needs=_OWN_ROUTER, within=PORT)
     """Port of the router. Default: a free port. A router is started by `slime serve`, by any --router-* flag, and for
     user code, which may read the router's address. The run's own requests go directly to the engines."""
@@ -280,7 +281,7 @@ _SAME_KERNELS: Mapping[str, tuple[Any, ...]] = {
     "enable_lora": (None, False),
     "rl_on_policy_target": (None,),
 }
-"""SGLang setting -> values with which an engine can compute as the trainer does."""
+"""SGLang setting -> values with which an engine can match the trainer bit for bit."""
 
 
 def engines_can_be_true_on_policy(args: Args) -> str | None:
@@ -619,7 +620,7 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _keeps_draft(s: Any) -> bool | None:
-    """Keeps an untrained draft in host memory, because releasing it would lose it and no weight sync sends it again."""
+    """Keeps an untrained draft in host memory, because a release would lose it and no weight sync resends it."""
     serves_one = s.given(f"sglang.{ALGORITHM}") is not None
     return True if serves_one and s.offload_rollout and not s.enable_mtp_training else None
 

@@ -57,7 +57,7 @@ _HAS_ENGINES = Need(
 
 
 UNNAMED = "aime"
-"""Name of a single evaluation dataset that the user does not name."""
+"""Name of a single evaluation dataset if the user gives none."""
 
 
 def _pairs(data: Any) -> Any:

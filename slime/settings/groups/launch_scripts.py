@@ -30,7 +30,7 @@ _SPEC_TYPES: Mapping[str, tuple[str, ...]] = {
 
 _OWN_FUNCTION = Need(
     lambda s: s.rollout_function_path not in (DEFAULT_ROLLOUT, SFT_ROLLOUT, FULLY_ASYNC),
-    "your own --rollout-function-path, which reads it",
+    "a --rollout-function-path of your own that reads it",
 )
 
 
@@ -115,8 +115,8 @@ class LaunchScriptSettings:
     release_train: bool = opt(
         False,
         needs=_never(
-            "which changes nothing: --offload-train, on with --colocate on a GPU, leaves the memory of a GPU to the "
-            "engines, and the trainer's processes stay"
+            "which changes nothing: --offload-train, on with --colocate on a GPU, frees GPU memory for the engines, "
+            "and the trainer's processes keep running"
         ),
     )
     """End the trainer's processes while engines generate."""

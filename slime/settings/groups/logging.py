@@ -60,7 +60,7 @@ class LoggingSettings:
     log_correct_samples: bool = False
     """Log the lengths of samples with a reward of 1."""
     log_reward_category: str | None = None
-    """Key of a dict reward with the category of the answer or error; the share of each category is logged."""
+    """Key in a dict reward that holds the category of the answer or error; the share of each category is logged."""
 
     use_tensorboard: bool = False
     """Write TensorBoard events."""
@@ -220,7 +220,7 @@ ROLLOUT = "rollout"
 
 
 def _runs(target: str, s: Any) -> bool:
-    """Returns whether the run executes what the target profiles."""
+    """Returns whether the run executes the code that the target profiles."""
     return not (s.debug_train_only if target == ROLLOUT else s.debug_rollout_only)
 
 

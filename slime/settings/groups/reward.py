@@ -97,7 +97,7 @@ class RewardSettings:
     """How to treat an answer if a compute-only built-in grader raises an exception on it, or runs out of CPU time,
     memory or stack: as wrong, or as unscored. Failures of services and machines never become a reward."""
     reward_num_workers: int = derived(_num_workers, "one per usable core, from 4 to 64", within=COUNT)
-    """Number of grader processes, started on demand. Also the number of concurrent calls of a blocking function (such
+    """Number of grader processes, started on demand. Also the number of concurrent calls to a blocking function (such
     as an HTTP client of a judge); an async function has up to 128. Compute-only graders use at most one process per
     core. Default: usable cores, from 4 to 64."""
     reward_memory_limit_mb: int = opt(2048, ge=16, le=100_000_000)
@@ -157,7 +157,7 @@ class AgentSettings:
     text. Default: the format whose markers are in the chat template. Without markers, agents with tools are refused."""
     agent_sampling: bool = opt(False, needs=_AGENTS)
     """Let agents choose temperature, top-p and top-k. Responses sampled with different values are then used as context
-    but not trained, because log-probs use the run's values. Default: the run's values override an agent's."""
+    but not trained on, because log-probs use the run's values. Default: the run's values override an agent's."""
     agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
     """Maximum number of responses in one execution. Further requests are refused, and the execution is truncated."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)

@@ -41,7 +41,7 @@ REQUESTS_OF_A_PROCESS = 1024
 
 
 def _half_of_context(s: Any) -> int | None:
-    """Returns half of the model's context if that is too short for the default response limit, else None."""
+    """Returns half of the model's context if the context is too short for the default response limit, else None."""
     if not (Path(s.hf_checkpoint) / "config.json").is_file():  # a rule reports the problem
         return None
     context = context_length_of(read_hf_config(s.hf_checkpoint))
@@ -205,9 +205,9 @@ class RolloutSettings:
     """Seed for shuffling and, where the engine supports it, for sampling."""
     execution_timeout_s: float = opt(1800.0, within=SECONDS_OR_NONE)
     """Seconds without progress after which an execution (a generate function with its sample hooks) fails. The error
-    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call to alive() of
-    slime.rollout.guard. While an engine or sandbox works for the execution, its own limits apply instead. The total
-    time of an execution is not limited. The same limit applies to each call of a filter, converter or log function. If
+    says what the function was doing. Progress is an engine's response, a command in a sandbox, or a call to
+    slime.rollout.guard.alive(). While an engine or sandbox is busy with the execution, its own limits apply. The total
+    time of an execution is not limited. The same limit applies to each call to a filter, converter or log function. If
     no execution of a rollout function makes progress for this time, the run fails. A function that blocks the event
     loop for this time is interrupted, or its process is killed; without workers (--rollout-num-workers), that is the
     run's own process. 0: no limit."""
@@ -232,14 +232,14 @@ class ScheduleSettings:
     )
     """Keep the tokens of samples that are unfinished at the end of a step, and continue them later."""
     mask_offpolicy_in_partial_rollout: bool = opt(False, needs=_CONTINUES)
-    """In a continued sample, train only the tokens that the newest weights sampled."""
+    """In a continued sample, train only on the tokens that the newest weights sampled."""
     update_weights_interval: int = opt(1, within=STEPS)
     """Steps between weight syncs (train_async.py only)."""
     rollout_schedule: str = derived(_schedule, _why_schedule, chosen_from=SCHEDULES)
-    """When groups start, and which groups are trained. step: each step generates what it trains. fully_async: a worker
-    generates continuously, and a step trains the oldest finished groups. function: --rollout-function-path does both.
-    Or the import path of your own class (docs/customization.md). Default: fully_async with --fully-async, function with
-    your own --rollout-function-path, else step."""
+    """When groups start, and which groups are trained on. step: each step generates what it trains on. fully_async: a
+    worker generates continuously, and a step trains on the oldest finished groups. function: --rollout-function-path
+    does both. Or the import path of your own class (docs/customization.md). Default: fully_async with --fully-async,
+    function with your own --rollout-function-path, else step."""
     fully_async: bool = derived(_generates_all_the_time, _why_all_the_time, default=False)
     """Generate continuously, including during training and weight syncs (train_async.py only). Same as
     --rollout-schedule fully_async, or --rollout-function-path slime.rollout.fully_async.generate_rollout_fully_async.
@@ -257,7 +257,7 @@ class ScheduleSettings:
     )
     """Maximum number of versions (trained steps) by which the weights that sampled a token can lag behind the weights
     being trained. Groups with older tokens start over. Finished groups beyond a batch are kept for the next step.
-    Default: 2 with --fully-async. Otherwise, a step trains what it sampled and what --partial-rollout continues."""
+    Default: 2 with --fully-async. Otherwise, a step trains on what it sampled and what --partial-rollout continues."""
     pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
     """How a weight sync treats running requests (fully_async). abort: requests are aborted and resubmitted with their
     tokens. retract: requests continue with the new weights after a new prefill of all tokens. in_place: requests

@@ -372,7 +372,7 @@ def _decays_upwards(s: Any) -> bool:
 def learning_rate_can_warm_up(args: Args) -> str | None:
     """The warm-up must not start above the learning rate.
 
-    With --megatron-config-path, each role is resolved and checked alone, with its own rate as `lr`.
+    With --megatron-config-path, each role is resolved and checked separately, with its own rate as `lr`.
     """
     m = args.megatron
     rates = {"lr": m["lr"]}
@@ -527,7 +527,7 @@ class CheckpointSettings:
     no_load_rng: bool = opt(False, needs=_LOADS)
     """Start with a fresh RNG."""
     finetune: bool = opt(False, needs=_LOADS)
-    """Load only the weights of --load, and start at step 0."""
+    """Load only the weights from --load, and start at step 0."""
 
 
 def load_holds_a_checkpoint(args: Args) -> str | None:
@@ -604,7 +604,7 @@ class ParameterSettings:
     """Copy the policy into the reference every N rollouts. Default: the reference does not change."""
     keep_old_actor: bool = opt(False, needs=_OLD_ACTOR)
     """Compute old log-probs with a copy of the weights that sampled the batch; in train_async.py they are older than
-    the trained weights. Default: use the weights before the update."""
+    the weights being trained. Default: use the weights before the update."""
 
 
 def one_way_to_say_what_is_trained(args: Args) -> str | None:

@@ -83,7 +83,7 @@ class WeightSyncSettings:
     share GPUs with the trainer; distributed if none do, or if an engine may be on a different host; else tensor."""
     update_weight_mode: str = opt("full", choices=("full", "delta"))
     """full: every weight sync sends all weights. delta: a sync sends only the bit-exact changes since the last one, as
-    files of the disk transport; the first sync of a launch and one in --update-weight-full-interval are full."""
+    files of the disk transport; the first sync of a launch and one in every --update-weight-full-interval are full."""
     update_weight_folder_only: bool = opt(False, needs=AGENTS)
     """Agents also pause and resume the engines and report digests through the shared folder. For engines whose control
     routes the trainer cannot reach."""
@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
 # --- Quantised engines
 
 NOT_LOADED = frozenset({("fp8", "llama")})
-"""(quantisation, model_type) pairs whose scales SGLang leaves uninitialised, because it looks up a wrong name."""
+"""(quantisation, model_type) pairs whose scales SGLang leaves uninitialised, because it looks up the wrong name."""
 
 
 def _is_quantised(s: Any) -> bool:

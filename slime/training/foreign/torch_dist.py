@@ -108,7 +108,7 @@ def _unstacked(name: str, pattern: re.Pattern[str], stack: str) -> Iterator[tupl
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""Megatron's file with the iteration of the newest checkpoint, or `RELEASE` for a checkpoint that was not trained."""
+"""Megatron's file with the iteration of the newest checkpoint, or `RELEASE` for one that was not saved by training."""
 METADATA = ".metadata"
 
 

@@ -28,7 +28,7 @@ CONTENT = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 """Metadata for loaders: layers are separate, and the experts of a layer are stacked."""
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 WRITERS = ("torch", "state_dict_saver", "filesystem_async")
-"""Modules of Megatron that write; core 0.19 imports two of them only when it saves."""
+"""Megatron modules that write checkpoints; core 0.19 imports two of them only when it saves."""
 LIMIT = timedelta(minutes=10)
 
 

@@ -45,7 +45,7 @@ from slime.ops.select import is_invariant
 def placeholder(parameter: Tensor) -> Tensor | None:
     """Flags the gradient of `parameter` as added to `main_grad`. Returns the gradient to hand to autograd instead.
 
-    This is an uninitialized tensor that is never read, because the hook of `--overlap-grad-reduce` expects a gradient.
+    This is an uninitialized tensor that is never read. The hook of `--overlap-grad-reduce` expects a gradient.
     For a tied embedding it is None, because autograd already has the embedding's gradient.
     """
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -277,7 +277,7 @@ class TokenScores:
     outside: Tensor
     """[T] bool: whether the target was outside the kept set and had to be added."""
     draft_log_probs: Tensor | None = None
-    """[T] nats, from multi-token prediction, which sees one token less of context; None if not requested."""
+    """[T] nats, from multi-token prediction, which sees one less token of context; None if not requested."""
 
     def at(self, answers: Tensor | None) -> TokenScores:
         """Selects the scores at indices `answers` [R] int64, which may repeat. None selects all of them in order."""

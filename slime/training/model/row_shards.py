@@ -36,7 +36,7 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.ops.repeats import Repeats, repeat_rows
 
 ASKED = "asked_positions"
-"""Key in a micro-batch's tensors. Its value has the row positions whose hidden states predict response tokens."""
+"""Key in a micro-batch's tensors. Its value holds the row positions whose hidden states predict response tokens."""
 _INDICES = ("positions", "local_index", "order", "place")
 """Fields of `slime.data.context_split.ContextSplit` that are copied to the device."""
 

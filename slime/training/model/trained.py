@@ -119,7 +119,7 @@ class Adapters:
                     self._attach(names, module, int(args.seed))
 
     def _attach(self, names: Sequence[str], layer: Module, seed: int) -> None:
-        """Adds an adapter to `layer`. `names` has the name of its weight, or one name per expert for a stack."""
+        """Adds an adapter to `layer`. `names` holds the name of its weight, or one name per expert for a stack."""
         weight = layer.weight
         assert isinstance(weight, Parameter), f"{names[0]} is not a parameter"
         is_stack = isinstance(layer, StackedLinear)

@@ -92,7 +92,7 @@ def begin(root: Path, rollout_id: int) -> Path:
             shutil.rmtree(remains)
     final = root / f"step_{rollout_id:06d}"
     if final.exists() and not (final / MANIFEST).is_file():
-        raise CheckpointError(f"{final} is named like a checkpoint but has no {MANIFEST}; move it away")
+        raise CheckpointError(f"{final} is named like a checkpoint but has no {MANIFEST}; move it elsewhere")
     parts = root / f"{_WRITING}{final.name}"
     parts.mkdir(parents=True)
     return parts

@@ -100,7 +100,7 @@ class HfReader:
         return tensor.to(_config_dtype(self._config)) if self.is_quantised(name) else tensor
 
     def release(self) -> None:
-        """Frees the memory of the tensors read since the last release. They stay valid: an access rereads the file.
+        """Frees the memory of the tensors read since the last release. They stay valid: accessing one rereads the file.
 
         Can be called repeatedly while these tensors are in use: until the next read, each call frees the same tensors.
         """
@@ -250,12 +250,12 @@ def require_replaceable(directory: Path) -> None:
         found = "is not a folder"
     raise CheckpointError(
         f"{directory} {found} ({EXPORT_MARKER} is missing), and a Hugging Face export would delete it; set --save-hf "
-        "to another folder, or move this one away"
+        "to another folder, or move this one elsewhere"
     )
 
 
 def begin_export(directory: Path) -> Path:
-    """Creates an empty, marked folder next to `directory` for its new content, replacing any leftovers of a crash.
+    """Creates an empty, marked folder next to `directory` for its new content, replacing any leftovers from a crash.
 
     Raises `CheckpointError` if `directory` or the folder next to it contains anything but an export.
     """
@@ -352,7 +352,7 @@ def export(
 ) -> None:
     """Writes `tensors` and the assets of the checkpoint `source`, replacing any earlier export. Collective.
 
-    All writers share the folder. After the weights, each of them calls `rest` with the unfinished folder. If
+    All writers share the folder. Once the weights are written, each writer calls `rest` with the unfinished folder. If
     `directory` contains anything but an export, raises `CheckpointError` and changes nothing.
     """
     require_room(directory)  # on every rank, so that all of them fail together

@@ -128,7 +128,7 @@ class RankState:
     """Folder from which rank 0 copies config and tokenizer; None on other ranks."""
 
     def on_host(self) -> RankState:
-        """Returns a copy in host memory, which is safe from further training."""
+        """Returns a copy in host memory, which further training does not change."""
         tensors = {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t.detach(), non_blocking=True)
             for name, t in self.tensors.items()

@@ -70,7 +70,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """The parameters of the whole model, and the shards of them that this rank has."""
+    """The parameters of the whole model, and this rank's shards of them."""
 
     table: FamilyTable
     """Rows of all parameters, including adapters."""
@@ -90,7 +90,7 @@ class ShardedModel:
     ) -> ShardedModel:
         """Builds the record of a model from the `chunks` of all ranks. Collective.
 
-        `trained` has the trained parameters' names. Raises `ConfigError` if the ranks' parameters do not match `table`.
+        `trained`: the trained parameters' names. Raises `ConfigError` if the ranks' parameters do not match `table`.
         """
         held = held_by(chunks)
         holders = _find_holders(held)

@@ -103,7 +103,7 @@ class TensorFile:
         return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def release(self) -> None:
-        """Frees the memory of the tensors read so far. They stay valid: an access rereads the file."""
+        """Frees the memory of the tensors read so far. They stay valid: accessing one rereads the file."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -210,7 +210,7 @@ class ShardReader:
         missing = {f"rank_{rank:05d}.json" for rank in range(world_size)} - {file.name for file in files}
         if missing or len(files) != world_size:
             raise CheckpointError(
-                f"{folder} has files of {len(files)} ranks instead of {world_size} (missing: {sorted(missing)[:4]}); "
+                f"{folder} has files from {len(files)} ranks instead of {world_size} (missing: {sorted(missing)[:4]}); "
                 "load a different checkpoint"
             )
         self._shards: dict[tuple[str, str], list[tuple[Path, CheckpointShard]]] = {}
@@ -235,7 +235,7 @@ class ShardReader:
         """Returns any shard of a parameter, to show how it is split. Raises `CheckpointError` if there is none."""
         if (role, name) not in self._shards:
             raise CheckpointError(
-                f"{self.folder} has no {role} of {name}; it was written with a different model or different settings, "
+                f"{self.folder} has no {role} for {name}; it was written with a different model or different settings, "
                 "such as another --optimizer"
             )
         return self._shards[role, name][0][1]
@@ -253,7 +253,7 @@ class ShardReader:
                 at = min(shard.end, end)
         if at != end:
             raise CheckpointError(
-                f"elements {at} to {end} of shard {tp_rank} of {role} of {name} are missing in {self.folder}: the "
+                f"elements {at} to {end} of shard {tp_rank} of {role} of {name} are missing from {self.folder}: the "
                 "checkpoint is incomplete; load a different checkpoint"
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)

@@ -173,7 +173,7 @@ def _pages(num_bytes: int) -> Tensor:
     """Allocates [num_bytes] uint8 with all pages resident. Forked children do not inherit the memory.
 
     Other threads can run while pages are touched but not while they are pinned, so touching pages before pinning them
-    shortens the time for which other threads are blocked.
+    shortens how long other threads are blocked.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)

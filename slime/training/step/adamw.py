@@ -12,7 +12,7 @@ Invariants
 1. The arithmetic is float32 AdamW (Loshchilov & Hutter 2019), whatever the dtype of the stored state.
 2. Half-precision state is rounded stochastically, so it is correct on average. Rounding to nearest would lose every
    update smaller than half a unit in the last place.
-3. The random numbers depend only on the step and the parameter's index in the optimizer, so a resumed run equals an
+3. The random numbers depend only on the step and the parameter's index in the optimizer, so a resumed run matches an
    uninterrupted one.
 4. A float32 parameter on the device is its own master weight.
 """

@@ -45,7 +45,7 @@ class Evaluation(Protocol):
         """Returns the output of one model chunk. `trains` is True if a loss will be computed from it."""
 
     def results(self, output: Any) -> tuple[Tensor, ...]:
-        """Returns the last chunk's results, each [R] float32. A result that is comparable with engines comes last."""
+        """Returns the last chunk's results, each [R] float32. Any result comparable to the engines' comes last."""
 
     @property
     def num_results(self) -> int: ...

@@ -196,7 +196,7 @@ class MicroBatch:
     old_log_probs: Tensor | None
     """[R] float32, under the policy before the update; None if the training pass computes them."""
     old_full_log_probs: Tensor | None
-    """[R] float32, the same without top-k and top-p; only if tokens were sampled from a top-p set."""
+    """[R] float32: `old_log_probs` without top-k and top-p; only if tokens were sampled from a top-p set."""
     ref_log_probs: Tensor | None
     """[R] float32"""
     old_values: Tensor | None

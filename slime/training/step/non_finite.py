@@ -162,7 +162,7 @@ class Suspects:
         return torch.stack([bad.any() for _, bad, _ in self._seen]).any() if self._seen else None
 
     def offsets(self) -> dict[int, list[int]]:
-        """Returns the tokens with non-finite values. Waits for the device per micro-batch; check `any_found` first."""
+        """Returns the tokens with non-finite values. Syncs with the device per micro-batch; check `any_found` first."""
         out: dict[int, list[int]] = {}
         for places, bad, _ in self._seen:
             for index in torch.nonzero(bad).flatten().tolist():

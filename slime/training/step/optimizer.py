@@ -283,7 +283,7 @@ class MuonSettings:
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> MuonSettings | None:
-        """Returns None without `--optimizer muon`. A setting that Megatron lacks has the value hard-coded there."""
+        """Returns None without `--optimizer muon`. Settings that Megatron lacks get its hard-coded values."""
         if megatron.get("optimizer") != "muon":
             return None
         return cls(

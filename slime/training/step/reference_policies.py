@@ -36,7 +36,7 @@ class OtherPolicies:
     def __init__(self, args: Args, policy: Trainable) -> None:
         """Copies the policy's initial weights, and loads other checkpoints.
 
-        Raises `ConfigError` or `CheckpointError` if a checkpoint is of a different model.
+        Raises `ConfigError` or `CheckpointError` if a checkpoint is for a different model.
         """
         self._args, self._chunks, self._host = args, policy.ddps, HostPolicies(policy.model)
         self._synced_version = 0

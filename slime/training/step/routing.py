@@ -1,4 +1,4 @@
-"""Expert routing in the passes over a batch: routers choose experts or replay choices of engines or earlier passes.
+"""Expert routing in the passes over a batch: routers choose experts or replay the choices of engines or prior passes.
 
 Engines record their choices during sampling (`--use-rollout-routing-replay`). The choices of the old-policy pass can be
 recorded for the training passes (`--use-routing-replay`). Both are choices of the trained policy, so only its own
@@ -40,19 +40,19 @@ class BatchRouting:
     samples: tuple[TrainSample, ...]
     """The batch's samples; empty if the engines' record is not used."""
     replays: bool
-    """Whether to replay the engines' record. Otherwise, it is only compared."""
+    """Whether to replay the engines' record instead of only comparing it."""
     counts: Tensor | None
     """This rank's counts; see `RowRouting`."""
     keeps: bool = False
-    """Whether this pass writes `kept`. Otherwise, it reads `kept`."""
+    """Whether this pass writes `kept` instead of reading it."""
     kept: Kept = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Args, batch: TrainBatch, config: Any, device: torch.device) -> BatchRouting | None:
         """Returns the routing for the policy's first pass over a batch, or None if nothing is replayed or recorded.
 
-        `config` is the policy's Megatron config. Raises `DataError` if a record is of a different model, or if a record
-        to replay is missing.
+        `config` is the policy's Megatron config. Raises `DataError` if a record comes from a
+        different model, or if a record to replay is missing.
         """
         replays, keeps = args.use_rollout_routing_replay, args.use_routing_replay
         is_recorded = any(s.routed_experts is not None for s in batch.samples)
@@ -141,7 +141,7 @@ def _fetched(sample: TrainSample) -> Ids | None:
 
 
 def _unrecorded(sample: TrainSample) -> int:
-    """Counts the trained tokens that were predicted from a token without a record."""
+    """Counts the trained tokens whose preceding token has no record."""
     recorded = np.zeros(sample.num_tokens, np.bool_)
     if (ids := _fetched(sample)) is not None:
         recorded[: len(ids)] = ids[:, 0, 0] != not_recorded(ids.dtype)

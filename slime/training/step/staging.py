@@ -1,7 +1,7 @@
 """Copies host arrays to the device with one asynchronous copy per micro-batch, one micro-batch ahead.
 
 A copy from pageable memory makes the host wait for the device, and a micro-batch has twenty arrays. `Staging` packs
-them into pinned memory, copies that once on its own stream and returns views. While one micro-batch is computed, a
+them into pinned memory, copies it once on its own stream and returns views. While one micro-batch is computed, a
 background thread packs and copies the next one.
 
 Consumes functions that build micro-batches, and produces micro-batches in the same order, ready for the consumer's
@@ -10,7 +10,8 @@ reuses that copy's buffer. A consumer that stops early closes the iterator, whic
 
 Invariants
 1. Staging does not change a byte: copying each array separately would result in the same tensors.
-2. The computing stream waits for a copy before it reads it, and device memory is not reused while it may still read it.
+2. The compute stream waits for a copy to finish before reading it, and device memory is not reused while that
+   stream may still read it.
 3. If building a micro-batch fails, the error is raised when the consumer requests that micro-batch.
 """
 
@@ -85,7 +86,7 @@ class Staging:
         self._num_puts = 0
 
     def one_ahead(self, builds: Sequence[Callable[[Put], T]]) -> Generator[T]:
-        """Calls each build with a `put` and yields the results in order. The next build runs in the meantime."""
+        """Calls each build function with a `put` and yields the results in order, building the next one meanwhile."""
         with ThreadPoolExecutor(1, thread_name_prefix="micro-batches") as pool:
             following: Future[tuple[T, torch.cuda.Event | None]] | None = None
             for build in builds:

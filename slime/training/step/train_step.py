@@ -144,7 +144,7 @@ def measure_mismatch(
 
 
 def _meter(context: StepContext, version: int) -> MismatchMeter:
-    """Returns a meter. Sets `mixes_versions` if newer tokens can depend on results of older versions."""
+    """Returns a meter, with `mixes_versions` set if newer tokens can depend on results of older versions."""
     mixes = context.args.pause_generation_mode == "in_place" or context.args.use_rollout_routing_replay
     return MismatchMeter(version, context.device, mixes_versions=mixes)
 

@@ -1,4 +1,4 @@
-"""Encodes a batch's images on a training rank: vision tower, image processor, and each micro-batch's patches.
+"""The images of a batch on a training rank: vision tower, image processor, and each micro-batch's patches.
 
 Patches and their positions are computed on the host when a micro-batch is built. A micro-batch reads and encodes each
 distinct image once, and all samples with that image share its features.

@@ -1,10 +1,10 @@
 """The disk transport with agents: writes versions (mostly deltas) to the shared folder and calls each engine's agent.
 
 A version becomes visible when its temporary folder is renamed. The conductor then waits until the agent of each engine
-has loaded it, with the timeout of the weight sync.
+has loaded it or the weight sync's timeout expires.
 
 Any number of ranks can send. Each of them writes its tensors (`begin`, `deliver`) and reports them (`report`), and the
-conductor combines all reports into a version (`finish`). All ranks make the same decision on whether a version is full,
+conductor combines all reports into a version (`finish`). All ranks agree on whether a version is full,
 because they see the same engines and the same outcomes.
 
 Invariants

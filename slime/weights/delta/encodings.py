@@ -19,8 +19,8 @@ distribution's entropy at any density, and does better if changes cluster in row
 at least `BITMAP_FROM`, a bitmap is just as small, and faster.
 
 Symbols. The XOR of two adjacent bfloat16 values is 1, 3, 7, ..., so almost all changes are one of a handful of 16-bit
-symbols. As an index into a table of frequent symbols, each symbol takes one byte. With two byte planes instead, the
-rare carries into the upper byte would double the size.
+symbols. Stored as an index into a table of frequent symbols, each one takes one byte. If they were stored as two byte
+planes instead, the rare carries into the upper byte would double the size.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def missing(name: str) -> str | None:
 
 
 WIDTHS = {"64": 8, "32": 4, "16": 2, "8_": 1, "8": 1, "OL": 1}
-"""Bytes per element, by the prefix of a safetensors dtype's name without its leading letters."""
+"""Bytes per element. Keys: the start of a safetensors dtype's name after stripping its leading letters."""
 _HEAD = struct.Struct("<Q")
 _MOST_HEADER_BYTES = 100 * 1024**2
 
@@ -309,10 +309,11 @@ def is_full(*, since_full: int | None, every: int, confirmed: bool, all_known: b
 
 
 def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) -> list[Manifest]:
-    """Returns the versions that take a checkpoint to `target`, oldest first. Empty if it is already there.
+    """Returns the versions that bring a checkpoint to `target`, oldest first; empty if it is already there.
 
-    `held`: digest of the checkpoint's current version; None without one. The first returned version is full or applies
-    to `held`. Raises `WeightSyncError` if a version is missing (in `read`) or has the wrong digest.
+    `held`: digest of the checkpoint's current version, or None. The first returned version is full or applies
+    to `held`. Raises `WeightSyncError` if a version is missing (raised by `read`) or has
+    the wrong digest.
     """
     steps: list[Manifest] = []
     wanted: Base | None = target
@@ -331,6 +332,6 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
 
 
 def prunable(folders: Iterable[str], *, newest_full: int) -> list[str]:
-    """Returns the folders of versions older than `newest_full`, which every engine must have loaded."""
+    """Returns the folders of versions older than `newest_full`. Every engine must have loaded `newest_full`."""
     found = {name: version for name in folders if (version := version_of(name)) is not None}
     return sorted(name for name, version in found.items() if version < newest_full)

@@ -268,7 +268,7 @@ def _require_whole(manifest: Manifest, entry: Entry, file: Bytes) -> None:
     data = file[entry.offset : entry.offset + entry.size]
     if entry.encoding != encodings.RAW or len(data) != entry.num_bytes:
         raise WeightSyncError(
-            f"{entry.name} of version {manifest.version} is damaged: it has {len(data)} bytes, which is the wrong size"
+            f"{entry.name} in version {manifest.version} is damaged: it has the wrong size ({len(data)} bytes)"
         )
     if not checksum(manifest.checksum, data) == entry.patch_checksum == entry.tensor_checksum:
         raise WeightSyncError(f"{entry.name} of version {manifest.version} is damaged: its checksum differs")
@@ -278,7 +278,7 @@ def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
     patch = os.pread(file.fileno(), entry.size, entry.offset)
     if len(patch) != entry.size or checksum(manifest.checksum, patch) != entry.patch_checksum:
         raise WeightSyncError(
-            f"the patch of {entry.name} of version {manifest.version} is damaged: its checksum differs"
+            f"the patch for {entry.name} in version {manifest.version} is damaged: its checksum differs"
         )
     return patch
 
@@ -286,7 +286,7 @@ def _patch(manifest: Manifest, entry: Entry, file: IO[bytes]) -> bytes:
 def _change(manifest: Manifest, entry: Entry, data: Bytes, patch: bytes) -> None:
     if entry.encoding == encodings.RAW:
         if len(patch) != len(data):
-            raise WeightSyncError(f"the patch of {entry.name} has {len(patch)} bytes, but the tensor has {len(data)}")
+            raise WeightSyncError(f"the patch for {entry.name} has {len(patch)} bytes, but the tensor has {len(data)}")
         data[:] = np.frombuffer(patch, np.uint8)
     elif len(data) % width_of(entry.dtype) == 0:
         encodings.apply(entry.encoding, data, patch, width_of(entry.dtype))

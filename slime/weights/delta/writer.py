@@ -29,7 +29,7 @@ MOST_THREADS = 8
 
 @dataclass(slots=True)
 class Held:
-    """The last sent value of a tensor."""
+    """The most recently sent value of a tensor."""
 
     data: Bytes
     """The tensor's bytes, [num_bytes]."""

@@ -594,7 +594,7 @@ def require_whole_blocks(entry: Entry, num_shards: int, quantised: QuantisedForm
     if uneven:
         raise ConfigError(
             f"{num_shards} tensor-parallel ranks split the {uneven[0]} entries of {entry.hf[0]} in {quantised.title} "
-            f"inside a block of {block or 'all'}, so rounding would depend on the layout; use fewer ranks or set "
+            f"within a block of {block or 'all'}, so rounding would depend on the layout; use fewer ranks or set "
             "--trainer-weights plain"
         )
 

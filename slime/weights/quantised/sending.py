@@ -1,6 +1,6 @@
 """Quantises the trainer's weights on the fly for engines that store codes and scales instead of weights.
 
-The sender quantises, because it has the full tensor, so codes and scales do not depend on the trainer's layout. As with
+The sender has the full tensor and quantises it, so codes and scales do not depend on the trainer's layout. As with
 all tensors, digests are computed before the codes and scales are copied into a bucket (`weights.sync`).
 """
 

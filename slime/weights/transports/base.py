@@ -18,7 +18,7 @@ ranks then call `prepare`, and only the conductor calls `deliver`. Here `prepare
 must return its error instead of raising it, so that the ranks stay in step. All other methods may raise. When `finish`
 returns, every engine has every tensor. The weight sync then compares digests, whatever the transport.
 
-On a rank, calls of `begin`, `announce`, `prepare` and `deliver` never overlap but can come from different threads.
+On a rank, calls to `begin`, `announce`, `prepare` and `deliver` never overlap but can come from different threads.
 
 To add a transport, add a module to this package. The command line imports it to read its settings, so import torch only
 inside functions.

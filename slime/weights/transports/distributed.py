@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.0001
-"""Interval between checks whether broadcasts or engine calls are done. A bucket of 512 MB takes about 1.5 ms."""
+"""How often to check whether broadcasts or engine calls are done. A bucket of 512 MB takes about 1.5 ms."""
 LOAD_FORMAT = "flattened_bucket"
 """SGLang's name for sending all tensors of a bucket, concatenated, in a single broadcast."""
 MAX_ANNOUNCED = 64
-"""Maximum number of buckets per call, because a call has the time limit of one wait."""
+"""Maximum number of buckets per call. It is limited because the whole call has the timeout of a single wait."""
 COME_POLL_S = 0.01
-"""Interval between checks whether engines have joined a group."""
+"""How often to check whether engines have joined a group."""
 
 
 @TRANSPORTS.register("distributed", "nccl")

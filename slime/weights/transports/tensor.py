@@ -126,8 +126,8 @@ class TensorChannel(Channel):
         return payloads, owners
 
     def _held_by(self, layout: EngineLayout) -> dict[EngineRank, frozenset[str] | None]:
-        """Maps each rank to the names of the tensors that it needs for its shards; None means all. Equal sets are one
-        object, which makes comparisons fast."""
+        """Maps each rank to the names of the tensors that it needs for its shards; None means all. Equal sets share
+        one object, which makes comparisons fast."""
         if layout not in self._names_held:
             known: dict[frozenset[str], frozenset[str] | None] = {frozenset(self._table.hf_names): None}
             held = hf_names_held(self._table, layout)
