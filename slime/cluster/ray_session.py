@@ -177,14 +177,32 @@ def _start_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) ->
 
 
 def _init_local(run_id: str, num_cpus: int, num_gpus: int, store_bytes: int) -> None:
-    ray.init(
-        address="local",  # ignores RAY_ADDRESS
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=store_bytes,
-        namespace=f"slime-{run_id}",
-        _temp_dir=str(_closed_folder(run_id)),
-    )
+    with _without_job_servers():
+        ray.init(
+            address="local",  # ignores RAY_ADDRESS
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=store_bytes,
+            namespace=f"slime-{run_id}",
+            _temp_dir=str(_closed_folder(run_id)),
+        )
+
+
+@contextmanager
+def _without_job_servers() -> Iterator[None]:
+    """Starts Ray as if `ray[default]` were not installed.
+
+    Otherwise, its dashboard and the agent of each host listen for jobs, even without a dashboard (Ray 2.60), and answer
+    every user of this host. Only clusters that users start themselves need them.
+    """
+    from ray._private import utils
+
+    find = utils.get_dashboard_dependency_error
+    utils.get_dashboard_dependency_error = lambda: ImportError("a run's own cluster takes no jobs")
+    try:
+        yield
+    finally:
+        utils.get_dashboard_dependency_error = find

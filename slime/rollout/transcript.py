@@ -340,18 +340,33 @@ class Transcript:
 class _Strays(Transcript):
     """Answers to requests outside executions: from threads, shared tasks, and tasks that outlived their execution."""
 
+    forgot = False
+    """Whether answers were dropped to save memory, so that a token of unknown origin may still have been sampled."""
+
     def _add(self, answer: _Answer) -> None:
         super()._add(answer)
         if len(self._answers) > MAX_STRAYS:
+            self.forgot = True
             kept = self._answers[MAX_STRAYS // 2 :]
             for part in (self._answers, self._by_read, self._by_said, self._begins, self._ends):
                 part.clear()
             for one in kept:
                 super()._add(one)
 
+    def complete_made(self, sample: Sample) -> str:
+        """Completes a sample that a user's rollout function made itself, outside of executions.
+
+        Returns why it must not be trained on, or '': some of its trained tokens are sampled, but not all of them.
+        Samples without any known token are left to the function.
+        """
+        if len(sample.token_versions or ()) >= sample.response_length:
+            return ""  # an execution has checked it
+        self.complete(sample)
+        return "" if self.forgot or not sample.token_versions else self.problem(sample)
+
 
 MAX_STRAYS = 2048
-STRAYS: Transcript = _Strays()
+STRAYS = _Strays()
 _LIVE: weakref.WeakSet[Transcript] = weakref.WeakSet()
 """The transcripts of running executions in this process."""
 TRANSCRIPT: ContextVar[Transcript | None] = ContextVar("slime_transcript", default=None)

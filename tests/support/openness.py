@@ -55,6 +55,7 @@ WITHOUT_KEY: Mapping[str, tuple[str, ...]] = {
     "ray::RolloutAct": ("/healthz", *OF_THIS_USER),  # the adapter for agents: how many sessions there are
     "ray::EpisodeAct": ("/healthz", *OF_THIS_USER),
     "Ray's metrics": ROUTES,  # numbers of its autoscaler
+    "ray::DashboardA": ROUTES,  # numbers of the host and of Ray's processes
 }
 """Who answers over HTTP -> what it answers anybody."""
 KNOWS_NO_KEY: Mapping[str, str] = {

@@ -98,7 +98,7 @@ def test_its_end_is_survived_and_its_return_brings_the_engines_back(
 
 
 def test_a_router_that_turns_the_key_down_is_named(theirs: Router) -> None:
-    with pytest.raises(EngineError, match=r"--sglang-router-ip 127.0.0.1 .* key of --router-api-key"):
+    with pytest.raises(EngineError, match=r"--sglang-router-ip 127.0.0.1 .* key from --router-api-key"):
         Routers({"default": lambda: existing(theirs, "another")})
 
 

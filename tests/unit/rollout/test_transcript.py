@@ -14,7 +14,7 @@ from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED, Sample
 from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
-from slime.rollout.transcript import Transcript
+from slime.rollout.transcript import Transcript, _Strays
 from tests.support.fake_clock import Answered
 from tests.support.fake_engine import FakeEngine
 from tests.support.marks import quick
@@ -31,6 +31,22 @@ def transcript_of(*answers: tuple[list[int], Generation]) -> Transcript:
     for ids, generation in answers:
         made.end_call(Answered(ids, generation))
     return made
+
+
+def test_a_sample_of_a_rollout_function_gets_what_strays_know_and_is_refused_if_they_know_half() -> None:
+    """Law: a sample that an execution has checked, or of which nothing is known, is left as it is."""
+    strays = _Strays()
+    strays.end_call(Answered([1, 2], generated(5, 6)))
+    made = Sample(tokens=[1, 2, 5, 6], response_length=2, rollout_log_probs=[-2.5, -3.0])
+    assert strays.complete_made(made) == "" and made.token_versions == [3, 3]
+    encoded_again = Sample(tokens=[1, 2, 5, 6, 7], response_length=3, rollout_log_probs=[-2.5, -3.0, -3.5])
+    assert "response token 2" in strays.complete_made(encoded_again)
+    for other in (
+        Sample(tokens=[1, 9], response_length=1, rollout_log_probs=[-1.0]),
+        Sample(tokens=[1, 9], response_length=1, rollout_log_probs=[-1.0], token_versions=[2]),
+    ):
+        before = other.to_dict()
+        assert strays.complete_made(other) == "" and other.to_dict() == before
 
 
 def test_what_the_code_left_out_is_filled_in() -> None:

@@ -205,7 +205,7 @@ def test_explain_loads_hooks_as_the_start_does(base: list[str], capsys: pytest.C
 
 def test_settings_of_a_rollout_plugin_reach_its_function(base: list[str]) -> None:
     words = ["--rollout-buffer-url", "http://a:1", "--rollout-task-type", "code"]
-    assert "your own --rollout-function-path" in listed(parse_args([*base, *words]))
+    assert "a --rollout-function-path of your own" in listed(parse_args([*base, *words]))
     args = parse_args([*base, *words, "--rollout-function-path", "own.generate", "--strict"])
     assert (args.rollout_buffer_url, args.rollout_task_type) == ("http://a:1", "code")
 
