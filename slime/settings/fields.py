@@ -188,7 +188,7 @@ If it returns None, `default` is used. --explain shows `why`. The keyword argume
 
 
 def internal(compute: Compute | None = None, why: str = "") -> Any:
-    """Declares a field that the run fills in, without a flag."""
+    """Declares a field that has no flag. The run fills it in."""
     return _field(Declared(internal=True, compute=compute, why=why))
 
 

@@ -40,7 +40,7 @@ class Aggregation(ABC):
         self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
     ) -> list[Array]:
         """Returns the weight of every response token in an optimizer step, [R] per sample, zero where masked: float64,
-        or float32 where rounding to float32 is exact or comes last.
+        or float32 where that loses nothing or is the last operation.
 
         `mask_S`: loss mask of each sample [R], 0 or 1 (or any weight >= 0). `execution_S`: execution id of each sample.
         An execution without trained tokens contributes nothing but counts towards N, unless `count_masked` is False.

@@ -369,7 +369,7 @@ class EngineClient:
                 await asyncio.sleep(delay_s)
 
     async def _listen(self, one: Try, job: Job) -> AsyncGenerator[Generation, None]:
-        """Sends one request and yields its chunks. Aborts the request if it may still run in the engine.
+        """Sends one request and yields its chunks. Aborts the request if it may still be running in the engine.
 
         Raises the errors that `Job.wait_after` handles.
         """

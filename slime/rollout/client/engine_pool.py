@@ -251,7 +251,7 @@ class EnginePool:
             self.admit(first)
 
     def _wake_for(self, upstream: Upstream) -> None:
-        """Wakes one waiter per free slot of an engine that was admitted or responds again."""
+        """Wakes one waiter per free slot of an engine that has joined or has recovered."""
         self._loads.put(upstream)
         _wake(self._waiting, max(0, self._most - len(upstream.tries)))
 

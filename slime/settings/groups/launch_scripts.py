@@ -1,4 +1,4 @@
-"""Flags of public launch scripts that repeat facts of the checkpoint or the trainer's fixed behaviour.
+"""Flags of public launch scripts that restate properties of the checkpoint or the trainer's fixed behaviour.
 
 A flag that agrees with the checkpoint is accepted; one that contradicts it is refused. A flag that does nothing here is
 listed as having no effect.

@@ -137,7 +137,9 @@ class HfReader:
         if index.exists():
             weight_map = read_checkpoint_json(index, or_else=AGAIN).get("weight_map")
             if not isinstance(weight_map, dict) or any(Path(str(file)).name != file for file in weight_map.values()):
-                raise CheckpointError(f"{index} has no weight_map whose values are plain file names; {AGAIN}")
+                raise CheckpointError(
+                    f"the weight_map of {index} is missing or has values that are not plain file names; {AGAIN}"
+                )
             return weight_map
         files = sorted(self._directory.glob("*.safetensors"))
         if not files:
