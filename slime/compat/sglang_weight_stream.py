@@ -21,8 +21,8 @@ Digests of all tensors are compared after each weight sync, whichever way the en
 
 from __future__ import annotations
 
+import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from slime.compat import Hook
 from slime.core.engine_interface import STREAM
 from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS
 from slime.core.errors import EngineError
+from slime.weights.send_plan import Bucket, Spec
 
 if TYPE_CHECKING:
     import torch
@@ -42,38 +43,21 @@ _RECORDS = "_slime_loads"
 """Model attribute that holds the records of earlier weight syncs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One tensor of a bucket. The tensors of a bucket are adjacent in memory."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    """Offset in bytes."""
-
-    @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.end].view(self.dtype).view(self.shape)
-
-
 def buckets_of(
     names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], load_format: str
-) -> Iterator[tuple[Member, ...]]:
-    """Yields the tensors of each bucket."""
+) -> Iterator[tuple[Spec, ...]]:
+    """Yields the tensors of each bucket, in the order of `Bucket.of`. Raises `EngineError` if some are not listed."""
     import torch
 
     tensors = zip(names, dtypes, shapes, strict=True)
     for number in load_format.partition(":")[2].split(","):
-        members: list[Member] = []
-        for _ in range(int(number)):
-            name, dtype, shape = next(tensors)
-            dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-            members.append(Member(name, dtype, tuple(shape), members[-1].end if members else 0))
-        yield tuple(members)
+        specs = tuple(
+            Spec(name, tuple(shape), dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+            for name, dtype, shape in itertools.islice(tensors, int(number))
+        )
+        if len(specs) < int(number):
+            raise EngineError(f"a bucket announces {number} tensors, but lists {len(specs)}")
+        yield specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +126,7 @@ class Loads:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._places: int | None = None
-        self._records: dict[tuple[Member, ...], _Record] = {}
+        self._records: dict[tuple[Spec, ...], _Record] = {}
 
     @property
     def others(self) -> frozenset[str]:
@@ -156,16 +140,16 @@ class Loads:
             self._records.clear()
         self._places = places
 
-    def load(self, members: tuple[Member, ...], flat: Tensor) -> None:
+    def load(self, specs: tuple[Spec, ...], flat: Tensor) -> None:
         """Loads one bucket from `flat` [bytes] uint8."""
         import torch
 
-        known = self._records.get(members)
+        known = self._records.get(specs)
         if known is None:
-            tensors = [(member.name, member.of(flat)) for member in members]
-            self._records[members] = recorded(flat, lambda: self._model.load_weights(tensors))
+            tensors = list(Bucket.of(specs, flat).tensors)
+            self._records[specs] = recorded(flat, lambda: self._model.load_weights(tensors))
         elif known.others:
-            self._model.load_weights([(member.name, member.of(flat)) for member in members])
+            self._model.load_weights(list(Bucket.of(specs, flat).tensors))
         elif known.copied:
             with torch.no_grad():
                 torch._foreach_copy_([c.into for c in known.copied], [c.source(flat) for c in known.copied])
@@ -175,16 +159,16 @@ class Loads:
 class Stream:
     """The buckets that a sender has announced. SGLang's receive step passes it to the load step in place of tensors."""
 
-    buckets: tuple[tuple[Member, ...], ...]
+    buckets: tuple[tuple[Spec, ...], ...]
     group: Any
     device: str
 
-    def receive(self, load: Callable[[tuple[Member, ...], Tensor], None]) -> None:
+    def receive(self, load: Callable[[tuple[Spec, ...], Tensor], None]) -> None:
         """Receives all buckets and loads each while the next one arrives. Raises the first error of `load`."""
         import torch
         import torch.distributed as dist
 
-        sizes = [members[-1].end for members in self.buckets]
+        sizes = [sum(spec.num_bytes for spec in specs) for specs in self.buckets]
         memory = [torch.empty(max(sizes[n::2], default=0), dtype=torch.uint8, device=self.device) for n in (0, 1)]
         failure: Exception | None = None
 
@@ -193,12 +177,12 @@ class Stream:
             return dist.broadcast(flat, src=0, group=self.group, async_op=True), flat
 
         coming = begin(0)
-        for number, members in enumerate(self.buckets):
+        for number, specs in enumerate(self.buckets):
             (work, flat), coming = coming, begin(number + 1) if number + 1 < len(sizes) else (None, memory[0])
             work.wait()
             try:
                 if failure is None:
-                    load(members, flat)
+                    load(specs, flat)
             except Exception as error:
                 failure = error
         if failure is not None:

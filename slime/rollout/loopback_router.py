@@ -42,7 +42,7 @@ from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRej
 from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys
-from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures
+from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.generate import LIMITS
@@ -371,23 +371,10 @@ async def generation_parts(
         before: Generation | None = None
         async for part in stream:
             if before is not None:
-                yield _worded(ids, _joined(parts), ended=False)
+                yield _worded(ids, joined(parts), ended=False)
             parts.append(part)
             before = part
-    yield _worded(ids, _joined(parts))
-
-
-def _joined(parts: list[Generation]) -> Generation:
-    last = parts[-1]
-    return Generation(
-        tokens=tuple(token for part in parts for token in part.tokens),
-        log_probs=tuple(value for part in parts for value in part.log_probs),
-        finish_reason=last.finish_reason,
-        weight_version=tuple(version for part in parts for version in part.versions),
-        text="".join(part.text for part in parts),
-        cached_tokens=max(part.cached_tokens for part in parts),
-        routed_experts=last.routed_experts,
-    )
+    yield _worded(ids, joined(parts))
 
 
 def _request(

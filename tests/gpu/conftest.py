@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tests.gpu.run_gpu_tests import SPREAD
+
 Figure = Callable[[str, float], None]
-SPREAD = "SLIME_TEST_GPUS"
-"""The number of GPUs among which the runner spreads the workers of pytest-xdist, one GPU for each worker."""
 
 
 def pytest_configure() -> None:

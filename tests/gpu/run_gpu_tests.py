@@ -29,6 +29,7 @@ SEVERAL = re.compile(r"\[.*\]$")
 GROUP = re.compile(r"@\w+$")
 """What pytest-xdist adds to the names of tests that it keeps together."""
 SPREAD = "SLIME_TEST_GPUS"
+"""The number of GPUs among which the workers of pytest-xdist are spread, one GPU for each worker."""
 NOTHING_SELECTED = 5
 """pytest's exit code if `-k` leaves no test of a part."""
 

@@ -45,8 +45,8 @@ from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.processes import http_url
-from slime.core.sample import NOT_SAMPLED, Sample
-from slime.rollout.client.call import Generation
+from slime.core.sample import Sample
+from slime.rollout.client.call import Generation, joined
 from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
 from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.guard import HEARTBEAT, Heartbeat
@@ -213,23 +213,6 @@ class Decoder:
 def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
     """Converts a reader's (kind, text) parts to events."""
     return [Thought(text) if kind == "thinking" else Text(text) for kind, text in parts if text]
-
-
-def joined(parts: Sequence[Generation]) -> Generation:
-    """Joins the chunks of a stream. Without chunks, returns an empty generation that hit a length limit."""
-    if not parts:
-        return Generation((), (), "length", NOT_SAMPLED, "")
-    last = parts[-1]
-    return Generation(
-        tokens=tuple(token for part in parts for token in part.tokens),
-        log_probs=tuple(value for part in parts for value in part.log_probs),
-        finish_reason=last.finish_reason,
-        weight_version=tuple(version for part in parts for version in part.versions),
-        text="".join(part.text for part in parts),
-        prompt_tokens=last.prompt_tokens,
-        cached_tokens=max(part.cached_tokens for part in parts),
-        routed_experts=last.routed_experts,
-    )
 
 
 # The contract of a wire format: it translates the requests and responses of one public API, and has no access to

@@ -85,6 +85,23 @@ class Generation:
         )
 
 
+def joined(parts: Sequence[Generation]) -> Generation:
+    """Joins the chunks of a stream. Without chunks, returns an empty generation that hit a length limit."""
+    if not parts:
+        return Generation((), (), "length", NOT_SAMPLED, "")
+    last = parts[-1]
+    return Generation(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        finish_reason=last.finish_reason,
+        weight_version=tuple(version for part in parts for version in part.versions),
+        text="".join(part.text for part in parts),
+        prompt_tokens=last.prompt_tokens,
+        cached_tokens=max(part.cached_tokens for part in parts),
+        routed_experts=last.routed_experts,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Speculative-decoding counters of one request, in tokens except for `verified`."""

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slime.compat.sglang_weight_stream import Loads, Member, buckets_of
+from slime.compat.sglang_weight_stream import Loads, buckets_of
 from slime.core.engine_interface import stream_format
+from slime.core.errors import EngineError
+from slime.weights.send_plan import Bucket, Spec
 
 SHAPES: dict[str, tuple[int, ...]] = {"q": (4, 6), "k": (2, 6), "v": (2, 6), "gate": (5, 6), "up": (5, 6), "norm": (6,)}
 PARTS = {"q": ("qkv", 0), "k": ("qkv", 4), "v": ("qkv", 6), "gate": ("gate_up", 0), "up": ("gate_up", 5)}
@@ -62,7 +64,7 @@ class Padded(Fused):
         self.norm.data[5 if self._wrong else 6 :].fill_(0)
 
 
-def announced(*groups: str) -> list[tuple[Member, ...]]:
+def announced(*groups: str) -> list[tuple[Spec, ...]]:
     names = [name for group in groups for name in group.split()]
     load_format = stream_format([len(group.split()) for group in groups])
     return list(buckets_of(names, ["float32"] * len(names), [SHAPES[name] for name in names], load_format))
@@ -73,13 +75,13 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def sync(loads: Loads, state: dict[str, Tensor], buckets: list[tuple[Member, ...]]) -> None:
+def sync(loads: Loads, state: dict[str, Tensor], buckets: list[tuple[Spec, ...]]) -> None:
     loads.begin()
-    for members in buckets:
-        flat = torch.zeros(1000, dtype=torch.uint8)[: members[-1].end]
-        for member in members:
-            member.of(flat).copy_(state[member.name])
-        loads.load(members, flat)
+    for specs in buckets:
+        flat = torch.zeros(sum(spec.num_bytes for spec in specs), dtype=torch.uint8)
+        for name, tensor in Bucket.of(specs, flat).tensors:
+            tensor.copy_(state[name])
+        loads.load(specs, flat)
 
 
 def loaded(kind: type[Fused], state: dict[str, Tensor], *given: Any) -> dict[str, Tensor]:
@@ -136,9 +138,17 @@ def test_other_buckets_and_moved_parameters_ask_the_loader_again() -> None:
 
 
 def test_a_bucket_of_two_dtypes_is_read_as_it_was_written() -> None:
-    members = next(buckets_of(["a", "b"], ["float32", torch.bfloat16], [(3,), (2, 2)], stream_format([2])))
-    assert [(p.name, p.start, p.end) for p in members] == [("a", 0, 12), ("b", 12, 20)]
+    specs = next(buckets_of(["a", "b"], ["float32", torch.bfloat16], [(3,), (2, 2)], stream_format([2])))
     flat = torch.arange(20, dtype=torch.uint8)
-    assert members[1].of(flat).shape == (2, 2) and torch.equal(
-        members[1].of(flat).view(-1).view(torch.uint8), flat[12:]
-    )
+    read = Bucket.of(specs, flat).tensors
+    starts = [(name, tensor.storage_offset() * tensor.itemsize) for name, tensor in read]
+    assert [(name, start, start + t.nbytes) for (name, start), (_, t) in zip(starts, read, strict=True)] == [
+        ("a", 0, 12),
+        ("b", 12, 20),
+    ]
+    assert read[1][1].shape == (2, 2) and torch.equal(read[1][1].view(-1).view(torch.uint8), flat[12:])
+
+
+def test_a_call_that_lists_fewer_tensors_than_it_announces_is_refused() -> None:
+    with pytest.raises(EngineError, match="announces 2 tensors, but lists 1"):
+        list(buckets_of(["a"], ["float32"], [(3,)], stream_format([2])))
