@@ -16,7 +16,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +135,49 @@ ALIASES: dict[str, dict[str, str]] = {
     },
 }
 """Module -> public name -> `module:name` in this package."""
+_OLD_PATHS = ("slime.rollout.fully_async", "slime.rollout.progress", "slime.rollout.turns")
+"""Modules of earlier releases of this package."""
+_MODULES: Mapping[str, tuple[str, ...]] = {
+    "slime.agent.adapters": ("AnthropicAdapter", "OpenAIAdapter"),
+    "slime.agent.harness": ("ClaudeCodeHarness", "CodexHarness"),
+    "slime.agent.sandbox": ("E2BSandbox", "Sandbox", "exec_and_wait"),
+}
+"""Module of this package -> names that the public slime has at the same place."""
+_NOTES: Mapping[str, str] = {
+    "slime.agent.adapters": "built from `tokenizer` and `sglang_url`, or from an engine and a template",
+    "slime.agent.harness": "with `install_cli`, `write_config` and `run`",
+    "slime.agent.sandbox": "`cmd` and `timeout` are accepted, and results unpack to code, stdout and stderr",
+    "slime.backends.megatron_utils.cp_utils": ("both return their input, because functions receive whole responses"),
+    "slime.rollout.on_policy_distillation": "as flag values, they mean `--opd-teacher-url`",
+    "slime.rollout.sglang_streaming_rollout": "the same as `generate`: every request streams",
+    "slime.utils.http_utils": (
+        "requests to the router's `/generate`, also with `image_data`, go through the run's engine client, all others "
+        "over HTTP with retries"
+    ),
+    "slime.utils.mask_utils": (
+        "the template determines which tokens are trained; for a conversation that becomes several samples, "
+        "`get_loss_mask` raises an error, and `get_loss_masks` returns all masks"
+    ),
+    "slime.utils.types": "`Sample` has `Sample.Status`, custom attributes, and the public signatures of its methods",
+}
+"""Module -> what is different there."""
+
+
+def public_names() -> dict[str, tuple[str, ...]]:
+    """Returns the modules of the public slime that plugins can import, each with its names, in alphabetical order."""
+    found: dict[str, tuple[str, ...]] = {
+        module: tuple(names) for module, names in ALIASES.items() if names and module not in _OLD_PATHS
+    }
+    return dict(sorted((found | dict(_MODULES)).items()))
+
+
+def names_table() -> str:
+    """Returns a Markdown table of `public_names`, with what is different. docs/migration.md has it."""
+    rows = ["| module | names |", "|---|---|"]
+    for module, names in public_names().items():
+        note = f": {_NOTES[module]}" if module in _NOTES else ""
+        rows.append(f"| `{module}` | {', '.join(f'`{name}`' for name in names)}{note} |")
+    return "\n".join(rows)
 
 
 class PublicNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):

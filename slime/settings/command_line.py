@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
+from slime.core.registry import load_object
 from slime.core.text import HIDDEN, program, visible
 from slime.core.user_files import paths_in_words
 from slime.settings.all_flags import (
@@ -103,6 +104,8 @@ class _Parsed:
     """(owner, dest) -> an earlier value, and the later flag that replaces it."""
 
 
+_NAMES = "slime.public.names:names_table"
+"""Import path, because the import contract forbids importing it directly."""
 EXPLAIN = "--explain"
 """Prints the settings of a run instead of starting it, and loads its hooks, as starting the run would."""
 
@@ -238,7 +241,7 @@ def help_text(topic: str, usage: str = "slime train") -> str:
     Raises `ConfigError` if there is neither.
     """
     if topic == "public":
-        return tables()
+        return f"{tables()}\n\n{load_object(_NAMES)()}"
     if topic in ("", EXPLAIN, OVERRIDE, "--version", "--help", "-h"):
         return _first_page(usage)
     if topic not in topics():

@@ -124,12 +124,38 @@ def _read(file: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         datasets = [{"name": name, **_entry(one, f"{file}: eval.datasets.{name}")} for name, one in datasets.items()]
     if not isinstance(datasets, list) or not datasets:
         raise ConfigError(f"{file} has no eval.datasets; add a list of entries with name and path")
-    entries = [_typed(entry, known, f"{file}: eval.datasets[{i}]") for i, entry in enumerate(datasets)]
+    entries = [
+        _typed(entry, known, f"{file}: eval.datasets[{i}]", may_be_unread=True) for i, entry in enumerate(datasets)
+    ]
     for i, entry in enumerate(entries):
         if not {"name", "path"} <= entry.keys():
             raise ConfigError(f"{file}: eval.datasets[{i}] has no name or no path; set both")
-    defaults = _typed(top.get("defaults") or {}, known - {"name", "path"}, f"{file}: eval.defaults")
+    where = f"{file}: eval.defaults"
+    defaults = _typed(top.get("defaults") or {}, known - {"name", "path"}, where, may_be_unread=True)
     return defaults, entries
+
+
+def unread_keys(args: Args) -> dict[str, str]:
+    """Returns the keys of --eval-config that nothing reads, each with its value and the reason.
+
+    Empty for an invalid file, which `eval_datasets` reports.
+    """
+    if args.eval_config is None:
+        return {}
+    try:
+        eval_datasets(args)
+    except ConfigError:
+        return {}
+    top = read_yaml(args.eval_config, "--eval-config")["eval"]
+    datasets = top["datasets"].values() if isinstance(top["datasets"], dict) else top["datasets"]
+    known = {field.name for field in dataclasses.fields(EvalDatasetConfig)}
+    maps = [top.get("defaults") or {}, *(entry or {} for entry in datasets)]
+    return {
+        f"eval_config.{key}": f"{value}, which nothing reads"
+        for one in maps
+        for key, value in one.items()
+        if key not in known
+    }
 
 
 def _entry(found: Any, where: str) -> Mapping[str, Any]:
@@ -151,8 +177,11 @@ def _flags() -> tuple[Flag, ...]:
     )
 
 
-def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
-    """Returns a copy with converted values. Raises `ConfigError` for an unknown key or a value of the wrong type."""
+def _typed(mapping: Any, known: set[str], where: str, *, may_be_unread: bool = False) -> dict[str, Any]:
+    """Returns the known keys with converted values. Raises `ConfigError` for an unknown key or a wrong type.
+
+    `may_be_unread`: an unknown key that is not like a known one is left out; `unread_keys` lists it.
+    """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where} is {mapping!r}, but must be a mapping; write `eval:` with defaults and datasets")
     table = FlagTable(_flags())
@@ -160,6 +189,8 @@ def _typed(mapping: Any, known: set[str], where: str) -> dict[str, Any]:
     for key in mapping:
         if key not in known:
             near = table.nearest("--" + str(key).replace("_", "-"))
+            if may_be_unread and near is None:
+                continue
             hint = f"did you mean {near[2:].replace('-', '_')}? " if near else ""
             raise ConfigError(f"{where} has the unknown key {key!r}; {hint}choose from {', '.join(sorted(known))}")
-    return {k: coerce(flags[k], v, where=f"{where}.{k}") if k in flags else v for k, v in mapping.items()}
+    return {k: coerce(flags[k], v, where=f"{where}.{k}") if k in flags else v for k, v in mapping.items() if k in known}

@@ -71,6 +71,7 @@ DIFFERENT: Mapping[str, str] = {
         "([vision.md](vision.md))"
     ),
     "`--eval-prompt-data FILE`": "a dataset named aime",
+    "`--eval-config` with keys that name no setting": "listed as read by nothing, or refused if one is similar",
     "`--eval-prompt-data` without `--eval-interval`": "reported as having no effect",
     "`--eval-prompt-data` under `--loss-type sft_loss`": "the held-out loss",
     "`--custom-config-path` with keys that name no setting": (
@@ -82,6 +83,12 @@ DIFFERENT: Mapping[str, str] = {
         "`--critic-load`"
     ),
     "`--balance-by-flops`": "same as `--balance-data`, which always balances by FLOPs",
+    "`--disable-rollout-global-dataset`": "same as leaving out `--prompt-data`",
+    "`--recompute-activations`": "same as `--recompute-granularity selective`",
+    "`--num-layers-per-virtual-pipeline-stage`": "determines `--virtual-pipeline-model-parallel-size`",
+    "`--num-epoch` with `--num-rollout`": "reported as having no effect, because `--num-rollout` sets the length",
+    "`--over-sampling-batch-size` with `--fully-async`": "reported as having no effect",
+    "`--eps-clip` of 1 or more": "no lower bound for the ratio, which is never negative",
     "`--kl-loss-type`": "the default is low_var_kl; k1 with a coefficient is refused",
     "`--kl-coef`": "takes effect with every estimator",
     "`--actor-num-gpus-per-node`": "the default is 1",
@@ -102,7 +109,7 @@ DIFFERENT: Mapping[str, str] = {
     ),
     "`--qwen-gdn-backend`": (
         "the default is auto: fla if its kernels are installed and can run, otherwise slime's own kernels on a GPU; "
-        "torch is plain PyTorch"
+        "torch is plain PyTorch, and flashqla is the same as auto"
     ),
     "`--global-batch-size` that does not divide the executions of a rollout": (
         "refused, because some executions would never be trained, and slime drops nothing"
@@ -111,7 +118,12 @@ DIFFERENT: Mapping[str, str] = {
         "reported as having no effect, because nothing else needs the memory"
     ),
     "`--n-samples-per-prompt 1` with normalised rewards": "refused, because every advantage would be zero",
-    "`--update-weights-interval` in train.py": "refused unless it is 1, because every step syncs",
+    "`--update-weights-interval` and `--keep-old-actor` in train.py": (
+        "reported as having no effect: every step syncs, and trains on the weights that sampled it"
+    ),
+    "`--update-weight-transport nccl`": (
+        "distributed; for engines that share GPUs with the trainer, shared memory (tensor or mixed)"
+    ),
     "`--custom-loss-function-path`": (
         "gets log-probs, or with `--custom-loss-logits` the logits `[1, T, V]`. In the batch, `unconcat_tokens`, "
         "`total_lengths`, `response_lengths` and `loss_masks` are lists with one entry per sample. `advantages` and "
@@ -230,28 +242,32 @@ _STARTS = "starts as it is"
 EXAMPLES: Mapping[str, str] = {
     **dict.fromkeys(("coding_agent_rl", "eval_multi_task", "fully_async", "retool", "rollout_buffer"), _STARTS),
     **dict.fromkeys(("strands_sglang", "train_infer_mismatch_helper"), _STARTS),
-    "on_policy_distillation": "the script with a Megatron teacher starts as it is",
+    "on_policy_distillation": (
+        "the script with a Megatron teacher starts as it is; so does a script of the form of the one with a served "
+        "teacher"
+    ),
     "geo3k_vlm": "refused for its model, a Qwen3.5 with images; a dense Qwen3-VL can be trained",
-    "geo3k_vlm_multi_turn": "not tried; a dense Qwen3-VL can be trained",
-    "multi_agent": "not tried; `examples/multi_agent.py` shows the same",
-    **dict.fromkeys(("search-r1", "tau-bench"), "not tried"),
-    "delta_weight_sync": "not tried; its flags are taken ([delta_sync.md](delta_sync.md))",
+    "geo3k_vlm_multi_turn": (
+        "refused for a Qwen3.5 with images, and for a Qwen3-VL on several tensor-parallel ranks; with a dense Qwen3-VL "
+        "on one rank per replica, a plugin of its kind trains as it is"
+    ),
+    **dict.fromkeys(
+        ("multi_agent", "tau-bench"), "a script of its form starts as it is, and a plugin of its kind trains as it is"
+    ),
+    "search-r1": (
+        "a script of its form starts as it is, and a plugin of its kind trains as it is if it posts token ids; "
+        "executions whose posted text encodes to other ids fail one by one"
+    ),
+    "delta_weight_sync": "a script of its form starts as it is ([delta_sync.md](delta_sync.md))",
 }
 """Examples of the public slime -> what becomes of their launch scripts."""
 
 _INSTEAD_OF_REFUSED = {
     "use --model-family with your own family: a model that only the trainer can build cannot be served, saved or "
     "exported": "custom-model-provider-path",
-    "omit --prompt-data, and use your own --data-source or --rollout-function-path": "disable-rollout-global-dataset",
     "use --load-debug-rollout-data, which replays rollouts without engines": "load-forge-rollout-data",
     "use --adam-beta1 0 --adam-beta2 0, which give the same update; --use-precision-aware-optimizer and "
     "--optimizer-cpu-offload reduce the memory of the state": "use-stateless-adam",
-    "use --rollout-num-workers, which sends requests from several processes": "use-distributed-post",
-    "drop it: a folder in Hugging Face format holds one set of weights": "ref-ckpt-step opd-teacher-ckpt-step",
-    "drop it: the trainer has no DeepGEMM kernels; the mismatch with the engine is measured in every step": (
-        "megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules megatron-deepgemm-moe-forward-layers "
-        "megatron-deepgemm-moe-forward-modules"
-    ),
     "use --opd-teacher-url with an SGLang server that serves the teacher, or --opd-type megatron": (
         "teacher-port teacher-warmup-port teacher-warmup-timeout-s teacher-label-reduction-chunk-size "
         "teacher-sample-reduction-chunk-size megatron-server-max-length megatron-server-update-timeout-s "
@@ -341,9 +357,7 @@ _INSTEAD_OF_FOREIGN = {
     "use --rollout-top-p (evaluation: --eval-top-p)": "top-p",
     "use --rollout-top-k (evaluation: --eval-top-k)": "top-k",
     "use --rollout-shuffle": "shuffle data.shuffle",
-    "drop it: the tokenizer comes from --hf-checkpoint": (
-        "tokenizer tokenizer-type tokenizer-model tokenizer-name-or-path"
-    ),
+    "drop it: the tokenizer comes from --hf-checkpoint": "tokenizer tokenizer-name-or-path",
     "use --ref-load DIR": "ref-model",
     "use --global-batch-size for the samples per optimizer step (all devices together), and --micro-batch-size or "
     "--max-tokens-per-gpu for a forward pass": "micro-train-batch-size",
@@ -361,16 +375,12 @@ _INSTEAD_OF_FOREIGN = {
     "use --num-rollout, or --num-epoch": "train-samples",
     "use --lr-warmup-iters and --lr-decay-iters": "lr-warmup-samples lr-decay-samples",
     "drop it: config.json has the value": "use-checkpoint-args megatron-to-hf-mode yarn-scaling-factor",
-    "drop it: the trainer has its own attention": "use-flash-attn use-mcore-models attn-implementation",
-    "drop it: checkpoints have one format": "ckpt-format dist-ckpt-format use-dist-ckpt ckpt-fully-parallel-save",
+    "drop it: the trainer has its own attention": "attn-implementation",
     "drop it: loading fails if the checkpoint lacks an entry": "dist-ckpt-strictness",
-    "use --no-save-optim, which also omits the RNG": "no-save-rng",
     "use --freeze-params-name-list with name patterns": "freeze-all-layers",
-    "use --virtual-pipeline-model-parallel-size, the stages per rank": "num-layers-per-virtual-pipeline-stage",
     "use --custom-config-path": "yaml-cfg",
     "drop it: --sglang-ep-size distributes experts over the ranks of an engine": "sglang-enable-deepep-moe",
-    "drop it: every step is logged": "log-interval timing-log-level log-throughput logging-steps",
-    "use --recompute-granularity selective": "recompute-activations",
+    "drop it: every step is logged": "logging-steps",
     "drop it: an evaluation covers its entire dataset": "eval-iters",
     "use --save DIR --save-interval N with --load DIR: a run that was stopped resumes from its newest checkpoint": (
         "exit-duration-in-mins"

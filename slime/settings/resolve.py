@@ -21,11 +21,12 @@ from slime.core.text import HIDDEN
 from slime.settings.all_flags import Components
 from slime.settings.args import Args, Passthrough
 from slime.settings.custom_yaml import FREE, Given
+from slime.settings.eval_config import unread_keys
 from slime.settings.fields import UNSET, Compute, Declared, Need, Passed, Rule, Why, declared, default_of
 from slime.settings.flags import ANY, Flag, refuse
 from slime.settings.groups import GROUPS
 from slime.settings.megatron import FIXED, SLIME_DEFAULTS, need_of
-from slime.settings.rules import ASYNC_RULES, RULES, SYNC_RULES, a_step_is_finite, held_out_files_exist
+from slime.settings.rules import ASYNC_RULES, IDLE_IN_SYNC, RULES, SYNC_RULES, a_step_is_finite, held_out_files_exist
 from slime.settings.schema import architecture_of, contradictions, flags_of_owner
 
 
@@ -429,9 +430,11 @@ def resolve(
     list(components.chosen(resolver))  # raises for an unknown name, even if the setting has no effect
     too_many = a_step_is_finite(resolver)
     refuse([*given_out_of_range(resolver, components), *([too_many] if too_many else [])])
-    args, idle, problems = _without_idle(components, values, where)
+    args, idle, problems = _without_idle(components, values, where, IDLE_IN_SYNC if synchronous else {})
     if idle.keys() & {"eval_prompt_data", "eval_config"} and (missing := held_out_files_exist(resolver)):
         problems = [*problems, missing]
+    if "eval_config" not in idle:
+        idle |= unread_keys(args)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
     args = args.replace(
         router=Passthrough("router", router),
@@ -451,14 +454,14 @@ def resolve(
 
 
 def _without_idle(
-    components: Components, values: Mapping[str, Any], where: Mapping[str, str]
+    components: Components, values: Mapping[str, Any], where: Mapping[str, str], of_loop: Mapping[str, tuple[Any, str]]
 ) -> tuple[Args, dict[str, str], list[str]]:
     """Returns (settings, setting -> why it has no effect, contradictions with the checkpoint).
 
     Drops settings without effect and resolves again until all remaining ones take effect, because a setting may depend
-    on a dropped one (a reference needs a KL).
+    on a dropped one (a reference needs a KL). `of_loop`: those without effect in this loop.
     """
-    idle: dict[str, str] = {}
+    idle = {n: f"{values[n]}, {why}" for n, (usual, why) in of_loop.items() if values.get(n, usual) != usual}
     while True:
         resolver = resolver_of(components, {name: v for name, v in values.items() if name not in idle}, where)
         problems, found = take_architecture(resolver)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import string
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
@@ -56,12 +57,12 @@ def _one_schedule(args: Args) -> str | None:
 def _worker_has_its_own_ways(args: Args) -> str | None:
     if not args.fully_async:
         return None
-    wrong = [n for n in ("rollout_function_path", "over_sampling_batch_size") if args.was_given(n)]
-    if not wrong and not fine_tunes(args):
+    own = args.was_given("rollout_function_path")
+    if not own and not fine_tunes(args):
         return None
     return (
-        f"--fully-async does not work with {' and '.join(wrong) or 'loss_type sft_loss'}: its worker replaces the "
-        "rollout function and keeps max_groups_in_flight groups in flight; drop one of the two"
+        f"--fully-async does not work with {'rollout_function_path' if own else 'loss_type sft_loss'}: its worker "
+        "replaces the rollout function; drop one of the two"
     )
 
 
@@ -102,21 +103,16 @@ _BOTH: tuple[Rule, ...] = (
 SYNC_RULES: tuple[Rule, ...] = (
     *_BOTH,
     refuse_if(
-        lambda s: s.update_weights_interval != 1,
-        "update_weights_interval {s.update_weights_interval} does not work with train.py, which syncs weights after "
-        "every step; drop it or use train_async.py",
-    ),
-    refuse_if(
-        lambda s: s.keep_old_actor,
-        "--keep-old-actor does not work with train.py, which trains every batch on the weights that sampled it; drop "
-        "it or use train_async.py",
-    ),
-    refuse_if(
         lambda s: s.fully_async,
         "--fully-async does not work with train.py, which alternates generation and training; use train_async.py",
     ),
 )
 """Rules of train.py."""
+IDLE_IN_SYNC: Mapping[str, tuple[Any, str]] = {
+    "update_weights_interval": (1, "which needs train_async.py; train.py syncs weights after every step"),
+    "keep_old_actor": (False, "which needs train_async.py; train.py trains a batch on the weights that sampled it"),
+}
+"""Setting without effect in train.py -> (its default, why)."""
 ASYNC_RULES: tuple[Rule, ...] = (
     *_BOTH,
     refuse_if(

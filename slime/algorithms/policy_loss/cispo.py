@@ -34,13 +34,13 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
     eps_clip: float = opt(
         0.2,
         gt=0,
-        le=1,
+        le=1e9,
         needs=Need(
             lambda s: not s.was_given("cispo_clip_low") or (not _has_own_high(s) and not s.was_given("eps_clip_high")),
             _OWN_BOUNDS,
         ),
     )
-    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
+    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347); from 1 on, no lower bound."""
     eps_clip_high: float = derived(
         lambda s: s.eps_clip,
         "eps_clip",
@@ -49,7 +49,7 @@ class ClippedWeightPolicyLoss(ClipRange, PolicyLoss):
         le=1e9,
     )
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
-    cispo_clip_low: float = derived(lambda s: 1.0 - s.eps_clip, "1 - eps_clip", within=BOUND)
+    cispo_clip_low: float = derived(lambda s: max(0.0, 1.0 - s.eps_clip), "1 - eps_clip", within=BOUND)
     """Lower bound of the CISPO weight itself; 0 for no bound. Default: 1 - eps_clip."""
     cispo_clip_high: float = derived(lambda s: 1.0 + s.eps_clip_high, "1 + eps_clip_high", within=BOUND)
     """Upper bound of the CISPO weight itself. Default: 1 + eps_clip_high."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRange:
-    eps_clip: float = opt(0.2, gt=0, le=1)
-    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347)."""
+    eps_clip: float = opt(0.2, gt=0, le=1e9)
+    """Lower clip range of the probability ratio: 1 - eps_clip (PPO, arXiv:1707.06347); from 1 on, no lower bound."""
     eps_clip_high: float = derived(lambda s: s.eps_clip, "eps_clip", gt=0, le=1e9)
     """Upper clip range: 1 + eps_clip_high (DAPO, arXiv:2503.14476). Default: eps_clip."""
 

@@ -15,7 +15,7 @@ from slime.models.common.mtp import trains_mtp
 from slime.models.common.table import FamilyTable, Spread
 from slime.models.family import Family
 from slime.models.qwen3_next.config import is_linear, mixer_cost, qwen_next_table, split_problem
-from slime.settings.fields import opt
+from slime.settings.fields import Adjusted, opt
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,6 +27,10 @@ _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", 
 """Dimensions of linear attention. Prefixed with `linear_`, these are keys of both HF's and Megatron's config."""
 
 
+def _backend_that_exists(value: str, s: Any) -> Adjusted | None:
+    return Adjusted("auto", "the trainer has no kernels of FlashQLA") if value == "flashqla" else None
+
+
 @FAMILIES.register("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Next(Family):
@@ -35,10 +39,10 @@ class Qwen3Next(Family):
     refused_biases = ()
     layer_kinds = ("full_attention", "linear_attention")
 
-    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "torch"))
+    qwen_gdn_backend: str = opt("auto", choices=("auto", "fla", "flashqla", "torch"), adjust=_backend_that_exists)
     """Backend of linear attention in Qwen3-Next and Qwen3.5. fla: kernels of flash-linear-attention, which require a
     GPU and half precision; torch: plain PyTorch; auto: fla if it is installed and supported, else the slime kernels
-    that `--kernels` allows, else torch."""
+    that `--kernels` allows, else torch; flashqla: same as auto."""
 
     def check(self, args: Args) -> str | None:
         m = args.megatron

@@ -66,7 +66,13 @@ GROUPS: tuple[Group, ...] = (
     Group(logging.DebugSettings, "debug", "Debug", logging.RULES),
     Group(logging.ProfilingSettings, "profiling", "Profiling", logging.PROFILING_RULES),
     Group(hooks.HookSettings, "hooks", "Hooks", hooks.RULES),
-    Group(launch_scripts.LaunchScriptSettings, "launch-scripts", "Launch scripts", launch_scripts.RULES),
+    Group(
+        launch_scripts.LaunchScriptSettings,
+        "launch-scripts",
+        "Launch scripts",
+        launch_scripts.RULES,
+        launch_scripts.PASSED,
+    ),
     Group(logging.ConfigurationSettings, "configuration", "Configuration"),
 )
 """All groups, in the order of --help."""

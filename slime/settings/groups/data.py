@@ -13,7 +13,7 @@ from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.core.registry import load_object
 from slime.core.text import slime_command
 from slime.settings.conditions import estimator_of, fine_tunes
-from slime.settings.fields import UNSET, Need, Passed, Rule, derived, opt
+from slime.settings.fields import UNSET, Adjusted, Need, Passed, Rule, derived, opt
 from slime.settings.groups.hooks import SFT_ROLLOUT
 from slime.settings.schema import images_problem_of
 from slime.settings.topology_yaml import topology_of
@@ -36,11 +36,16 @@ def reads_prompt_data(s: Any) -> bool:
     return bool(load_object(SOURCES).get(s.data_source).reads_prompt_data)
 
 
+def _no_dataset(value: Any, s: Any) -> Adjusted | None:
+    off = value is not None and s.disable_rollout_global_dataset
+    return Adjusted(None, "--disable-rollout-global-dataset") if off else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """The prompt data, and how a row becomes a prompt."""
 
-    prompt_data: str | None = opt(None, first="Data")
+    prompt_data: str | None = opt(None, adjust=_no_dataset, first="Data")
     """A .jsonl or .parquet file, or a folder or quoted glob of such files, which are read in path order. Or a
     reasoning-gym task, rg:NAME?size=500&seed=1 (docs/data.md). The suffix @[a:b] selects a slice of all rows."""
     input_key: str = opt("input", first="Data")

@@ -552,6 +552,7 @@ TOPOLOGY_RULES: tuple[Rule, ...] = (
 
 ALGORITHM = "speculative_algorithm"
 """SGLang's setting that enables drafts."""
+_EXPERTS = "enable_return_routed_experts"
 PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ALGORITHM: ((None, "EAGLE", "NEXTN"), "the draft must be a multi-token-prediction layer; use NEXTN"),
     "speculative_draft_model_path": ((None,), "the draft is the checkpoint's own layer, which is synced; drop it"),
@@ -562,7 +563,7 @@ PLAIN_DRAFT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ((None, 1.0), "tokens would no longer be sampled from the policy; drop it"),
     ),
     "enable_multi_layer_eagle": ((None, False), "only one draft layer is synced; drop it"),
-    "enable_return_routed_experts": ((None, False), "routed experts with a draft are not tested; drop it"),
+    _EXPERTS: ((None, False), "routed experts with a draft are not tested; drop it"),
 }
 """SGLang setting -> its allowed values with a draft, and the reason."""
 
@@ -604,8 +605,11 @@ def drafts_are_synced(args: Args) -> str | None:
 def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, (allowed, why) in PLAIN_DRAFT.items():
         given = sglang.get(name)
+        if name == "speculative_draft_model_path" and given == args.hf_checkpoint:
+            continue
         if (str(given).upper() if name == ALGORITHM else given) not in allowed:
-            yield f"--sglang-{name.replace('_', '-')} {given}", why
+            flag = "--use-rollout-routing-replay" if name == _EXPERTS else f"--sglang-{name.replace('_', '-')} {given}"
+            yield flag, why
     if args.device == "cpu":
         yield "--device cpu", "SGLang's drafts need GPU kernels; drop --sglang-speculative-..."
     if int(sglang.get("pp_size") or 1) > 1:

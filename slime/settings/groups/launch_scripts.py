@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.core.hf_config import read_hf_config
-from slime.settings.fields import Need, Rule, opt
-from slime.settings.flags import BOUND, COUNT, FRACTION, TOKENS
+from slime.settings.fields import Need, Passed, Rule, opt
+from slime.settings.flags import BOUND, COUNT, FRACTION, STEPS_OR_NONE, TOKENS, WHOLE
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, FULLY_ASYNC, SFT_ROLLOUT
 from slime.settings.schema import has_output_norms
 
@@ -43,6 +43,12 @@ _ROWS = _never("padded rows; a packed row is as long as its samples")
 _CHECKED = _never("which changes nothing: every run checks itself (--mismatch-limit)")
 _GRADIENTS = _never("which changes nothing: metrics.jsonl has the gradient norm of each step, train/grad_norm")
 _UNREAD = _never("which is unused, even in the public slime")
+_ONE_SET = _never("Megatron's checkpoints; a folder in Hugging Face format holds one set of weights")
+_FORMAT = _never("Megatron's checkpoints; those of slime have one format")
+_ATTENTION = _never("Megatron's own attention")
+_TOKENIZER = _never("which changes nothing: the tokenizer comes from --hf-checkpoint")
+_EVERY_STEP = _never("which changes nothing: every step is logged")
+_DEEPGEMM = _never("DeepGEMM kernels in the trainer; the mismatch with the engine is measured in every step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,54 @@ class LaunchScriptSettings:
     """File to save the gradient norm of each step to."""
     ci_load_grad_norm: str | None = opt(None, needs=_GRADIENTS)
     """File with the gradient norm to compare each step with."""
+    disable_rollout_global_dataset: bool = False
+    """Do not read --prompt-data. Same as leaving it out."""
+    recompute_activations: bool = False
+    """Same as --recompute-granularity selective."""
+    num_layers_per_virtual_pipeline_stage: int | None = opt(None, within=COUNT)
+    """Layers per interleaved pipeline stage; determines --virtual-pipeline-model-parallel-size."""
+    use_distributed_post: bool = opt(
+        False, needs=_never("which changes nothing: --rollout-num-workers processes send the requests")
+    )
+    """Send requests from several hosts."""
+    ref_ckpt_step: int | None = opt(None, needs=_ONE_SET, within=STEPS_OR_NONE)
+    """Step of the reference's checkpoint."""
+    opd_teacher_ckpt_step: int | None = opt(None, needs=_ONE_SET, within=STEPS_OR_NONE)
+    """Step of the teacher's checkpoint."""
+    ckpt_format: str | None = opt(None, needs=_FORMAT)
+    """Format of Megatron's checkpoints."""
+    dist_ckpt_format: str | None = opt(None, needs=_FORMAT)
+    """Format of Megatron's sharded checkpoints."""
+    use_dist_ckpt: bool = opt(False, needs=_FORMAT)
+    """Save sharded checkpoints."""
+    ckpt_fully_parallel_save: bool = opt(False, needs=_FORMAT)
+    """Save a checkpoint from all data-parallel ranks."""
+    no_save_rng: bool = opt(
+        False, needs=_never("which changes nothing: states of generators are small; --no-save-optim also omits them")
+    )
+    """Do not save the states of random number generators."""
+    use_flash_attn: bool = opt(False, needs=_ATTENTION)
+    """Flash attention in Megatron."""
+    use_mcore_models: bool = opt(False, needs=_never("which changes nothing: Megatron-core is the only trainer"))
+    """Models of Megatron-core instead of the legacy ones."""
+    tokenizer_type: str | None = opt(None, needs=_TOKENIZER)
+    """Kind of tokenizer."""
+    tokenizer_model: str | None = opt(None, needs=_TOKENIZER)
+    """Folder of the tokenizer."""
+    log_interval: int | None = opt(None, needs=_EVERY_STEP, within=COUNT)
+    """Steps between log lines."""
+    log_throughput: bool = opt(False, needs=_EVERY_STEP)
+    """Log the throughput."""
+    timing_log_level: int | None = opt(None, needs=_EVERY_STEP, ge=0, le=2)
+    """Detail of logged timings."""
+    megatron_deepgemm_forward_layers: tuple[int, ...] | None = opt(None, needs=_DEEPGEMM, within=WHOLE)
+    """Dense layers whose forward pass uses DeepGEMM."""
+    megatron_deepgemm_forward_modules: tuple[str, ...] | None = opt(None, needs=_DEEPGEMM)
+    """Modules of these layers."""
+    megatron_deepgemm_moe_forward_layers: tuple[int, ...] | None = opt(None, needs=_DEEPGEMM, within=WHOLE)
+    """MoE layers whose forward pass uses DeepGEMM."""
+    megatron_deepgemm_moe_forward_modules: tuple[str, ...] | None = opt(None, needs=_DEEPGEMM)
+    """Modules of these layers."""
     ref_micro_batch_size: int | None = opt(None, needs=_UNREAD, within=COUNT)
     """Samples per forward pass of the reference model."""
     log_probs_max_tokens_per_gpu: int | None = opt(None, needs=_UNREAD, within=TOKENS)
@@ -204,6 +258,27 @@ def backend_is_the_device_s(args: Args) -> str | None:
     return f"--distributed-backend {args.distributed_backend} does not work on {args.device}; drop it or use {wanted}"
 
 
+def _stages_per_rank(s: Any) -> int | None:
+    layers = s.num_layers_per_virtual_pipeline_stage
+    if layers is None:
+        return None
+    return max(1, s.megatron["num_layers"] // (s.megatron["pipeline_model_parallel_size"] or 1) // layers)
+
+
+PASSED: tuple[Passed, ...] = (
+    Passed(
+        "megatron",
+        "recompute_granularity",
+        lambda s: "selective" if s.recompute_activations else None,
+        "recompute_activations",
+    ),
+    Passed(
+        "megatron",
+        "virtual_pipeline_model_parallel_size",
+        _stages_per_rank,
+        "num_layers_per_virtual_pipeline_stage",
+    ),
+)
 RULES: tuple[Rule, ...] = (
     spec_is_the_checkpoint_s,
     name_is_the_checkpoint_s,

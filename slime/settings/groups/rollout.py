@@ -116,6 +116,10 @@ def _why_all_the_time(s: Any) -> str:
     return f"--rollout-function-path {FULLY_ASYNC}" if name is None else f"--rollout-schedule {name}"
 
 
+_STEPWISE = Need(
+    lambda s: not s.fully_async,
+    "which changes nothing: the worker of --fully-async keeps max_groups_in_flight groups in flight",
+)
 _WORKER = Need(lambda s: s.fully_async, "the worker of --fully-async")
 _PAUSES = Need(
     lambda s: s.fully_async or s.pause_generation_mode == "abort",
@@ -142,7 +146,11 @@ class RolloutSettings:
         first="Batch",
     )
     """Number of steps in the loop; 0 only evaluates. Required unless --num-epoch is set."""
-    num_epoch: int | None = opt(None, within=COUNT)
+    num_epoch: int | None = opt(
+        None,
+        needs=Need(lambda s: not s.was_given("num_rollout"), "a run without --num-rollout, which sets its length"),
+        within=COUNT,
+    )
     """Passes over the prompt data. Sets num_rollout = num_epoch * (rows // rollout_batch_size)."""
     start_rollout_id: int | None = opt(None, within=STEPS_OR_NONE)
     """First step of the loop. Default: the one after the loaded checkpoint, else 0."""
@@ -157,7 +165,7 @@ class RolloutSettings:
     n_samples_per_prompt: int = opt(1, within=COUNT, first="Batch")
     """Executions (samples) per prompt."""
     over_sampling_batch_size: int = derived(
-        lambda s: s.rollout_batch_size, "rollout_batch_size", needs=SAMPLED, within=COUNT
+        lambda s: s.rollout_batch_size, "rollout_batch_size", needs=(SAMPLED, _STEPWISE), within=COUNT
     )
     """Number of prompts that a step issues at first; a value above rollout_batch_size leaves room for filters. If too
     few groups for the batch are finished or in flight, the step issues more prompts in the same proportion."""
@@ -288,16 +296,6 @@ def engines_divide_by_the_temperature(args: Args) -> str | None:
     )
 
 
-def one_length_of_the_run(args: Args) -> str | None:
-    epochs = _rows_of_epochs(args) if args.was_given("num_rollout") else None
-    if epochs is None or args.num_rollout in (0, epochs):
-        return None
-    return (
-        f"num_rollout {args.num_rollout} contradicts num_epoch {args.num_epoch}, which means {_why_rows(args)} = "
-        f"{epochs} steps; set only one of the two"
-    )
-
-
 def an_epoch_has_a_step(args: Args) -> str | None:
     if args.num_epoch is None or args.was_given("num_rollout") or args.num_rollout > 0:
         return None
@@ -326,7 +324,6 @@ RULES: tuple[Rule, ...] = (
         "over_sampling_batch_size {s.over_sampling_batch_size} is below rollout_batch_size {s.rollout_batch_size}, so "
         "no batch would ever be full; raise it or drop it",
     ),
-    one_length_of_the_run,
     an_epoch_has_a_step,
     refuse_if(
         _leaves_no_token,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.core.hf_config import quantisation_of, read_hf_config
 from slime.core.registry import load_object
 from slime.settings.conditions import policy_has_own_gpus, policy_shares_gpus
-from slime.settings.fields import UNSET, Need, Rule, derived, opt, refuse_if
+from slime.settings.fields import UNSET, Adjusted, Need, Rule, derived, opt, refuse_if
 from slime.settings.flags import SECONDS
 
 if TYPE_CHECKING:
@@ -65,22 +65,37 @@ def _hands_memory_over(s: Any) -> bool:
 
 
 def _one_name(value: Any) -> Any:
-    """Replaces an alias of a transport with its name. Keeps import paths; `auto` counts as not set."""
+    """Replaces an alias of a transport with its name. Keeps import paths and nccl; `auto` counts as not set."""
     if value == "auto":
         return UNSET
     known = load_object(TRANSPORTS)
-    return known.get(value).name if value in known else value
+    return known.get(value).name if value in known and value != _NCCL else value
+
+
+_NCCL = "nccl"
+"""The public slime's name for all transports but the disk: NCCL, or shared memory on shared GPUs."""
+
+
+def _of_nccl(value: Any, s: Any) -> Adjusted | None:
+    if value != _NCCL:
+        return None
+    if s.device == "cuda" and policy_shares_gpus(s):
+        return Adjusted("mixed" if policy_has_own_gpus(s) else "tensor", "nccl, but some engines share GPUs with it")
+    return Adjusted("distributed", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncSettings:
     """The weight sync. Every sync is verified; verification cannot be disabled."""
 
-    update_weight_transport: str = derived(_transport, _why, chosen_from=TRANSPORTS, canonical=_one_name)
-    """How weights are sent. tensor: shared memory, on cuda only with --colocate. distributed (alias nccl): a process
-    group, gloo or NCCL. disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the
-    others. Or the import path of your own transport. auto (default): mixed on cuda if only some engines of the policy
-    share GPUs with the trainer; distributed if none do, or if an engine may be on a different host; else tensor."""
+    update_weight_transport: str = derived(
+        _transport, _why, chosen_from=TRANSPORTS, canonical=_one_name, adjust=_of_nccl
+    )
+    """How weights are sent. tensor: shared memory, on cuda only with --colocate. distributed: a process group, gloo or
+    NCCL. disk: a shared folder. mixed: tensor for engines on GPUs of training ranks, distributed for the others. nccl:
+    distributed, but tensor or mixed for engines that share GPUs with the trainer. Or the import path of your own
+    transport. auto (default): mixed on cuda if only some engines of the policy share GPUs with the trainer; distributed
+    if none do, or if an engine may be on a different host; else tensor."""
     update_weight_mode: str = opt("full", choices=("full", "delta"))
     """full: every weight sync sends all weights. delta: a sync sends only the bit-exact changes since the last one, as
     files of the disk transport; the first sync of a launch and one in every --update-weight-full-interval are full."""

@@ -7,15 +7,16 @@ import json
 import re
 from pathlib import Path
 
-from slime.public.names import ALIASES
+from slime.public.names import names_table, public_names
 from slime.settings.all_flags import flag_table
 from slime.settings.fields import declared, own_fields
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.public_flags import DIFFERENT, EXAMPLES, FOREIGN_NAMES, MODEL, PUBLIC, REFUSED, tables
 from slime.settings.schema import architecture_of, owned_spellings
 from tests.support.documents import ROOT
-from tests.support.launch_scripts import facts, launch_scripts
+from tests.support.launch_scripts import facts, launch_scripts, own_command_lines
 from tests.unit.settings.test_launch_scripts import REFUSED as REFUSED_SCRIPTS
+from tests.unit.settings.test_launch_scripts import REFUSED_LINES
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*[a-z0-9]")
 
@@ -61,24 +62,16 @@ def test_flags_of_the_model_are_those_that_its_configuration_decides(tmp_path: P
 def test_an_example_starts_if_its_launch_scripts_do() -> None:
     """tests/unit/settings/test_launch_scripts.py tries the scripts in tests/support."""
     for name, said in EXAMPLES.items():
-        scripts = [
-            script for script in launch_scripts() if script.startswith(f"{name}_") and "multi_turn" not in script
-        ]
-        assert bool(scripts) == (not said.startswith("not tried")), name
-        assert {script in REFUSED_SCRIPTS for script in scripts} <= {said.startswith("refused")}, name
+        scripts = [script for script in launch_scripts() if script.startswith(f"{name}_")]
+        scripts += [script for script in own_command_lines() if script == name]
+        assert scripts, name
+        refused = {script in REFUSED_SCRIPTS | REFUSED_LINES for script in scripts}
+        assert refused == {said.startswith("refused")}, name
 
 
-OWN_PATHS = {"slime.rollout.fully_async", "slime.rollout.progress", "slime.rollout.turns"}
-"""Modules that earlier releases of ours had."""
-
-
-def test_the_names_in_the_document_are_those_that_plugins_can_import() -> None:
-    section = (ROOT / "docs" / "migration.md").read_text().partition("### Plugins")[2]
-    rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| (.*) \|$", section, re.MULTILINE))
-    written = {module: re.findall(r"`(\w+)`", re.split(r":|;|, w", names)[0]) for module, names in rows.items()}
-    assert all(written.values()) and len(written) > 20
-    lacking = [(m, n) for m, names in written.items() for n in names if not hasattr(importlib.import_module(m), n)]
+def test_the_document_has_the_names_that_plugins_can_import() -> None:
+    assert names_table() in (ROOT / "docs" / "migration.md").read_text()
+    names = public_names()
+    assert len(names) > 20
+    lacking = [(m, n) for m, found in names.items() for n in found if not hasattr(importlib.import_module(m), n)]
     assert lacking == []
-    public = {module: names for module, names in ALIASES.items() if names and module not in OWN_PATHS}
-    missing = [(m, n) for m, names in public.items() for n in names if n not in written.get(m, ())]
-    assert missing == []

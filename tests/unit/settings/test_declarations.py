@@ -100,7 +100,7 @@ def test_conditions_and_derivations_can_be_computed(base: list[str], words: str)
         if says.chosen_by is not None:
             evaluated(f"chosen_by of {name}", says.chosen_by.name, settings)
         if says.adjust is not None:
-            evaluated(f"adjust of {name}", says.adjust, getattr(settings, name), settings)
+            evaluated(f"adjust of {name}", says.adjust, getattr(settings, name.partition(" of ")[0]), settings)
         if says.canonical is not None and says.default is not None:
             evaluated(f"canonical of {name}", says.canonical, says.default)
     for name, rule in passed():

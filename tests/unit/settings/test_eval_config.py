@@ -87,6 +87,18 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, content: Any, told: str
         parsed(tmp_path, text)
 
 
+def test_a_key_that_nothing_reads_is_listed(tmp_path: Path) -> None:
+    data = str(write_prompts(tmp_path / "held.jsonl", 2))
+    content = {"eval": {"defaults": {"owner": "x"}, "datasets": {"a": {"path": data, "licence": "free"}}}}
+    args = parsed(tmp_path, content)
+    assert args.idle["eval_config.licence"] == "free, which nothing reads" and "eval_config.owner" in args.idle
+    with pytest.raises(ConfigError, match="licence"):
+        parsed(tmp_path, content, "--strict")
+    content["eval"]["datasets"]["a"]["temprature"] = 1.0
+    with pytest.raises(ConfigError, match="did you mean temperature"):
+        parsed(tmp_path, content)
+
+
 def test_two_sources_of_datasets_are_refused(tmp_path: Path) -> None:
     data = str(write_prompts(tmp_path / "held.jsonl", 2))
     with pytest.raises(ConfigError, match="set only one of them"):

@@ -20,15 +20,19 @@ from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.rules import likely_mistakes
 from slime.settings.topology_yaml import topology_of
 from tests.support.command_line import QWEN3, listed, refused
-from tests.support.launch_scripts import launch_scripts
+from tests.support.launch_scripts import launch_scripts, own_command_lines
 
 DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
-    "images": r"cannot be trained on images|--spec .* is a vision-language model",
+    "images": r"cannot be trained on images|--spec .* is a vision-language model|--multimodal-keys does not work with",
     "a draft for GLM-5": r"with speculative decoding: slime cannot train an MTP layer of glm_moe_dsa",
     "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"does not work with prefill and decode engines",
+    "a router without a key": r"--sglang-router-ip needs --router-api-key",
+    "engines that only encode images": r"worker_type encoder",
+    "another draft": r"--sglang-speculative-\S+ .* does not work with speculative decoding: the draft",
+    "routing replay with a draft": r"--use-rollout-routing-replay does not work with speculative decoding",
 }
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
@@ -42,11 +46,17 @@ REFUSED = {
     "qwen3-235B-A22B": {"the engines' expert exchange"},
 }
 """Script -> all the reasons for which it is refused; the others parse."""
-TWICE = {
-    *("coding_agent_rl_run_qwen36_35b_a3b_swe_8nodes", "glm4.7-355B-A32B", "kimi-k2-Instruct"),
-    *("retool_retool_qwen3_4b_rl", "retool_retool_qwen3_4b_sft"),
+REFUSED_LINES = {
+    "qwen3_30B_A3B_fp8_deepep": {"the engines' expert exchange"},
+    "geo3k_vlm_multi_turn": {"images"},
+    "external_engines_with_a_router": {"a router without a key"},
+    "epd": {"engines that only encode images"},
+    "external_draft": {"another draft"},
+    "ngram_draft": {"another draft"},
+    "r3_with_a_draft": {"routing replay with a draft"},
 }
-"""Scripts that give a flag of the model two values, of which the last one counts."""
+"""The same of our own command lines."""
+LINES = launch_scripts() | own_command_lines()
 
 
 @pytest.fixture
@@ -58,20 +68,29 @@ def on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", launch_scripts())
+def _gives_two_values(words: list[str]) -> bool:
+    """Whether a flag of the model has two values, of which the last one counts."""
+    values: dict[str, set[str]] = {}
+    for at, word in enumerate(words):
+        if word.startswith("--"):
+            values.setdefault(word, set()).add(words[at + 1] if at + 1 < len(words) else "")
+    return any(len(found) > 1 and not all(one.startswith("--") for one in found) for found in values.values())
+
+
+@pytest.mark.parametrize("name", LINES)
 def test_a_public_launch_script_as_it_is_has_a_plan_or_is_refused_for_its_reasons(
     name: str, on_a_cluster: Path
 ) -> None:
-    script = launch_scripts()[name]
-    words = script.write(on_a_cluster)
-    if name in REFUSED:
+    script = LINES[name]
+    words, reasons = script.write(on_a_cluster), (REFUSED | REFUSED_LINES).get(name)
+    if reasons is not None:
         message = refused(words, synchronous=script.synchronous)
         problems = re.findall(r"^  \d+\. (.*)$", message, re.MULTILINE) or [message]
         found = [{reason for reason, pattern in REASONS.items() if re.search(pattern, text)} for text in problems]
-        assert all(found) and set().union(*found) == REFUSED[name], message
+        assert all(found) and set().union(*found) == reasons, message
         return
     args = parse_args(words, synchronous=script.synchronous)
-    assert ("replaces" in listed(args)) == (name in TWICE)
+    assert ("replaces" in listed(args)) == _gives_two_values(words)
     engines = [EngineDemand(one.num_gpus, one.runs) for one in topology_of(args).wanted()]
     engines = [] if args.debug_train_only else engines
     places = args.actor_num_nodes + -(-sum(e.num_slots for e in engines) // 8)
@@ -82,12 +101,12 @@ def test_a_public_launch_script_as_it_is_has_a_plan_or_is_refused_for_its_reason
         colocate=args.colocate,
         hosts=[Host(f"h{i}", f"10.0.0.{i}", 8, 8) for i in range(places)],
     )
-    assert len(plan.engines) == len(engines)
+    assert len(plan.engines) == sum(one.runs for one in engines)
     assert "Set, loaded and derived:" in explain(args)
 
 
 def test_every_reason_for_which_a_script_is_refused_is_in_the_docs() -> None:
-    assert set().union(*REFUSED.values()) == REASONS.keys() and len(REFUSED) <= 4
+    assert set().union(*REFUSED.values(), *REFUSED_LINES.values()) == REASONS.keys() and len(REFUSED) <= 4
     text = DOCS.read_text()
     assert [reason for reason in REASONS if f"| {reason} |" not in text] == []
 
@@ -147,9 +166,12 @@ def test_every_flag_of_launch_scripts_agrees_or_is_checked_or_is_listed(base: li
         *("train_backend", "use_rotary_position_embeddings", "no_position_embedding"),
         "freeze_indexer",
     }
+    means_another = {"disable_rollout_global_dataset", "recompute_activations", "num_layers_per_virtual_pipeline_stage"}
     checked = {word.removeprefix("--").replace("-", "_") for flags, _ in CONTRADICTS for word in flags.split()}
     conditional = {f.name for f in own_fields(LaunchScriptSettings) if declared(f).conditions}
-    assert {f.name for f in own_fields(LaunchScriptSettings)} <= true_of_every_run | checked | conditional
+    assert {f.name for f in own_fields(LaunchScriptSettings)} <= (
+        true_of_every_run | means_another | checked | conditional
+    )
 
 
 def test_flags_that_do_nothing_here_are_listed(base: list[str]) -> None:
@@ -159,6 +181,40 @@ def test_flags_that_do_nothing_here_are_listed(base: list[str]) -> None:
     assert {f"--{name.replace('_', '-')}" for name in args.idle} == {w for w in words if w.startswith("--")}
     args = parse_args([*base, *words, "--ci-train-rollout-logprob-abs-diff-threshold", "0.3"])
     assert args.mismatch_limit == 0.3 and args.ci_test
+
+
+def test_flags_that_are_other_names_mean_what_they_name(base: list[str], tmp_path: Path) -> None:
+    assert parse_args([*base, "--recompute-activations"]).megatron["recompute_granularity"] == "selective"
+    staged = [*base, "--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2"]
+    args = parse_args([*staged, "--num-layers-per-virtual-pipeline-stage", "1"])
+    assert args.megatron["virtual_pipeline_model_parallel_size"] == args.megatron["num_layers"] // 2
+    words = ["--disable-rollout-global-dataset", "--rollout-function-path", "own.generate"]
+    assert parse_args([*base, *words]).prompt_data is None
+    assert "there are no prompts" in refused([*base, words[0]])
+
+
+def test_nccl_means_what_the_gpus_allow(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.settings.groups.cluster.has_gpu", lambda: True)
+    words = [*base, "--update-weight-transport", "nccl", "--actor-num-gpus-per-node", "2"]
+    assert parse_args([*words, "--colocate"]).update_weight_transport == "tensor"
+    assert parse_args([*words, "--colocate", "--rollout-num-gpus", "4"]).update_weight_transport == "mixed"
+    assert parse_args([*words, "--rollout-num-gpus", "2"]).update_weight_transport == "distributed"
+
+
+def test_settings_of_the_other_loop_are_listed(base: list[str]) -> None:
+    words = [*base, "--update-weights-interval", "2", "--keep-old-actor"]
+    args = parse_args(words)
+    assert (args.update_weights_interval, args.keep_old_actor) == (1, False)
+    assert {"update_weights_interval", "keep_old_actor"} <= args.idle.keys()
+    assert parse_args(words, synchronous=False).update_weights_interval == 2
+    worker = [*base, "--fully-async", "--over-sampling-batch-size", "64"]
+    assert "over_sampling_batch_size" in parse_args(worker, synchronous=False).idle
+
+
+def test_a_clip_range_of_one_or_more_has_no_lower_bound(base: list[str]) -> None:
+    args = parse_args([*base, "--advantage-estimator", "cispo", "--eps-clip", "10", "--eps-clip-high", "4"])
+    assert (args.cispo_clip_low, args.cispo_clip_high) == (0.0, 5.0)
+    assert parse_args([*base, "--eps-clip", "2"]).eps_clip == 2.0
 
 
 def test_the_last_value_of_a_flag_of_the_model_counts(base: list[str]) -> None:
