@@ -145,10 +145,12 @@ class GraderPool:
         eval_rm_types: Collection[str] = (),
         args: object = None,
         ungradable_is_wrong: bool = True,
+        prepare: Callable[[object], None] | None = None,
     ) -> None:
         """`eval_rm_types`: graders of evaluation datasets. `args`: all settings; a grader gets its own fields, a user's
         function gets everything except secrets. `ungradable_is_wrong`: score an answer that a grader cannot handle as
-        wrong instead of leaving it unscored.
+        wrong instead of leaving it unscored. `prepare`: called with the settings for users' functions before the first
+        process with network access starts; may change them.
 
         Raises `ConfigError` for an unknown `rm_type`.
         """
@@ -156,7 +158,7 @@ class GraderPool:
         self._graders = {name: GRADERS.get(name) for name in named if name}
         """Name -> grader class. Names from data rows are added on first use and cannot be import paths."""
         self._rm_type, self._custom_rm_path, self._timeout_s = rm_type, custom_rm_path, timeout_s
-        self._args, self._ungradable_is_wrong = args, ungradable_is_wrong
+        self._args, self._ungradable_is_wrong, self._prepare = args, ungradable_is_wrong, prepare
         shown = args.without_secrets() if isinstance(args, Args) else args
         self._threads = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="grading")
         self._settings = ProcessSettings(timeout_s, memory_limit_bytes, shown, self._threads)
@@ -330,6 +332,10 @@ class GraderPool:
 
     async def _start(self, lane: _Lane, message: dict[str, Any]) -> None:
         """Starts a process and adds it to the lane. Raises `SlimeError` if the pool is or gets closed."""
+
+        if self._prepare is not None and lane.kind not in (HELD, OFFLINE):
+            prepare, self._prepare = self._prepare, None
+            prepare(self._settings.args)
 
         async def start() -> None:
             others = [(name, self._settings_of(kind)) for name, kind in self._graders.items() if kind.held]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,8 @@ def teacher_client(args: Args) -> TeacherClient | None:
     )
 
 
-def grader_pool(args: Args) -> GraderPool:
-    """Creates the pool of grader processes. Raises `ConfigError` for an unknown grader."""
+def grader_pool(args: Args, prepare: Callable[[object], None] | None = None) -> GraderPool:
+    """Creates the pool of grader processes. `prepare`: as in `GraderPool`. Raises `ConfigError` for unknown graders."""
     return GraderPool(
         num_workers=args.reward_num_workers,
         timeout_s=args.reward_timeout_s,
@@ -186,6 +186,7 @@ def grader_pool(args: Args) -> GraderPool:
         custom_rm_path=args.custom_rm_path,
         args=args,
         ungradable_is_wrong=args.ungradable_answers == "wrong",
+        prepare=prepare,
     )
 
 

@@ -7,7 +7,8 @@ Requests to `/generate` go through the engine client of this process, like those
 continue after weight syncs and lost engines, and the transcript records what was sampled. Other requests that only
 generate or read (`FORWARDED`) are sent to the run's router with its key.
 
-Each call of a user's function gets its own address of 127.0.0.0/8 on the same port, which identifies its requests.
+Each call of a user's function gets its own address of 127.0.0.0/8 on the same port, which identifies its requests;
+reward functions, which run in processes of their own, share one (`REWARDS`), whose requests are not recorded.
 Where the operating system does not restrict a socket to the loopback device, all calls share 127.0.0.1. Requests that
 belong to no running call are recorded in `transcript.STRAYS`.
 
@@ -43,7 +44,7 @@ from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
-from slime.rollout.client.engine_client import EngineClient
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient
 from slime.rollout.context import RolloutContext, current
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import beside
@@ -53,6 +54,8 @@ from slime.settings.topology_yaml import topology_of
 
 SHARED = "127.0.0.1"
 """The address of requests that belong to no particular call."""
+REWARDS = "127.0.0.2"
+"""The address of requests from reward functions."""
 FORWARDED = frozenset(
     [
         *("/model_info", "/get_model_info", "/server_info", "/get_server_info"),
@@ -74,6 +77,8 @@ class LoopbackRouter:
         self._key = args.router.get("api_key") or keys.use
         self._contexts: dict[str, contextvars.Context] = {}
         """Address -> the context of the running call that has it."""
+        self._of_rewards: contextvars.Context | None = None
+        """The context of requests from reward functions."""
         self._numbers = itertools.count(1)
         self._ports: dict[str, int] = {}
         self._own_addresses = True
@@ -95,10 +100,7 @@ class LoopbackRouter:
             return
         self._listen()
         host = self._own_address() if self._own_addresses and not shared else SHARED
-        addresses = {name: (host, port) for name, port in self._ports.items()}
-        ip, port = addresses[self._main.name]
-        values = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_model_routers": addresses}
-        view.__dict__.update(values)
+        self._set(view, host)
         if not shared:
             self._contexts[host] = contextvars.copy_context()
         try:
@@ -106,6 +108,27 @@ class LoopbackRouter:
         finally:
             if not shared:
                 self._contexts.pop(host, None)
+
+    def address_for_rewards(self, view: Any) -> None:
+        """Sets the router addresses in `view`, the settings that reward functions get in processes of their own.
+
+        Requests to them belong to no execution, and are not recorded. Does nothing where `addressed` does nothing.
+        """
+        if not isinstance(view, Args) or self._is_exposed or not self._clients or self._main is None:
+            return
+        self._listen()
+        self._of_rewards = contextvars.copy_context()
+        self._of_rewards.run(TRANSCRIPT.set, _Unrecorded())
+        self._of_rewards.run(LIMITS.set, None)
+        self._of_rewards.run(REQUEST_SCOPE.set, None)
+        self._set(view, REWARDS if self._own_addresses else SHARED)
+
+    def _set(self, view: Args, host: str) -> None:
+        assert self._main is not None, "there are engines"
+        addresses = {name: (host, port) for name, port in self._ports.items()}
+        ip, port = addresses[self._main.name]
+        values = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_model_routers": addresses}
+        view.__dict__.update(values)
 
     def model_at(self, address: str) -> str | None:
         """Returns the model whose requests go to `host:port`; None if that is not an address of this object."""
@@ -171,6 +194,8 @@ class LoopbackRouter:
         host = http.transport.get_extra_info("sockname")[0]
         if host != SHARED and host in self._contexts:
             return self._contexts[host].copy()
+        if self._of_rewards is not None and (host == REWARDS or not self._contexts):
+            return self._of_rewards.copy()
         if not self._contexts:
             return None
         anyone = next(reversed(self._contexts.values())).copy()
@@ -244,6 +269,16 @@ class _Anyones(Transcript):
 
     def end_call(self, call: Call) -> None:
         STRAYS.end_call(call)
+
+
+class _Unrecorded(Transcript):
+    """The transcript of a reward function's requests, whose answers are not trained on."""
+
+    def begin_call(self, call: Call) -> None:
+        pass
+
+    def end_call(self, call: Call) -> None:
+        pass
 
 
 def _loopback_socket() -> tuple[socket.socket, bool]:

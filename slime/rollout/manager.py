@@ -144,7 +144,7 @@ class RolloutManager:
         if policy is not None and self._client is not None and engines:
             self.admit(policy.name, engines)
         self._teacher = teacher_client(args)
-        self._graders = grader_pool(args)
+        self._graders = grader_pool(args, self._loopback.address_for_rewards)
         self._source.max_staleness = args.max_weight_staleness
         self._source.weight_version = int(not args.debug_rollout_only)
         self._schedule = SCHEDULES.build(args.rollout_schedule, args)

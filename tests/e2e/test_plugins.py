@@ -31,6 +31,7 @@ class Case:
     """Of the samples of one execution."""
     script: str = "train.py"
     prompt: Callable[[int], Any] = lambda row: f"{row}+{row}="
+    label: Callable[[int], Any] = lambda row: str(2 * row)
     config: str = ""
     """Settings of the plugin's own, as YAML."""
 
@@ -56,8 +57,11 @@ CASES = {
         lambda found: len(found) == 1 and num_turns(found[0]) >= 2 and "tool_call_count" in found[0].attributes,
     ),
     "search by ids": Case(
-        plugin("search", *reward_of("search")), lambda found: len(found) == 1 and num_turns(found[0]) == 2
+        plugin("search", *reward_of("search")),
+        lambda found: len(found) == 1 and num_turns(found[0]) == 2,
+        label=lambda row: {"ground_truth": {"target": [str(2 * row)]}, "style": "rule"},
     ),
+    "judge": Case(reward_of("judge"), lambda found: num_turns(found[0]) == 1 and found[0].reward is not None),
     "search by text": Case(
         plugin("search", *reward_of("search"), "--rollout-skip-special-tokens", function="generate_by_text"),
         lambda found: found[0].unscored.startswith("not as sampled") or num_turns(found[0]) >= 1,
@@ -133,7 +137,7 @@ def test_a_public_plugin_trains_as_it_is(name: str, tmp_path: Path, tiny_qwen3: 
 
 def trained(case: Case, tmp_path: Path, model: Path) -> tuple[RealRun, list[list[Sample]]]:
     """A finished run, and the samples of each execution."""
-    rows = [{"prompt": case.prompt(row), "label": str(2 * row)} for row in range(32)]
+    rows = [{"prompt": case.prompt(row), "label": case.label(row)} for row in range(32)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.yaml").write_text(case.config)

@@ -57,14 +57,22 @@ class RunAdapter(Adapter):
 
         `sglang_url`: address of one of the run's routers; None: the policy's. `tool_parser`: a tool format; by default,
         and for unknown names, the chat template decides. `reasoning_parser`, `fork_threshold_tokens` and
-        `debug_callback` have no effect: the tool format splits off thinking, and every conversation that differs from
-        what was sampled becomes a separate sample. Raises `HookError` outside a rollout.
+        `debug_callback` have no effect, which a warning says: the tool format splits off thinking, and every
+        conversation that differs from what was sampled becomes a separate sample. Raises `HookError` outside a rollout.
         """
         if template is not None:
             super().__init__(engine, template, **own)
             return
         if tokenizer is None:
             raise TypeError(f"{type(self).__name__} requires an engine and a template, or a tokenizer")
+        unread = {
+            "reasoning_parser": (reasoning_parser, "the tool format splits off thinking"),
+            "fork_threshold_tokens": (fork_threshold_tokens, "a conversation that differs becomes a separate sample"),
+            "debug_callback": (debug_callback, "the log of the run has the turns"),
+        }
+        for name, (value, why) in unread.items():
+            if value is not None:
+                logger.warning("%s has no effect on %s: %s", name, type(self).__name__, why)
         context = current()
         client = context.engine() if sglang_url is None else client_of(f"{sglang_url.removesuffix('/')}/generate")
         if client is None:

@@ -65,7 +65,8 @@ class EpisodeWorker:
         self._loopback = LoopbackRouter(args, self._models, keys)
         policy = topology_of(args).main
         self._client = self._models[policy.name] if policy is not None else None
-        self._teacher, self._graders = teacher_client(args), grader_pool(args)
+        self._teacher = teacher_client(args)
+        self._graders = grader_pool(args, self._loopback.address_for_rewards)
         self._last_words = last_words
         self._watchdog: Watchdog | None = None
         self._scopes: dict[int, RequestScope] = {}

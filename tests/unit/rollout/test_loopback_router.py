@@ -26,7 +26,7 @@ from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
 from slime.rollout.context import RolloutContext, current, use
 from slime.rollout.loopback_router import LoopbackRouter, user_of
 from slime.rollout.manager import RolloutManager
-from slime.rollout.transcript import TRANSCRIPT, Transcript
+from slime.rollout.transcript import STRAYS, TRANSCRIPT, Transcript
 from slime.rollout.types import Progress
 from slime.rollout.user_functions import reachable
 from tests.support.fake_engine import FakeEngine, serve
@@ -117,6 +117,40 @@ def test_a_client_without_keys_trains_what_it_sampled(tmp_path: Path, client: st
     for sample in batch.samples:
         assert sample.token_versions.tolist() == [3] * 8 + [NOT_SAMPLED] + [3] * 8
         assert sample.loss_mask.sum() == 16
+
+
+REWARDS = {
+    "in a process of many": """
+import httpx
+async def judge(args, sample):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+    async with httpx.AsyncClient(timeout=None) as client:
+        answer = await client.post(url, json=payload)
+    return float(answer.json()["meta_info"]["completion_tokens"])
+""",
+    "in a process of its own": """
+import requests
+def judge(args, sample):
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+    return float(requests.post(url, json=payload).json()["meta_info"]["completion_tokens"])
+""",
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_a_reward_function_asks_the_engines_without_a_key(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "judge.py").write_text(REWARDS[kind])
+    engine, known = FakeEngine(weight_version="3"), STRAYS.num_sampled()
+    args = rollout_args(tmp_path, "--custom-rm-path", f"{tmp_path}/judge.py:judge", "--disable-rewards-normalization")
+
+    async def work(manager: RolloutManager) -> TrainBatch:
+        return (await manager.generate(0))[0]
+
+    batch: TrainBatch = asyncio.run(with_manager(args, engine, work, KEYS))
+    assert {sample.reward for sample in batch.samples} == {2.0} and engine.keys == {"Bearer sesame"}
+    assert STRAYS.num_sampled() == known, "its answers are not trained on"
 
 
 def test_its_requests_are_held_to_the_limits_of_the_execution(tmp_path: Path) -> None:

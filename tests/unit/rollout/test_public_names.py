@@ -598,6 +598,21 @@ async def generate(args, sample, sampling_params):
 """
 
 
+def test_an_adapter_says_what_it_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from slime.agent.adapters import AnthropicAdapter
+
+    def outside() -> Any:
+        raise HookError("no rollout is running")
+
+    monkeypatch.setattr("slime.agent.adapters.current", outside)
+    own = {"reasoning_parser": "qwen3", "fork_threshold_tokens": 8, "debug_callback": print}
+    with pytest.raises(HookError):
+        AnthropicAdapter(tokenizer=object(), **own)
+    assert [name for name in own if f"{name} has no effect" not in caplog.text] == []
+
+
 def test_whole_responses_are_what_context_parallel_ranks_have() -> None:
     import torch
 
