@@ -186,7 +186,7 @@ def test_the_public_name_is_a_function_that_says_what_it_stands_for() -> None:
         (["--rollout-function-path", "examples.small_hooks:rollout", "--fully-async"], False, "rollout_function_path"),
         (["--max-weight-staleness", "1"], False, "add --fully-async"),
         (["--max-groups-in-flight", "9", "--strict"], False, "the worker of --fully-async"),
-        (["--fully-async", "--over-sampling-batch-size", "9"], False, "over_sampling_batch_size"),
+        (["--fully-async", "--over-sampling-batch-size", "9", "--strict"], False, "over_sampling_batch_size"),
         (["--fully-async", "--max-groups-in-flight", "3"], False, "no batch would ever be full"),
         (["--fully-async", "--update-weights-interval", "4"], False, "wait forever"),
         (["--max-weight-staleness", "-1"], True, "leave it out"),
