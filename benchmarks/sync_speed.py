@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -24,6 +25,7 @@ import torch
 
 from benchmarks.random_checkpoint import tensors_of, write
 from benchmarks.training.shapes import SHAPES
+from slime.cluster.launch_run import NCCL
 from slime.core.topology import EngineLayout
 from slime.models import table_for
 from slime.serving.control import HttpEngineControl
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    os.environ.update(NCCL)  # what engines use; the first broadcast fails if the sender differs
     with tempfile.TemporaryDirectory() as folder:
         result = measured(options, Path(folder))
     options.out.write_text(json.dumps(result, indent=1) + "\n")

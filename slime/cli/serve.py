@@ -113,7 +113,7 @@ def run_agent(options: argparse.Namespace) -> int:
     if problem := url_form(options.engine):
         raise ConfigError(f"--engine is {options.engine}, {problem}")
     if problem := SECONDS.problem(options.limit_s):
-        raise ConfigError(f"--limit-s is {options.limit_s}, {problem}; correct it")
+        raise ConfigError(f"--limit-s is {options.limit_s}, {problem}")
     if owner := os.environ.get(OWNER_ENV):
         die_with_parent(int(owner))
     setup_logging(None)

@@ -166,7 +166,7 @@ class Children:
         """
         with self._lock:
             if self._over:
-                raise ConfigError(f"{command[0]} was not started, because the check is ending; run the command again")
+                raise ConfigError(f"{command[0]} was not started, because the check is stopping; run the command again")
             child = subprocess.Popen(command, start_new_session=True, text=True, **more)
             self._running.add(child)
         try:

@@ -224,7 +224,7 @@ def _fields_of(endpoint: Callable[..., Any]) -> dict[str, bool] | None:
 
 
 def _fields(kind: Any) -> dict[str, bool] | None:
-    """Returns the fields of a dataclass, a pydantic model or a msgspec struct -> whether they are required."""
+    """Returns, for each field of a dataclass, a pydantic model or a msgspec struct, whether it is required."""
     if hasattr(kind, "__struct_fields__"):
         num_optional = len(kind.__struct_defaults__)
         names = kind.__struct_fields__

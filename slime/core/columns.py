@@ -37,7 +37,7 @@ class Column:
 
     @classmethod
     def of(cls, numbers: Sequence[Any]) -> Column | None:
-        """Returns None if no array equals the list: booleans, NaN, integers beyond 64 bits, other types."""
+        """Returns None if no array holds the list exactly (booleans, NaN, integers beyond 64 bits, other types)."""
         try:
             array = np.asarray(numbers)
         except (ValueError, OverflowError):
@@ -56,7 +56,7 @@ class Column:
 
     @property
     def distinct(self) -> Numbers:
-        """[at most n] the distinct numbers in order of appearance, possibly with duplicates."""
+        """[at most n] every number that occurs, in order of appearance; a number can occur again later."""
         return self.values
 
     @property

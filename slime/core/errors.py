@@ -64,7 +64,7 @@ class Unconfined(SlimeError, RuntimeError):
 
 
 class ActorFailed(SlimeError, RuntimeError):
-    """A process of the run raised an unexpected error in user code, a library or slime. The message says where."""
+    """A process in the run raised an unexpected error in user code, a library or slime. The message says where."""
 
 
 class ClusterFailed(ActorFailed):

@@ -196,7 +196,7 @@ def join(
     versions: Sequence[int] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
-    """Appends the new rows of `more` to `known`, which starts at the first token. None: no rows.
+    """Appends the rows of `more` that `known` lacks. Both start at the first token; None means no rows.
 
     `versions`: weight versions of the tokens from index `first` on, negative where not sampled. If a token was sampled
     by a different version than the one that processed `more`, the experts behind its log-prob are unknown, and the row

@@ -96,7 +96,7 @@ def check_template(checkpoint: CheckpointTemplate, *, because: str) -> str | Non
 
 
 def check_rows(check: DataCheck, checkpoint: CheckpointTemplate | None) -> str | None:
-    """Returns why no row is usable, or None if one is. `checkpoint` provides the template."""
+    """Returns why no row is usable, or None if one is. The chat template is read from `checkpoint`."""
     refusals: Counter[str] = Counter()
     too_long: list[tuple[int, str]] = []
     num_rows = 0

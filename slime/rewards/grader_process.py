@@ -189,7 +189,7 @@ class GraderProcess:
             self._waiting.pop(request_id, None)
 
     async def _computed(self, waiting: _Waiting, limit_s: float) -> dict[str, Any]:
-        """Waits for the reply of a compute-only grader. Raises the same errors as `ask`."""
+        """Waits for the reply from a compute-only grader. Raises the same errors as `ask`."""
         end = time.monotonic() + WALL_FACTOR * limit_s
         while True:
             used_s, left_s = self._processor_s() - waiting.since_s, end - time.monotonic()

@@ -216,7 +216,7 @@ class Router(LeasedServer, RouterWorkers):
             self.workers()
         except KeyRefused as error:
             raise EngineError(
-                f"{error}; remove the --router-* flags that set its keys and roles, except --router-api-key"
+                f"{error}; remove the --router-* flags that set the router's keys and roles, except --router-api-key"
             ) from error
         except EngineError:
             pass  # `KeptRouter` retries

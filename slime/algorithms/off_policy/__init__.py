@@ -1,4 +1,4 @@
-"""Off-policy corrections: weights and masks, without a gradient, for tokens sampled by a different policy.
+"""Off-policy corrections: detached weights and masks for tokens that a different policy sampled.
 
 Corrections multiply token losses and can be combined. They run in the order of --off-policy-corrections, each on the
 loss returned by the previous one. They never change the denominators of the step, even if they mask tokens.

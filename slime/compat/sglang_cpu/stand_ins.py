@@ -32,7 +32,7 @@ class InterpolationMode(enum.Enum):
 
 
 class _AnyAttribute(type):
-    """Metaclass of stand-in classes. Every class attribute (enum member, type code) exists and equals its name."""
+    """Metaclass for stand-in classes. Looking up any class attribute (enum member, type code) returns its name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):

@@ -187,7 +187,7 @@ def headline(drawn: Drawn) -> str:
 
 
 def lost_text(drawn: Drawn) -> str:
-    """Returns a sentence about steps with NaN or infinity, which cannot be drawn; "" if there are none."""
+    """Returns a sentence that names the steps with NaN or infinity, which are not plotted; "" if there are none."""
     if not drawn.lost:
         return ""
     return f" Not drawn, because NaN or infinite: {listed([step_name(step) for step in drawn.lost])}."

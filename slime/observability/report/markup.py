@@ -23,7 +23,7 @@ class Markup(str):
 
 
 def text(value: object) -> Markup:
-    """Escapes any value for use as content or attribute."""
+    """Escapes any value for use in the text or an attribute of an element."""
     return value if isinstance(value, Markup) else Markup(html.escape(visible(str(value)), quote=True))
 
 

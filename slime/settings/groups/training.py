@@ -456,7 +456,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Returns whether the folder is a checkpoint of slime or contains one."""
+    """Returns whether the folder is a slime checkpoint or contains one."""
     root = Path(folder)
     own = any((root / name).is_file() for name in ("manifest.json", "latest.json"))
     return own or any(root.glob("step_*/manifest.json"))

@@ -325,7 +325,7 @@ def steps_to(target: Base, held: str | None, read: Callable[[int], Manifest]) ->
                 f"{wanted.version} ({wanted.digest[:12]}); the chain is broken, send a full version"
             )
         if manifest.base is not None and manifest.base.version >= manifest.version:
-            raise WeightSyncError(f"version {manifest.version} has a base that is not older: {manifest.base.version}")
+            raise WeightSyncError(f"version {manifest.version} must be newer than its base, {manifest.base.version}")
         steps.append(manifest)
         wanted = manifest.base
     return steps[::-1]

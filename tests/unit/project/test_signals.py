@@ -177,7 +177,7 @@ def test_a_child_that_ignores_ctrl_c_is_killed_with_its_own_children(
             children.run(["bash", "-c", "trap '' INT; sleep 10000 & wait"], limit_s=0.2)
         mine = {os.getpid()}
         until(lambda: not {*marked(str(tmp_path))} - mine, "the end of the child and of its child")
-    with pytest.raises(ConfigError, match="because the check is ending"):
+    with pytest.raises(ConfigError, match="because the check is stopping"):
         children.run(["true"])
 
 
