@@ -270,6 +270,9 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 #                a rehearsal measures (`slime.training.rehearsal`)
 #   sync         the trainer's weights and two buckets, plus the engine's weights
 #   generate     the engine alone: its pool of weights and cache
+#
+# Every phase also needs the memory outside of PyTorch's allocator, which no process can release: CUDA contexts and NCCL
+# communicators. It is measured, because it depends on the number of process groups (two H200s with 21 groups: 4 GB).
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,19 +311,25 @@ class Peak:
 class MemoryPlan:
     gpu_bytes: int
     peaks: Mapping[str, Peak]
+    outside_bytes: int = 0
+    """Memory of the GPU outside of this rank's PyTorch allocator, in every phase."""
 
-    def with_training(self, num_bytes: int) -> MemoryPlan:
-        """Returns the plan with the measured training peak, which includes activations."""
-        return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(num_bytes, 0)})
+    def with_measured(self, training_bytes: int, outside_bytes: int) -> MemoryPlan:
+        """Returns the plan with the measured training peak, which includes activations, and the memory outside of
+        PyTorch's allocator."""
+        return MemoryPlan(self.gpu_bytes, {**self.peaks, "train": Peak(training_bytes, 0)}, outside_bytes)
 
     def too_large(self) -> list[str]:
-        return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > self.gpu_bytes]
+        room = self.gpu_bytes - self.outside_bytes
+        return [phase for phase, peak in self.peaks.items() if peak.trainer + (peak.engine or 0) > room]
 
     def facts(self) -> dict[str, Any]:
-        return {"gpu_bytes": self.gpu_bytes} | {phase: dataclasses.asdict(peak) for phase, peak in self.peaks.items()}
+        sizes = {"gpu_bytes": self.gpu_bytes, "outside_bytes": self.outside_bytes}
+        return sizes | {phase: dataclasses.asdict(peak) for phase, peak in self.peaks.items()}
 
     def __str__(self) -> str:
-        return "; ".join(f"{phase}: {peak}" for phase, peak in self.peaks.items())
+        outside = f"contexts and NCCL {self.outside_bytes / 1e9:.1f} GB"
+        return "; ".join([*(f"{phase}: {peak}" for phase, peak in self.peaks.items()), f"always: {outside}"])
 
 
 def predicted_peaks(rank: RankBytes, engine: EngineBytes, *, bucket_bytes: int) -> dict[str, Peak]:
@@ -483,9 +492,14 @@ class Sleeper:
         return slept
 
     def expect_in_training(self, num_bytes: int) -> None:
-        """Adds the measured training peak, which includes activations, to the plan."""
+        """Adds the measured training peak, which includes activations, to the plan.
+
+        Called on a GPU after the rehearsal, in which the trainer's communicators are created.
+        """
         if self.plan is not None:
-            self.plan = self.plan.with_training(num_bytes)
+            free_bytes, all_bytes = torch.cuda.mem_get_info(self._device)
+            outside_bytes = all_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
+            self.plan = self.plan.with_measured(num_bytes, outside_bytes)
 
     def close(self) -> None:
         if self._arena is not None:

@@ -214,6 +214,14 @@ def test_the_peaks_are_sums_of_what_has_to_be_there_at_once() -> None:
     assert "generate: engine as SGLang chooses" in str(unknown) and unknown.facts()["generate"]["engine"] is None
 
 
+def test_contexts_and_communicators_take_room_in_every_phase() -> None:
+    peaks = predicted_peaks(RankBytes(weights=8, gradients=16, others=0), EngineBytes(8, 60), bucket_bytes=2)
+    plan = MemoryPlan(70, peaks).with_measured(training_bytes=66, outside_bytes=4)
+    assert plan.too_large() == [] and plan.facts()["outside_bytes"] == 4
+    assert plan.with_measured(67, 4).too_large() == ["train"]
+    assert plan.with_measured(60, 11).too_large() == ["train", "generate"]
+
+
 @pytest.mark.parametrize("kind", ["plain", "fp8", "channels", "int4"])
 def test_an_engine_has_as_many_bytes_of_weights_as_the_tensors_of_its_folder(tmp_path: Path, kind: str) -> None:
     """Law: also of one that serves codes and scales; the shapes beside codes of INT4 are nothing that it keeps."""
