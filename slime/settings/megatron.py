@@ -31,6 +31,15 @@ ACTING = frozenset(
 _LISTED_THOUGH_FIXED = ("moe_enable_deepep", "transformer_impl")
 """Fixed settings that do not change what the trainer computes, so a different value is listed instead of refused."""
 
+_ONLY_FASTER = frozenset(
+    {
+        *("overlap_param_gather", "overlap_param_gather_with_optimizer_step", "align_param_gather"),
+        *("moe_router_fusion", "moe_shared_expert_overlap", "check_for_nan_in_grad", "persist_layer_norm"),
+        *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+    }
+)
+"""The same, with the reason in `FIXED`: they concern speed, or ask for a check that the trainer makes itself."""
+
 _UNUSED = "a feature of Megatron that this trainer does not use"
 
 _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -177,6 +186,10 @@ def need_of(name: str) -> Need | None:
     """Returns a flag's condition; None if the flag always takes effect, or is refused where it cannot."""
     if name in CONDITIONS:
         return CONDITIONS[name]
+    if name in _ONLY_FASTER:
+        reason = FIXED[name][1]
+        needs = reason.removeprefix("needs ")
+        return Need(lambda s: False, needs if needs != reason else f"which changes nothing: {reason}")
     fixed = name in FIXED or name in UNSUPPORTED
     if name in ACTING or (fixed and name not in _LISTED_THOUGH_FIXED):
         return None

@@ -121,6 +121,9 @@ DIFFERENT: Mapping[str, str] = {
     "`--update-weights-interval` and `--keep-old-actor` in train.py": (
         "reported as having no effect: every step syncs, and trains on the weights that sampled it"
     ),
+    "`--keep-old-actor` with `--fully-async`": (
+        "refused, because several weight versions sample a batch; use `--use-tis` or `--use-rollout-logprobs`"
+    ),
     "`--update-weight-transport nccl`": (
         "distributed; for engines that share GPUs with the trainer, shared memory (tensor or mixed)"
     ),
@@ -543,8 +546,10 @@ def _without_effect() -> Iterator[tuple[str, str]]:
 
 def _never_acts(name: str) -> Need | None:
     """Returns the condition of a flag of Megatron that this trainer never meets, or None."""
-    flag, _ = flag_table().by_name.get(f"--{name}", (None, True))
+    flag, value = flag_table().by_name.get(f"--{name}", (None, True))
     if flag is None or flag.owner != "megatron" or flag.dest in CONDITIONS or f"--{name}`" in "".join(DIFFERENT):
+        return None
+    if flag.kind == "bool" and FIXED.get(flag.dest, (None,))[0] == value:
         return None
     return need_of(flag.dest)
 

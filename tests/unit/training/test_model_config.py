@@ -60,7 +60,6 @@ def test_what_is_said_of_data_parallelism_arrives(resolve: Any) -> None:
         "--use-megatron-fsdp",
         "--nccl-ub",
         "--num-distributed-optimizer-instances 2",
-        "--check-for-nan-in-loss-and-grad",
         "--data-parallel-sharding-strategy optim",
     ],
 )
