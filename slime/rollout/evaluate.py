@@ -250,15 +250,17 @@ async def evaluate(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOut
 async def rollout_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnTrainOutput:
     """Calls the user's rollout function and adds sample metrics. Raises `HookError` if the result is invalid."""
     path = context.args.rollout_function_path
-    output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
-    if isinstance(output, list):
-        output = RolloutFnTrainOutput(output)
-    if not hasattr(output, "samples"):
-        raise HookError(f"{path} returned {type(output).__name__}; a rollout function must return RolloutFnTrainOutput")
-    groups = [flatten(group) for group in output.samples]
-    for sample in (one for group in groups for one in group if isinstance(one, Sample)):
-        if reason := STRAYS.complete_made(sample):
-            sample.reward, sample.unscored = None, reason
+    with STRAYS.kept():
+        output = await _call(path, "rollout", context, rollout_id, source, evaluation=False)
+        if isinstance(output, list):
+            output = RolloutFnTrainOutput(output)
+        if not hasattr(output, "samples"):
+            told = f"{path} returned {type(output).__name__}"
+            raise HookError(f"{told}; a rollout function must return RolloutFnTrainOutput")
+        groups = [flatten(group) for group in output.samples]
+        for sample in (one for group in groups for one in group if isinstance(one, Sample)):
+            if reason := STRAYS.complete_made(sample):
+                sample.reward, sample.unscored = None, reason
     metrics = sample_metrics(context.args, groups)
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
 

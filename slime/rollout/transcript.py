@@ -17,6 +17,7 @@ conversation, and dominated by one conversion from a list.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -342,27 +343,52 @@ class _Strays(Transcript):
 
     forgot = False
     """Whether answers were dropped to save memory, so that a token of unknown origin may still have been sampled."""
+    earlier: frozenset[int] | None = None
+    """The ids of the answers that are older than the call of the user's rollout function; None if it is not running."""
 
     def _add(self, answer: _Answer) -> None:
         super()._add(answer)
-        if len(self._answers) > MAX_STRAYS:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops the oldest answers, except during a call of the user's rollout function."""
+        if self.earlier is None and len(self._answers) > MAX_STRAYS:
             self.forgot = True
-            kept = self._answers[MAX_STRAYS // 2 :]
+            kept = self._answers[-(MAX_STRAYS // 2) :]
             for part in (self._answers, self._by_read, self._by_said, self._begins, self._ends):
                 part.clear()
             for one in kept:
                 super()._add(one)
 
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Drops no answer during the block, a call of the user's rollout function."""
+        self.earlier = frozenset(map(id, self._answers))
+        try:
+            yield
+        finally:
+            self.earlier = None
+            self._forget()
+
     def complete_made(self, sample: Sample) -> str:
         """Completes a sample that a user's rollout function made itself, outside of executions.
 
         Returns why it must not be trained on, or '': some of its trained tokens are sampled, but not all of them.
-        Samples without any known token are left to the function.
+        Samples without any known token are left to the function, as are those that began before answers were dropped.
         """
         if len(sample.token_versions or ()) >= sample.response_length:
             return ""  # an execution has checked it
         self.complete(sample)
-        return "" if self.forgot or not sample.token_versions else self.problem(sample)
+        if not sample.token_versions or (self.forgot and not self._began_in_call(sample)):
+            return ""
+        return self.problem(sample)
+
+    def _began_in_call(self, sample: Sample) -> bool:
+        """Returns whether this call of the rollout function sampled the first trained token, and so all others."""
+        mask, earlier = sample.column("loss_mask"), self.earlier
+        first = 0 if mask is None else int((np.asarray(mask) > 0).argmax())
+        here = (answer for answer, _, own in self._answers_in(sample) if own.start <= first < own.stop)
+        return earlier is not None and any(id(answer) not in earlier for answer in here)
 
 
 MAX_STRAYS = 2048

@@ -12,6 +12,7 @@ import pytest
 
 from slime.core.batch import TrainBatch
 from slime.core.sample import NOT_SAMPLED, Sample
+from slime.rollout import transcript
 from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
 from slime.rollout.transcript import Transcript, _Strays
@@ -47,6 +48,26 @@ def test_a_sample_of_a_rollout_function_gets_what_strays_know_and_is_refused_if_
     ):
         before = other.to_dict()
         assert strays.complete_made(other) == "" and other.to_dict() == before
+
+
+def test_what_a_call_of_a_rollout_function_sampled_is_known_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: of answers that are dropped, none is of the call; what began before them is left to the function."""
+    monkeypatch.setattr(transcript, "MAX_STRAYS", 4)
+    strays = _Strays()
+    for number in range(6):
+        strays.end_call(Answered([8, number], generated(9)))
+    assert strays.forgot
+    with strays.kept():
+        for number in range(10):
+            strays.end_call(Answered([1, number], generated(5, 6)))
+        first = Sample(tokens=[1, 0, 5, 6], response_length=2, rollout_log_probs=[-2.5, -3.0])
+        assert strays.complete_made(first) == "" and first.token_versions == [3, 3]
+        again = Sample(tokens=[1, 0, 5, 6, 7], response_length=3, rollout_log_probs=[-2.5, -3.0, -3.5])
+        assert "response token 2" in strays.complete_made(again)
+        begun_before = Sample(tokens=[2, 4, 1, 9, 5, 6], response_length=4, rollout_log_probs=[-2.0, 0.0, -2.5, -3.0])
+        strays.end_call(Answered([2, 4, 1, 9], generated(5, 6)))
+        assert strays.complete_made(begun_before) == ""
+    assert len(strays._answers) == 2
 
 
 def test_what_the_code_left_out_is_filled_in() -> None:
