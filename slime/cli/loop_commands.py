@@ -1,4 +1,5 @@
-"""`slime train` and `slime train-async`: the loops `train.py` and `train_async.py`, with their own command line.
+"""`slime train` and `slime train-async`: the loops `train.py` and `train_async.py`, with their own command line; and
+`slime recipe`, which runs a recipe that comes with slime.
 
 All arguments after the command go to the loop, including `--help` and `--explain`.
 """
@@ -58,3 +59,35 @@ def _require_no_namesake(folder: Path) -> None:
             f"every process of the run would import {found} instead of Python's own {found.stem}; rename the file, or "
             "start the run in a different folder"
         )
+
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    return sorted(script.parent.name for script in RECIPES.glob("*/run.sh"))
+
+
+def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", metavar="NAME", help=f"{', '.join(recipe_names())}; flags after it are passed to the loop"
+    )
+
+
+def run_recipe(options: argparse.Namespace) -> int:
+    """Replaces this process with the recipe's script.
+
+    The script prepares model and data in the working folder and starts `slime train`. Raises `ConfigError` for an
+    unknown recipe and for wrong flags, before anything is prepared.
+    """
+    from slime.settings.command_line import EXPLAIN, parse_words
+
+    if options.name not in recipe_names():
+        raise ConfigError(f"there is no recipe {options.name}; choose from {', '.join(recipe_names())}")
+    import_from_here()
+    parse_words([word for word in options.words if word != EXPLAIN])
+    script = RECIPES / options.name / "run.sh"
+    this_slime = str(Path(__file__).parents[2])  # the script's interpreter might import a different slime
+    path = os.pathsep.join(filter(None, (this_slime, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PY": sys.executable, "PYTHONPATH": path}
+    os.execvpe("bash", ["bash", str(script), *options.words], environment)

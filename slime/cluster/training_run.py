@@ -22,11 +22,10 @@ from typing import Any
 import ray
 
 from slime.cluster.engine_tracker import TRAINERS_LIMIT_S, Actors
-from slime.cluster.memory import MemoryHandOver
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import first_death, peek, wait_for
-from slime.cluster.weight_sync_sequence import WeightSyncSequence
+from slime.cluster.weight_sync_sequence import MemoryHandOver, WeightSyncSequence
 from slime.core.errors import SAVE_FLAG, ActorDied
 from slime.core.text import evaluation_name, step_name
 from slime.observability.progress import StartUp

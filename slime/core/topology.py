@@ -213,3 +213,58 @@ class EngineRank:
 
 ONE_RANK = EngineLayout()
 """Layout of a single-rank engine."""
+
+
+# How a trained model is sharded over the training ranks, in Megatron's terms.
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """The parallel sizes of one model. The data-parallel size is world size / (tp * pp * cp)."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Number of model chunks per pipeline rank (interleaved pipelining)."""
+    cp: int = 1
+    ep: int = 1
+    """Expert-parallel size. Outside of expert layers, these ranks are data-, context- and tensor-parallel ranks."""
+
+    @classmethod
+    def of(cls, megatron: Mapping[str, Any]) -> ParallelSizes:
+        """Reads the sizes from Megatron's settings. Raises `ConfigError` if they are invalid."""
+
+        def size(name: str) -> int:
+            return int(megatron.get(name) or 1)
+
+        out = cls(
+            tp=size("tensor_model_parallel_size"),
+            pp=size("pipeline_model_parallel_size"),
+            vp=size("virtual_pipeline_model_parallel_size"),
+            cp=size("context_parallel_size"),
+            ep=size("expert_model_parallel_size"),
+        )
+        if min(out.tp, out.pp, out.vp, out.cp, out.ep) < 1:
+            raise ConfigError(f"each parallel size must be at least 1, got {out}")
+        if out.vp > 1 and out.pp == 1:
+            raise ConfigError(
+                f"--virtual-pipeline-model-parallel-size {out.vp} requires more than one pipeline stage; set "
+                "--pipeline-model-parallel-size or remove the flag"
+            )
+        return out
+
+    def dp(self, world_size: int) -> int:
+        """Returns the data-parallel size. Raises `ConfigError` if the sizes do not divide the world size."""
+        model = self.tp * self.pp * self.cp
+        if world_size % model:
+            raise ConfigError(
+                f"--tensor-model-parallel-size {self.tp}, --pipeline-model-parallel-size {self.pp} and "
+                f"--context-parallel-size {self.cp} do not match {world_size} training ranks; their product {model} "
+                "must divide the number of ranks"
+            )
+        if world_size % (self.ep * self.pp):
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.ep} and --pipeline-model-parallel-size {self.pp} do not match "
+                f"{world_size} training ranks; their product must divide the number of ranks"
+            )
+        return world_size // model

@@ -24,6 +24,7 @@ from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch
+from slime.core.topology import ParallelSizes
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
 from slime.ops import select
@@ -34,7 +35,6 @@ from slime.training.model.megatron_config import trained_config, training_dtype
 from slime.training.model.trained import choose_trained
 from slime.training.parallel import (
     ParallelInfo,
-    ParallelSizes,
     be_deterministic,
     destroy_process_groups,
     init_process_groups,

@@ -566,6 +566,9 @@ ENGINE_WIRING: dict[str, Mutation] = {
         '            bool("resume") or self._actors.on_rollout("resume", for_what',
     ),
     "room for the cache before the weights": Mutation(
-        "sequence", "cluster/memory.py", '"resume_memory", ["weights"]', '"resume_memory", ["kv_cache", "cuda_graph"]'
+        "sequence",
+        "cluster/weight_sync_sequence.py",
+        '"resume_memory", ["weights"]',
+        '"resume_memory", ["kv_cache", "cuda_graph"]',
     ),
 }

@@ -19,11 +19,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.core.hf_config import read_hf_config
+from slime.core.topology import ParallelSizes
 from slime.models.common.mtp import with_mtp
 from slime.settings.args import Args
 from slime.settings.megatron import FIXED
 from slime.settings.schema import flags_of_owner
-from slime.training.parallel import ParallelSizes
 
 _HELD = (
     *("optimizer_cpu_offload", "use_precision_aware_optimizer"),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.memory import MemoryHandOver
-from slime.cluster.weight_sync_sequence import EndRequests, WeightSyncSequence
+from slime.cluster.weight_sync_sequence import EndRequests, MemoryHandOver, WeightSyncSequence
 from slime.core.errors import EngineError, WeightSyncError
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError
+from slime.core.topology import ParallelSizes
 from slime.training.model.parameter_names import Held, global_name, is_expert
-from slime.training.parallel import ParallelSizes
 
 
 class Chunk:
