@@ -107,10 +107,10 @@ def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
     begins = [first + begin for first, (_, own, _) in zip(firsts, parts, strict=False) for begin in own]
     tiles = torch.zeros(firsts[-1], 2, dtype=torch.int64, device=device)
     tiles.index_add_(0, _ranges(begins, [len(one) for one in sums], device), torch.cat(sums).long() & _WORD)
-    counts = torch.tensor(num_tiles)
-    lengths = torch.tensor([num_words * 4 & _WORD for _, _, num_words in parts]).repeat_interleave(counts).to(device)
-    mixed = _mixed((tiles & _WORD) ^ lengths[:, None])
-    owners = torch.arange(len(parts)).repeat_interleave(counts).to(device)
+    lengths = [num_words * 4 & _WORD for _, _, num_words in parts]
+    rows = torch.tensor([lengths, range(len(parts)), num_tiles]).to(device)
+    lengths_of_tiles, owners = rows[:2].repeat_interleave(rows[2], dim=1, output_size=firsts[-1])
+    mixed = _mixed((tiles & _WORD) ^ lengths_of_tiles[:, None])
     totals = torch.zeros(len(parts), dtype=torch.int64, device=device)
     totals.index_add_(0, owners, mixed[:, 0] << 32 | mixed[:, 1])
     return [f"{_mixed_64(total) if count else 0:016x}" for total, count in zip(totals.tolist(), num_tiles, strict=True)]
@@ -118,10 +118,10 @@ def finish_all(hashers: Sequence[TileHasher]) -> list[str]:
 
 def _ranges(begins: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """Concatenates the ranges [begin, begin + length)."""
-    counts = torch.tensor(lengths)
-    starts = counts.cumsum(0) - counts
-    shifts = (torch.tensor(begins) - starts).repeat_interleave(counts)
-    return (torch.arange(int(counts.sum())) + shifts).to(device)
+    total = sum(lengths)
+    begin, counts = torch.tensor([begins, lengths]).to(device)
+    shifts = (begin - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=total)
+    return torch.arange(total, device=device) + shifts
 
 
 def sums_of_parts(parts: Sequence[tuple[Tensor, int]]) -> Sequence[Tensor]:

@@ -22,6 +22,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,7 +184,8 @@ class ExpectedDigests:
         self._layouts = tuple(dict.fromkeys(layouts))
         self._open: dict[str, _Resident] = {}
         self._complete: list[_Resident] = []
-        self._sums: dict[str, str] = {}
+        self._sums: dict[str, Hasher] = {}
+        """Hashers of tensors that the engine derives by adding one."""
         self._seen: set[str] = set()
         self._unread_bytes = 0
         self._unread: list[Hasher] = []
@@ -237,7 +239,8 @@ class ExpectedDigests:
                 resident.widened = self._digest.begin()
                 resident.widened.add([tensors[0].float()])
             if entry.plus_one and resident.parts:
-                self._sums[entry.plus_one] = self._digest([tensors[0] + 1.0])
+                self._sums[entry.plus_one] = self._digest.begin()
+                self._sums[entry.plus_one].add([tensors[0] + 1.0])
             resident.num_taken += 1
             following = held[resident.num_taken].hf if resident.num_taken < len(held) else ()
             for name in entry.hf:
@@ -253,7 +256,10 @@ class ExpectedDigests:
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, Expected]]] = {}
         hashers = [hasher for resident in self._complete for hasher in resident.hashers]
-        finished = iter(self._digest.finish(hashers))
+        finished = iter(self._digest.finish([*hashers, *self._sums.values()]))
+        of_residents = list(itertools.islice(finished, len(hashers)))
+        of_sums = dict(zip(self._sums, finished, strict=True))
+        finished = iter(of_residents)
         for resident in self._complete:
             found: dict[Holding, Expected] = dict(zip(resident.parts, finished, strict=False))
             if resident.widened:
@@ -263,7 +269,7 @@ class ExpectedDigests:
             for layout, rank, name, holding in resident.places:
                 of_rank = digests.setdefault(layout, {}).setdefault(rank, {})
                 of_rank[name] = found[holding]
-                of_rank.update({name: self._sums[name] for name in sums})
+                of_rank.update({name: of_sums[name] for name in sums})
         return digests
 
 

@@ -52,6 +52,8 @@ class Spec:
 class Bucket:
     tensors: tuple[tuple[str, Tensor], ...]
     """(HF name, full tensor) of each tensor. The tensors are adjacent views into one block of memory."""
+    memory: Tensor | None = None
+    """That block, [num_bytes] uint8, if it is known."""
 
     @classmethod
     def of(cls, specs: Iterable[Spec], memory: Tensor) -> Bucket:
@@ -62,7 +64,7 @@ class Bucket:
             end = start + spec.num_bytes
             tensors.append((spec.name, memory[start:end].view(spec.dtype).view(spec.shape)))
             start = end
-        return cls(tuple(tensors))
+        return cls(tuple(tensors), memory[:start])
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +77,8 @@ class Bucket:
 
         from slime.weights.hf_shards import byte_runs
 
+        if self.memory is not None:
+            return self.memory
         runs = byte_runs(tensor for _, tensor in self.tensors)
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 

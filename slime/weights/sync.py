@@ -40,7 +40,7 @@ from slime.core.text import listed
 from slime.core.topology import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, send_stream
-from slime.weights.engine_layout import Digests, Expected, ExpectedDigests, merged, require_all
+from slime.weights.engine_layout import UNREAD_BYTES, Digests, Expected, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
 from slime.weights.transports import Channel
@@ -283,18 +283,35 @@ class _WeightSync:
         """
         self._sent.append(turn)
         views = dict(bucket.tensors) if bucket is not None else {}
+        held: list[tuple[Any, Any]] = []
+        held_bytes = 0
         try:
             for name, tensor in self._outgoing.tensors(turn):
-                if name in views:
-                    self._guarded(self._take, name, tensor, views[name])
+                if name not in views:
+                    continue
+                self._guarded(self._read, name, tensor)
+                held.append((views[name], tensor))
+                held_bytes += tensor.nbytes
+                if held_bytes >= UNREAD_BYTES:
+                    self._guarded(self._copy, held)
+                    held, held_bytes = [], 0
         except SlimeError as error:  # raised after the last tensor
             self._note(error)
+        self._guarded(self._copy, held)
         return bucket is not None and self._failure is None
 
-    def _take(self, name: str, tensor: Any, place: Any) -> None:
+    def _read(self, name: str, tensor: Any) -> None:
         with self._timed("digest"):
             self._expected.add(name, tensor)
-        place.copy_(tensor)
+
+    def _copy(self, held: Sequence[tuple[Any, Any]]) -> None:
+        """Copies (place in the bucket, tensor) pairs with one call, because thousands of calls take longer than the
+        copies."""
+        import torch
+
+        if held:
+            with torch.no_grad():
+                torch._foreach_copy_([place for place, _ in held], [tensor for _, tensor in held])
 
     def _deliver(self, bucket: Bucket, stretch: Sequence[Turn]) -> None:
         """Sends a bucket. `stretch`: see `Delivery`. Runs in `Delivery`'s thread."""
