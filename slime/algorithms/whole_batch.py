@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import Arrays, Estimate, RewardedBatch, where_trained
-from slime.algorithms.advantages.returns import distilled, trained_parts, whiten
-from slime.algorithms.aggregation import Aggregation, num_counted, tokens_per_execution
+from slime.algorithms.advantages import Arrays, Computed, Estimate, RewardedBatch, Spread, where_trained
+from slime.algorithms.advantages.returns import ALONE, Moments, Together, distilled, moments, whitened
+from slime.algorithms.aggregation import Aggregation, Divided, divided, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError
@@ -129,7 +129,7 @@ class BatchLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantagesAndReturns:
-    """Float64 arrays [R] per sample, zero where masked."""
+    """Float64 arrays [R] per sample, zero where masked. They may be computed when they are read."""
 
     advantages: Arrays
     returns: Arrays | None
@@ -138,11 +138,25 @@ class AdvantagesAndReturns:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """The loss weights of a sample's response tokens: mask / divisor. Only ranks that train the sample read them."""
+
+    mask: npt.NDArray[Any]
+    """[R]"""
+    divisor: float
+    """0: all weights are zero."""
+
+    def array(self) -> npt.NDArray[np.float32]:
+        """Returns the weights [R]."""
+        return np.asarray(divided(self.mask, self.divisor), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class StepWeights:
     """The loss weights and denominators of one optimizer step."""
 
-    weights: Mapping[int, npt.NDArray[np.float32]]
-    """Position of each scored sample -> loss weight [R] of its response tokens."""
+    weights: Mapping[int, TokenWeights]
+    """Position of each scored sample -> loss weights of its response tokens."""
     token_share: float
     """1 / trained tokens of the step. Diagnostics are token means, whatever the aggregation."""
     unit: float
@@ -161,10 +175,13 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
     if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
         return
     for s in samples:
-        lacks = s.loss_mask > 0
-        if s.rollout_log_probs is not None:  # corrections skip such tokens
-            lacks = lacks & (s.token_versions == NOT_SAMPLED) & args.use_rollout_logprobs
-        if lacks.any():
+        if s.rollout_log_probs is None:
+            lacks = s.mask_totals.num_trained > 0
+        elif args.use_rollout_logprobs and s.token_versions.min(initial=0) <= NOT_SAMPLED:
+            lacks = bool(((s.loss_mask > 0) & (s.token_versions == NOT_SAMPLED)).any())
+        else:  # corrections skip such tokens
+            lacks = False
+        if lacks:
             raise DataError(
                 f"sample {s.index} has trained tokens without rollout log-probs, because no engine sampled them, but "
                 "--use-rollout-logprobs and the off-policy corrections need them"
@@ -183,29 +200,40 @@ def step_weights(
     if not members:
         raise DataError(f"none of the {len(positions)} samples in an optimizer step has a reward; check the grader")
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
-    parts = aggregation.token_weights(masks, executions, count_masked=count_masked)
-    num_trained = sum(int(np.count_nonzero(m > 0)) for m in masks)
+    totals = [samples[p].mask_totals.total for p in members]
+    if isinstance(aggregation, Divided) and type(aggregation).token_weights is Divided.token_weights:
+        divisors = aggregation.divisors(totals, executions, count_masked=count_masked)
+    else:
+        masks = [np.asarray(w) for w in aggregation.token_weights(masks, executions, count_masked=count_masked)]
+        divisors = [1.0] * len(masks)
+    num_trained = sum(samples[p].mask_totals.num_trained for p in members)
     counted = num_trained
     if aggregation.counts_executions:
-        counted = num_counted(tokens_per_execution(masks, executions), count_masked)
+        counted = num_counted(tokens_per_execution(totals, executions), count_masked)
     return StepWeights(
-        weights={p: np.asarray(part, np.float32) for p, part in zip(members, parts, strict=True)},
+        weights={p: TokenWeights(m, divisor) for p, m, divisor in zip(members, masks, divisors, strict=True)},
         token_share=float(np.float32(1.0 / num_trained)) if num_trained else 0.0,
         unit=1.0 / max(1, counted),
     )
 
 
 def advantages_and_returns(
-    batch: TrainBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None
+    batch: TrainBatch,
+    args: Args,
+    algorithm: Algorithm,
+    log_probs: BatchLogProbs,
+    values: Arrays | None,
+    together: Together = ALONE,
 ) -> AdvantagesAndReturns:
     """Computes advantages and returns with the estimator or users' functions. `values` [R] are from the critic before
-    its update.
+    its update. Collective over `together`.
 
     Raises `HookError` if a function violates its contract, `DataError` if a sample lacks the teacher's log-probs.
     """
     masks = tuple(s.loss_mask for s in batch.samples)
-    zeros = tuple(np.zeros(len(m), np.float64) for m in masks)
+    nums = np.asarray([s.mask_totals.num_trained for s in batch.samples], np.int64)
     if not computes_advantages(args):
+        zeros = Spread(np.zeros(len(masks)), masks)
         return AdvantagesAndReturns(zeros, zeros if values is not None else None)
     kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
     view = RolloutView(batch, masks, log_probs, values, kl)
@@ -217,16 +245,25 @@ def advantages_and_returns(
     if args.use_opd:
         teacher = _teacher(batch.samples, args, log_probs)
         assert log_probs.student is not None and teacher is not None, "distillation needs both log-probs"
-        parts = zip(advantages, log_probs.student, teacher, masks, strict=True)
-        advantages = tuple(distilled(a, old, t, m, args.opd_kl_coef) for a, old, t, m in parts)
+        advantages = _distilled(advantages, log_probs.student, teacher, masks, args.opd_kl_coef)
+    others = {"train/kl_in_reward": kl, "train/returns": made.returns}
+    beside = {name: x for name, x in others.items() if x is not None}
+    found, totals = moments(advantages, masks, nums, beside=list(beside.values()), together=together)
     if args.normalize_advantages:
-        advantages = tuple(whiten(list(advantages), list(masks)))
+        advantages, found = whitened(advantages, masks, found)
     if args.rollout_data_postprocess_path:
         made = postprocessed(args, view, Estimate(advantages, made.returns))
         advantages = made.advantages
-    named = {"train/kl_in_reward": kl, "train/advantages": advantages, "train/returns": made.returns}
-    metrics = {name: _mean(x, masks) for name, x in named.items() if x is not None} | _spread(advantages, masks)
-    return AdvantagesAndReturns(advantages, made.returns, metrics)
+        if made.returns is not None:
+            beside["train/returns"] = made.returns
+        found, totals = moments(advantages, masks, nums, beside=list(beside.values()))
+    means = [math.fsum(row.tolist()) / max(1, found.num_tokens) for row in totals]
+    metrics = dict(zip(beside, means, strict=True))
+    return AdvantagesAndReturns(advantages, made.returns, metrics | _of_advantages(found))
+
+
+def _distilled(advantages: Arrays, student: Arrays, teacher: Arrays, masks: Arrays, coef: float) -> Computed:
+    return Computed(len(masks), lambda p: distilled(advantages[p], student[p], teacher[p], masks[p], coef))
 
 
 def _rewarded(
@@ -250,23 +287,15 @@ def _rewarded(
     )
 
 
-def _mean(values: Arrays, masks: Arrays) -> float:
-    """Averages over trained tokens. The values must be zero elsewhere."""
-    return float(sum(v.sum() for v in values)) / max(1.0, float(sum((m > 0).sum() for m in masks)))
-
-
-def _spread(advantages: Arrays, masks: Arrays) -> dict[str, float]:
-    """Returns standard deviation, minimum and maximum of the trained tokens' advantages; {} without trained tokens."""
-    trained = trained_parts(advantages, masks)
-    if not trained:
-        return {}
-    num_tokens = sum(map(len, trained))
-    mean = math.fsum(float(t.sum()) for t in trained) / num_tokens
-    variance = math.fsum(float(np.square(t - mean).sum()) for t in trained) / num_tokens
-    return {
-        "train/advantages_std": math.sqrt(variance),
-        "train/advantages_min": float(min(t.min() for t in trained)),
-        "train/advantages_max": float(max(t.max() for t in trained)),
+def _of_advantages(found: Moments) -> dict[str, float]:
+    """Returns the metrics of the trained tokens' advantages; without trained tokens, only the mean."""
+    mean = {"train/advantages": found.mean}
+    if not found.num_tokens:
+        return mean
+    return mean | {
+        "train/advantages_std": math.sqrt(found.variation / found.num_tokens),
+        "train/advantages_min": float(found.least.min()),
+        "train/advantages_max": float(found.largest.max()),
     }
 
 

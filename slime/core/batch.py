@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,34 @@ class Elsewhere(Protocol):
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
 
 
+class MaskTotals(NamedTuple):
+    """Sums of a loss mask [R]."""
+
+    num_trained: int
+    """Tokens with a positive weight."""
+    total: float
+    """Exact sum of the weights."""
+    is_binary: bool
+    """Whether all weights are 0 or 1."""
+
+
+def mask_totals(mask: npt.NDArray[Any]) -> MaskTotals:
+    """Sums a loss mask [R]. A mask of zeros and ones is counted, so its sum is exact without a sum of floats."""
+    num_ones = int(np.count_nonzero(mask == 1))
+    if num_ones == len(mask) or num_ones + np.count_nonzero(mask == 0) == len(mask):
+        return MaskTotals(num_ones, float(num_ones), True)
+    return MaskTotals(int(np.count_nonzero(mask > 0)), math.fsum(mask.astype(np.float64).tolist()), False)
+
+
+class _Remembered:
+    """Holds what a sample computes once. It is no field, so it is neither sent nor saved."""
+
+    __slots__ = ("_mask_totals",)
+    _mask_totals: MaskTotals
+
+
 @dataclass(frozen=True, slots=True)
-class TrainSample:
+class TrainSample(_Remembered):
     """One training sequence of `T` tokens. The last `R = len(loss_mask)` tokens are the response."""
 
     tokens: npt.NDArray[np.int32]
@@ -65,6 +91,15 @@ class TrainSample:
     def __post_init__(self) -> None:
         if not self.is_scored and self.loss_mask.any():
             object.__setattr__(self, "loss_mask", np.zeros_like(self.loss_mask))
+
+    @property
+    def mask_totals(self) -> MaskTotals:
+        """The sums of `loss_mask`, computed once."""
+        try:
+            return self._mask_totals
+        except AttributeError:
+            object.__setattr__(self, "_mask_totals", totals := mask_totals(self.loss_mask))
+            return totals
 
     @property
     def is_scored(self) -> bool:

@@ -15,11 +15,14 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
+from slime.algorithms.advantages.returns import Together
 from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
@@ -232,7 +235,17 @@ class MegatronBackend:
         )
         values = self._critic.values(context, by_themselves) if self._critic is not None else None
         check_log_probs(prepared, log_probs, values, run_dir=args.run_dir)
-        return with_advantages(prepared, args, self._algorithm, log_probs, values)
+        together = Together(dist.get_rank(), dist.get_world_size(), self._added)
+        return with_advantages(prepared, args, self._algorithm, log_probs, values, together)
+
+    def _added(self, array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Collective. Returns the sum of an array over all ranks."""
+        if dist.get_world_size() == 1:
+            return array
+        total = torch.from_numpy(array).to(self.device)
+        dist.all_reduce(total)
+        summed: npt.NDArray[np.float64] = total.cpu().numpy()
+        return summed
 
     def _old_log_probs(self, context: StepContext, prepared: PreparedBatch) -> tuple[Arrays, ...]:
         """Returns the policy's log-probs before the update (`LogProbs`), or () if the training pass computes them."""

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms.whole_batch import TokenWeights
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
@@ -193,7 +194,7 @@ def rehearsed_batch(num_micro_batches: int, dp_size: int, tokens: int, vocab_siz
     return PreparedBatch(
         TrainBatch(rollout_id=0, samples=samples),
         Schedule((StepSchedule(ranks, len(samples)),)),
-        weights=tuple(s.loss_mask for s in samples),
+        weights=tuple(TokenWeights(s.loss_mask, 1.0) for s in samples),
         token_shares=(1.0,) * len(samples),
         units=(1.0,) * len(samples),
     )

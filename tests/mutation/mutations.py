@@ -46,15 +46,15 @@ ALGORITHMS: dict[str, Mutation] = {
     "masked tokens in whitening": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "parts.append(values if trained.all() else values[trained])",
-        "parts.append(values)",
+        "trained = trained if nums[p] == len(masks[p]) else trained[np.asarray(masks[p]) > 0]",
+        "trained = trained",
     ),
     "one-pass variance": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "variance = math.fsum(float(np.square(t - mean).sum()) for t in tokens) / (num_tokens - 1)",
-        "every = np.concatenate(tokens).astype(np.float32)\n"
-        "    variance = float(np.square(every).mean() - np.float32(mean) ** 2) * num_tokens / (num_tokens - 1)",
+        "return math.fsum(float(np.square(part - mean).sum()) for part in parts)",
+        "every = values.astype(np.float32)\n"
+        "    return float(np.square(every).mean() - np.float32(mean) ** 2) * len(values)",
     ),
     "GAE through masked tokens": Mutation(
         "algorithms",
@@ -63,7 +63,10 @@ ALGORITHMS: dict[str, Mutation] = {
         "        steps = np.ones_like(trained)\n",
     ),
     "GAE bootstraps the last token": Mutation(
-        "algorithms", "algorithms/advantages/ppo.py", "np.append(value[1:], 0.0)", "np.append(value[1:], value[-1:])"
+        "algorithms",
+        "algorithms/advantages/ppo.py",
+        "rewards[:-1] += gamma * value[1:]",
+        "rewards += gamma * np.append(value[1:], value[-1:])",
     ),
     "returns discounted through observations": Mutation(
         "algorithms",
@@ -72,7 +75,10 @@ ALGORITHMS: dict[str, Mutation] = {
         "        out = np.where(trained, reverse_scan(rewards, gamma), 0.0)",
     ),
     "score at the last token, trained or not": Mutation(
-        "algorithms", "algorithms/advantages/returns.py", "out[trained[-1]] += reward", "out[-1] += reward"
+        "algorithms",
+        "algorithms/advantages/returns.py",
+        "out[len(mask) - 1 - trained[::-1].argmax()] += reward",
+        "out[-1] += reward",
     ),
     "KL in the reward is a bonus": Mutation(
         "algorithms", "algorithms/advantages/returns.py", "float(advantage) - kl_coef *", "float(advantage) + kl_coef *"
@@ -92,8 +98,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "token mean over padding": Mutation(
         "algorithms",
         "algorithms/aggregation/__init__.py",
-        "denominator = math.fsum(trained_tokens(mask_S))",
-        "denominator = float(sum(len(m) for m in mask_S))",
+        "divisors = self.divisors(trained_tokens(mask_S), execution_S, count_masked=count_masked)",
+        "divisors = self.divisors([float(len(m)) for m in mask_S], execution_S, count_masked=count_masked)",
     ),
     "KL in the other direction": Mutation(
         "algorithms",
@@ -269,7 +275,9 @@ _STEP_WEIGHTS = """        own = step_weights(batch, step.positions, algorithm.a
 def _weights_by_part(parts: str) -> str:
     """The same with the denominators of each of `parts`, and the mean over parts."""
     body = "".join(f"    {line}\n" for line in _STEP_WEIGHTS.splitlines())
-    body = body.replace("step.positions", "part_positions").replace("= part, own", "= part / len(split), own")
+    body = body.replace("step.positions", "part_positions").replace(
+        "= part, own", "= TokenWeights(part.mask, part.divisor * len(split)), own"
+    )
     scored = "any(samples[p].is_scored for p in part)"
     return f"        split = [part for part in {parts} if {scored}]\n        for part_positions in split:\n{body}"
 
@@ -293,7 +301,7 @@ TRAINING: dict[str, Mutation] = {
     "masked executions in a reducer's denominator": Mutation(
         "training",
         "algorithms/whole_batch.py",
-        "counted = num_counted(tokens_per_execution(masks, executions), count_masked)",
+        "counted = num_counted(tokens_per_execution(totals, executions), count_masked)",
         "counted = len(set(executions))",
     ),
     "unscored samples in the denominator": Mutation(

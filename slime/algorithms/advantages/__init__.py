@@ -1,5 +1,8 @@
 """Advantage estimators. They run on the host, on the whole batch, in NumPy float64.
 
+A training rank needs the statistics of the whole batch, but the values of its own samples only. So arrays of a batch
+may be computed when they are read (`Computed`), and one value per sample is not written out for statistics (`Spread`).
+
 To add an estimator, derive a frozen dataclass from `AdvantageEstimator` (or `GroupEstimator` in `grpo`) and register
 it. Its fields become settings. Your own estimator is selected by its import path, `--advantage-estimator my_pkg.mine`.
 Functions shared by several estimators are in `returns`.
@@ -8,9 +11,9 @@ Functions shared by several estimators are in `returns`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +27,36 @@ if TYPE_CHECKING:
     from slime.settings import Args
 
 Array = npt.NDArray[np.float64]
-Arrays = tuple[npt.NDArray[Any], ...]
+Arrays = Sequence[npt.NDArray[Any]]
 """One array [R] per sample of the batch, where R is the sample's number of response tokens."""
+
+
+class Computed(Sequence[Array]):
+    """Arrays of a batch's samples, each computed whenever it is read."""
+
+    def __init__(self, num_samples: int, compute: Callable[[int], Array]) -> None:
+        """`compute`: position of a sample -> array [R]. May be called from any thread."""
+        self._num_samples, self._compute = num_samples, compute
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | list[Array]:
+        positions = range(self._num_samples)[index]  # raises IndexError, which ends an iteration
+        return self._compute(positions) if isinstance(positions, int) else [self._compute(p) for p in positions]
+
+
+class Spread(Computed):
+    """One value for all trained tokens of a sample, and zero where masked."""
+
+    def __init__(self, values: npt.NDArray[np.float64], masks: Arrays) -> None:
+        """`values`: [S]. `masks`: [R] of each sample."""
+        super().__init__(len(masks), lambda p: spread(float(values[p]), masks[p]))
+        self.values = values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +82,10 @@ class RewardedBatch:
     """Weight of the KL penalty in the reward. Every estimator must apply it."""
     values: Arrays | None = None
     """[R] values of the critic before its update; None unless the estimator `needs_critic`."""
+
+    def computed(self, compute: Callable[[int], Array]) -> Computed:
+        """Returns the arrays that `compute` makes of the position of each sample."""
+        return Computed(len(self.masks), compute)
 
     @property
     def kl_S(self) -> Sequence[npt.NDArray[Any] | None]:
@@ -115,6 +150,17 @@ ESTIMATORS: Registry[AdvantageEstimator] = Registry(
 )
 
 
-def where_trained(values: Sequence[npt.NDArray[Any]], masks: Arrays) -> Arrays:
+def where_trained(values: Sequence[npt.NDArray[Any]], masks: Arrays) -> tuple[npt.NDArray[Any], ...]:
     """Zeroes masked values."""
-    return tuple(np.where(m > 0, v, 0.0) for v, m in zip(values, masks, strict=True))
+    return tuple(kept(v, m) for v, m in zip(values, masks, strict=True))
+
+
+def kept(values: npt.NDArray[Any], mask: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns values [R] with zeros where masked: `values` itself if all tokens are trained."""
+    trained = np.asarray(mask) > 0
+    return values if trained.all() else np.where(trained, values, 0.0)
+
+
+def spread(value: float, mask: npt.NDArray[Any]) -> Array:
+    """Returns [R]: `value` at each trained token, zero where masked."""
+    return kept(np.full(len(mask), value, np.float64), mask)

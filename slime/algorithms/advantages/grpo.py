@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch
+from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch, Spread
 from slime.algorithms.advantages.returns import spread_advantage
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import Need, always, derived, opt
@@ -81,8 +81,10 @@ class GroupEstimator(AdvantageEstimator):
             scores = self.compared(batch.rewards, batch.groups, batch.executions)
         else:
             scores = np.nan_to_num(batch.rewards, nan=0.0)
-        parts = zip(scores, batch.masks, batch.kl_S, strict=True)
-        return Estimate(tuple(spread_advantage(score, mask, kl, batch.kl_coef) for score, mask, kl in parts))
+        masks, kl, coef = batch.masks, batch.kl, batch.kl_coef
+        if kl is None or not coef:
+            return Estimate(Spread(np.asarray(scores, np.float64), masks))
+        return Estimate(batch.computed(lambda p: spread_advantage(float(scores[p]), masks[p], kl[p], coef)))
 
 
 def iter_groups(

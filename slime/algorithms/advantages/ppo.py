@@ -7,12 +7,13 @@ last token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, where_trained
+from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, kept
 from slime.algorithms.advantages.returns import CHUNK_TOKENS, ReturnSettings, reverse_scan, rewards_of_tokens
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
@@ -29,13 +30,17 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         assert batch.values is not None, "ppo needs the critic's values"
-        assert self.observation_returns != "reset", "rejected by `check`"
-        pairs = [
-            generalized_advantages(r, v, m, self.gamma, self.lambd, self.observation_returns)
-            for r, v, m in zip(rewards_of_tokens(batch), batch.values, batch.masks, strict=True)
-        ]
-        advantages, returns = [a for a, _ in pairs], [r for _, r in pairs]
-        return Estimate(where_trained(advantages, batch.masks), where_trained(returns, batch.masks))
+        observations = self.observation_returns
+        assert observations != "reset", "rejected by `check`"
+        through: Literal["skip", "through"] = observations
+        rewards, values, masks = rewards_of_tokens(batch), batch.values, batch.masks
+
+        @lru_cache(maxsize=1)  # advantages and returns of a sample are mostly read one after the other
+        def both(p: int) -> tuple[Array, Array]:
+            made = generalized_advantages(rewards[p], values[p], masks[p], self.gamma, self.lambd, through)
+            return kept(made[0], masks[p]), kept(made[1], masks[p])
+
+        return Estimate(batch.computed(lambda p: both(p)[0]), batch.computed(lambda p: both(p)[1]))
 
     def check(self, args: Args) -> str | None:
         if self.observation_returns == "reset":
@@ -64,10 +69,16 @@ def generalized_advantages(
         steps = trained
     else:
         assert_never(observations)
-    rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)[steps]
-    value = np.asarray(values, np.float64)[steps]
-    delta = rewards + gamma * np.append(value[1:], 0.0) - value if len(value) else rewards
+    rewards, value = kept(np.asarray(token_rewards, np.float64), trained), np.asarray(values, np.float64)
+    if whole := bool(steps.all()):
+        rewards, value = np.array(rewards), value
+    else:
+        rewards, value = rewards[steps], value[steps]
+    rewards -= value
+    rewards[:-1] += gamma * value[1:]  # the value after the last token is 0
+    found = reverse_scan(rewards, gamma * lambd, chunk)
+    if whole:
+        return found, found + value
     advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
-    advantages[steps] = reverse_scan(delta, gamma * lambd, chunk)
-    returns[steps] = advantages[steps] + value
+    advantages[steps], returns[steps] = found, found + value
     return advantages, returns

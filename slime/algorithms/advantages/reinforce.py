@@ -8,7 +8,15 @@ from typing import Any, ClassVar, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch, where_trained
+from slime.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    Array,
+    Estimate,
+    RewardedBatch,
+    Spread,
+    kept,
+)
 from slime.algorithms.advantages.grpo import GroupEstimator, group_advantages
 from slime.algorithms.advantages.returns import Observations, ReturnSettings, reverse_scan, rewards_of_tokens
 
@@ -21,11 +29,13 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
     whitens: ClassVar[bool] = True
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
-        returns = [
-            discounted_returns(r, m, self.gamma, self.observation_returns)
-            for r, m in zip(rewards_of_tokens(batch), batch.masks, strict=True)
-        ]
-        return Estimate(where_trained(returns, batch.masks))
+        masks, gamma, observations = batch.masks, self.gamma, self.observation_returns
+        if gamma == 1.0 and observations != "reset" and (batch.kl is None or not batch.kl_coef):
+            return Estimate(Spread(np.nan_to_num(batch.rewards, nan=0.0), masks))  # the reward comes after every token
+        rewards = rewards_of_tokens(batch)
+        return Estimate(
+            batch.computed(lambda p: kept(discounted_returns(rewards[p], masks[p], gamma, observations), masks[p]))
+        )
 
 
 def discounted_returns(
@@ -33,8 +43,8 @@ def discounted_returns(
 ) -> Array:
     """Computes R_t = r_t + gamma * R_{t+1} over a sample [R]. Values at masked positions are meaningless."""
     trained = np.asarray(mask) > 0
-    rewards = np.where(trained, np.asarray(token_rewards, np.float64), 0.0)
-    if observations == "through":
+    rewards = kept(np.asarray(token_rewards, np.float64), trained)
+    if observations == "through" or (observations == "skip" and trained.all()):
         return reverse_scan(rewards, gamma)
     if observations == "skip":
         out = np.zeros_like(rewards)

@@ -8,7 +8,7 @@ trained token. through: they are discounted like any other token. reset: no rewa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import Array, RewardedBatch
+from slime.algorithms.advantages import Array, Arrays, Computed, RewardedBatch, Spread, kept, spread
 from slime.core.errors import DataError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
@@ -33,12 +33,10 @@ class ReturnSettings:
     steps (through), or end the discounted sum at them (reset, reinforce_plus_plus only)."""
 
 
-def rewards_of_tokens(batch: RewardedBatch) -> list[Array]:
+def rewards_of_tokens(batch: RewardedBatch) -> Computed:
     """Returns the token rewards [R] of each sample, including the KL penalty. Unscored samples get a reward of 0."""
-    return [
-        token_rewards(0.0 if np.isnan(reward) else float(reward), mask, kl, batch.kl_coef)
-        for reward, mask, kl in zip(batch.rewards, batch.masks, batch.kl_S, strict=True)
-    ]
+    rewards, kl_S = np.where(np.isnan(batch.rewards), 0.0, batch.rewards), batch.kl_S
+    return batch.computed(lambda p: token_rewards(float(rewards[p]), batch.masks[p], kl_S[p], batch.kl_coef))
 
 
 def token_rewards(
@@ -50,10 +48,10 @@ def token_rewards(
     """
     if not math.isfinite(reward):
         raise DataError(f"the reward {reward} is not finite; mask unscored samples before computing returns")
-    out = spread_advantage(0.0, mask, kl, kl_coef)
-    trained = np.flatnonzero(np.asarray(mask) > 0)
-    if len(trained):
-        out[trained[-1]] += reward
+    out = np.zeros(len(mask)) if kl is None or not kl_coef else spread_advantage(0.0, mask, kl, kl_coef)
+    trained = np.asarray(mask) > 0
+    if trained.any():
+        out[len(mask) - 1 - trained[::-1].argmax()] += reward
     return out
 
 
@@ -64,43 +62,44 @@ def spread_advantage(
 
     This is how estimators that compare rewards within a group apply the KL penalty: after subtracting the baseline.
     """
-    trained = np.asarray(mask) > 0
     if kl is None or not kl_coef:
-        return np.where(trained, float(advantage), 0.0)
-    return np.where(trained, float(advantage) - kl_coef * np.asarray(kl, np.float64), 0.0)
+        return spread(advantage, mask)
+    return kept(float(advantage) - kl_coef * np.asarray(kl, np.float64), mask)
 
 
 Floats = npt.NDArray[np.float64]
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 32
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
     """Computes y_t = x_t + decay * y_{t+1} [R], exactly, in float64.
 
-    Within a chunk, the recursion is a product with an upper triangular matrix of powers of `decay`, computed for all
-    chunks at once. Only the carry from chunk to chunk is sequential.
+    Within a chunk, the recursion is a product with a triangular matrix of powers of `decay`, computed for all chunks at
+    once. The results at the starts of chunks follow the same recursion, with decay^chunk from one to the next.
     """
-    assert chunk > 0, chunk
-    if decay == 1.0:
-        total: Floats = np.cumsum(x[::-1])[::-1]
-        return total
+    assert chunk > 1, chunk
     num = -(-len(x) // chunk)
-    padded = np.zeros(num * chunk, np.float64)
-    padded[: len(x)] = x  # trailing zeros do not change the recursion
-    powers = _powers(float(decay), chunk)
-    out: Floats = padded.reshape(num, chunk) @ powers.T
-    to_next = decay * powers[:, -1]
-    for i in range(num - 2, -1, -1):
-        out[i] += to_next * out[i + 1, 0]
+    padded = x
+    if len(x) != num * chunk:
+        padded = np.zeros(num * chunk, np.float64)
+        padded[: len(x)] = x  # trailing zeros do not change the recursion
+    powers, to_next = _powers(float(decay), chunk)
+    out: Floats = padded.reshape(num, chunk) @ powers
+    if num > 1:
+        starts = reverse_scan(out[:, 0], decay**chunk, chunk)
+        out[:-1] += starts[1:, None] * to_next
     return out.reshape(-1)[: len(x)]
 
 
-@lru_cache(maxsize=8)
-def _powers(decay: float, chunk: int) -> Floats:
-    """Returns the matrix [chunk, chunk] with decay^(j - i) at row i, column j >= i, and zeros below the diagonal."""
+@lru_cache(maxsize=64)
+def _powers(decay: float, chunk: int) -> tuple[Floats, Floats]:
+    """Returns the matrix [chunk, chunk] with decay^(i - j) at row i, column j <= i, and zeros above the diagonal; and
+    decay^(chunk - j) [chunk], the weight of the next chunk's start."""
     index = np.arange(chunk)
-    exponent = index[None, :] - index[:, None]
-    return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
+    exponent = index[:, None] - index[None, :]
+    matrix: Floats = np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
+    to_next: Floats = np.power(decay, np.arange(chunk, 0.0, -1.0), dtype=np.float64)
+    return matrix, to_next
 
 
 def distilled(
@@ -126,7 +125,108 @@ WHITEN_EPSILON = 1e-8
 """Added to the variance."""
 
 
-def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[Floats]:
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Statistics of values over trained tokens, of each of S samples."""
+
+    nums: npt.NDArray[np.int64]
+    """[S] number of trained tokens."""
+    totals: Floats
+    """[S] sum of the values."""
+    squares: Floats
+    """[S] sum of the squared differences from the sample's own mean."""
+    least: Floats
+    """[S] the smallest value; infinity without trained tokens."""
+    largest: Floats
+    """[S] the largest value; -infinity without trained tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.nums.sum())
+
+    @property
+    def mean(self) -> float:
+        """The mean over all trained tokens; 0 without any."""
+        return math.fsum(self.totals.tolist()) / max(1, self.num_tokens)
+
+    @property
+    def variation(self) -> float:
+        """The sum of squared differences from `mean` (Chan et al. 1979, in two passes)."""
+        shift = self.totals / np.maximum(self.nums, 1) - self.mean
+        return math.fsum((self.squares + self.nums * np.square(shift)).tolist())
+
+    def scaled(self, offset: float, scale: float) -> Moments:
+        """Returns the moments of (values - offset) / scale."""
+        totals, squares = (self.totals - self.nums * offset) / scale, self.squares / scale**2
+        return Moments(self.nums, totals, squares, (self.least - offset) / scale, (self.largest - offset) / scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How ranks divide the statistics of a batch: each computes those of every `size`-th sample."""
+
+    rank: int = 0
+    size: int = 1
+    add: Callable[[Floats], Floats] = np.asarray
+    """Collective. Returns the sum of an array over all ranks."""
+
+
+ALONE = Together()
+
+
+def moments(
+    values: Arrays,
+    masks: Arrays,
+    nums: npt.NDArray[np.int64] | None = None,
+    *,
+    beside: Sequence[Arrays] = (),
+    together: Together = ALONE,
+) -> tuple[Moments, Floats]:
+    """Returns the moments of a batch, and the totals [len(beside), S] of the arrays in `beside`, which are zero where
+    masked. Both are read sample by sample, because an estimator computes advantages and returns together. Collective
+    over `together`: the statistics of a sample do not depend on the rank that computes them, and the others add zero.
+
+    `nums` [S]: numbers of trained tokens, if they are known.
+    """
+    keep_freed_memory()
+    if nums is None:
+        nums = np.asarray([np.count_nonzero(np.asarray(m) > 0) for m in masks], np.int64)
+    found, some = np.zeros((4 + len(beside), len(masks))), nums > 0
+    even = isinstance(values, Spread)
+    for p in range(together.rank, 0 if even and not beside else len(masks), together.size):
+        if some[p] and not even:
+            trained = np.asarray(values[p], np.float64)
+            trained = trained if nums[p] == len(masks[p]) else trained[np.asarray(masks[p]) > 0]
+            total = float(trained.sum())
+            found[:4, p] = total, _squares(trained, total / nums[p]), trained.min(), trained.max()
+        found[4:, p] = [arrays[p].sum() for arrays in beside]
+    if beside or not even:
+        found = together.add(found)
+    if isinstance(values, Spread):
+        found[0], found[2], found[3] = nums * values.values, values.values, values.values
+    found[2, ~some], found[3, ~some] = math.inf, -math.inf
+    return Moments(nums, *found[:4]), found[4:]
+
+
+def keep_freed_memory() -> None:
+    """Lets the process reuse freed arrays of up to 32 MB. Otherwise, glibc returns them to the system, and each new
+    array of a sample costs ten times as much as the computation in it, for pages that the system clears."""
+    np.empty(
+        32_000_000, np.uint8
+    )  # freeing a mapped block raises the size from which blocks are mapped; no page is used
+
+
+BLOCK_TOKENS = 8192
+"""The size of temporary arrays that stay in a core's cache."""
+
+
+def _squares(values: Floats, mean: float) -> float:
+    """Returns the sum of squared differences from `mean`."""
+    parts = (values[start : start + BLOCK_TOKENS] for start in range(0, len(values), BLOCK_TOKENS))
+    return math.fsum(float(np.square(part - mean).sum()) for part in parts)
+
+
+def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> Arrays:
     """Normalizes advantages to zero mean and unit variance over all trained tokens of the batch (REINFORCE++,
     arXiv:2501.03262). Returns one array per sample [R], zero where masked.
 
@@ -136,21 +236,21 @@ def whiten(advantages_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArr
     `math.fsum`), so the result does not depend on the order of samples. The variance divides by N - 1.
     """
     assert len(advantages_SR) == len(mask_S), f"{len(advantages_SR)} advantages for {len(mask_S)} masks"
-    values = [np.asarray(a, np.float64) for a in advantages_SR]
-    tokens = trained_parts(values, mask_S)
-    num_tokens = sum(map(len, tokens))
-    if num_tokens < 2 or min(t.min() for t in tokens) == max(t.max() for t in tokens):
-        return [np.zeros(a.shape) for a in values]
-    mean = math.fsum(float(t.sum()) for t in tokens) / num_tokens
-    variance = math.fsum(float(np.square(t - mean).sum()) for t in tokens) / (num_tokens - 1)
-    scale = math.sqrt(variance + WHITEN_EPSILON)
-    return [np.where(np.asarray(m) > 0, (a - mean) / scale, 0.0) for a, m in zip(values, mask_S, strict=True)]
+    return whitened(advantages_SR, mask_S, moments(advantages_SR, mask_S)[0])[0]
 
 
-def trained_parts(values_SR: Sequence[npt.NDArray[Any]], mask_S: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """Returns each sample's values at its trained tokens, if it has any, without copying if all are trained."""
-    parts = []
-    for values, mask in zip(values_SR, mask_S, strict=True):
-        trained = np.asarray(mask) > 0
-        parts.append(values if trained.all() else values[trained])
-    return [part for part in parts if len(part)]
+def whitened(values: Arrays, masks: Arrays, found: Moments) -> tuple[Arrays, Moments]:
+    """Returns the result of `whiten`, and its moments. `found`: the moments of `values`."""
+    num_tokens = found.num_tokens
+    if num_tokens < 2 or found.least.min() == found.largest.max():
+        zeros = np.zeros(len(masks))
+        return Spread(zeros, masks), moments(Spread(zeros, masks), masks, found.nums)[0]
+    mean, scale = found.mean, math.sqrt(found.variation / (num_tokens - 1) + WHITEN_EPSILON)
+    if isinstance(values, Spread):
+        even = Spread((values.values - mean) / scale, masks)
+        return even, moments(even, masks, found.nums)[0]
+
+    def one(p: int) -> Floats:
+        return kept((np.asarray(values[p], np.float64) - mean) / scale, masks[p])
+
+    return Computed(len(masks), one), found.scaled(mean, scale)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from slime.core.batch import mask_totals
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 from slime.settings.fields import derived
@@ -59,26 +60,14 @@ AGGREGATIONS: Registry[Aggregation] = Registry(
 
 def trained_tokens(mask_S: Sequence[npt.NDArray[Any]]) -> list[float]:
     """Returns the number of trained tokens of each sample, or the sum of their weights."""
-    return [_total(np.asarray(m)) for m in mask_S]
+    return [mask_totals(np.asarray(m)).total for m in mask_S]
 
 
-def _total(mask: npt.NDArray[Any]) -> float:
-    """Sums a mask exactly. A sum of integers is exact in any order."""
-    if _is_binary(mask):
-        return float(np.count_nonzero(mask))
-    return math.fsum(mask.astype(np.float64).tolist())
-
-
-def _is_binary(mask: npt.NDArray[Any]) -> bool:
-    """Returns whether a mask has only zeros and ones."""
-    return not len(mask) or bool(mask.max() <= 1 and mask.sum(dtype=np.float64) == np.count_nonzero(mask))
-
-
-def tokens_per_execution(mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int]) -> dict[int, float]:
+def tokens_per_execution(total_S: Sequence[float], execution_S: Sequence[int]) -> dict[int, float]:
     """Maps each execution id to the number of trained tokens across its samples."""
-    assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
+    assert len(total_S) == len(execution_S), f"{len(total_S)} masks for {len(execution_S)} samples"
     per_execution: dict[int, float] = {}
-    for execution, total in zip(execution_S, trained_tokens(mask_S), strict=True):
+    for execution, total in zip(execution_S, total_S, strict=True):
         per_execution[execution] = per_execution.get(execution, 0.0) + total
     return per_execution
 
@@ -92,59 +81,65 @@ def divided(mask: npt.NDArray[Any], denominator: float) -> Array:
     """Returns mask / denominator, or zeros if the denominator is zero."""
     if denominator == 0:
         return np.zeros(mask.shape, np.float64)
-    if mask.dtype == np.float32 and _is_binary(mask):
+    if mask.dtype == np.float32 and mask_totals(mask).is_binary:
         share: Array = mask * np.float32(1.0 / denominator)
         return share
     weights: Array = np.asarray(mask, np.float64) / denominator
     return weights
 
 
+class Divided(Aggregation):
+    """An aggregation that divides the whole mask of a sample by one number, which depends on all samples' totals."""
+
+    @abstractmethod
+    def divisors(self, total_S: Sequence[float], execution_S: Sequence[int], *, count_masked: bool) -> list[float]:
+        """Returns the divisor of each sample's mask; 0 if its weights are zero. `total_S`: see `trained_tokens`."""
+
+    def token_weights(
+        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
+    ) -> list[Array]:
+        divisors = self.divisors(trained_tokens(mask_S), execution_S, count_masked=count_masked)
+        return [divided(m, divisor) for m, divisor in zip(mask_S, divisors, strict=True)]
+
+
 @AGGREGATIONS.register("sequence_mean")
 @dataclass(frozen=True, kw_only=True)
-class SequenceMean(Aggregation):
+class SequenceMean(Divided):
     """m / (tokens of the execution * N): the mean over executions of their token means (GRPO, arXiv:2402.03300).
 
     Every execution has equal weight. Its token mean is over the tokens of all its samples.
     """
 
-    def token_weights(
-        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
-    ) -> list[Array]:
-        per_execution = tokens_per_execution(mask_S, execution_S)
+    def divisors(self, total_S: Sequence[float], execution_S: Sequence[int], *, count_masked: bool) -> list[float]:
+        per_execution = tokens_per_execution(total_S, execution_S)
         num = num_counted(per_execution, count_masked)
-        return [divided(m, per_execution[e] * num) for m, e in zip(mask_S, execution_S, strict=True)]
+        return [per_execution[e] * num for e in execution_S]
 
 
 @AGGREGATIONS.register("token_mean")
 @dataclass(frozen=True, kw_only=True)
-class TokenMean(Aggregation):
+class TokenMean(Divided):
     """m / (trained tokens of the step): the mean over tokens (DAPO, arXiv:2503.14476)."""
 
     counts_executions: ClassVar[bool] = False
 
-    def token_weights(
-        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
-    ) -> list[Array]:
-        assert len(mask_S) == len(execution_S), f"{len(mask_S)} masks for {len(execution_S)} samples"
-        denominator = math.fsum(trained_tokens(mask_S))
-        return [divided(m, denominator) for m in mask_S]
+    def divisors(self, total_S: Sequence[float], execution_S: Sequence[int], *, count_masked: bool) -> list[float]:
+        assert len(total_S) == len(execution_S), f"{len(total_S)} masks for {len(execution_S)} samples"
+        return [math.fsum(total_S)] * len(total_S)
 
 
 @AGGREGATIONS.register("sequence_sum")
 @dataclass(frozen=True, kw_only=True)
-class SequenceSum(Aggregation):
+class SequenceSum(Divided):
     """m / N: the sum over the tokens of an execution, averaged over executions. Long responses weigh more."""
 
-    def token_weights(
-        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
-    ) -> list[Array]:
-        num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
-        return [divided(m, num) for m in mask_S]
+    def divisors(self, total_S: Sequence[float], execution_S: Sequence[int], *, count_masked: bool) -> list[float]:
+        return [float(num_counted(tokens_per_execution(total_S, execution_S), count_masked))] * len(total_S)
 
 
 @AGGREGATIONS.register("constant_length")
 @dataclass(frozen=True, kw_only=True)
-class ConstantLength(Aggregation):
+class ConstantLength(Divided):
     """m / (N * constant_length): all executions have the same divisor, which avoids a length bias (Dr. GRPO,
     arXiv:2503.20783)."""
 
@@ -164,8 +159,6 @@ class ConstantLength(Aggregation):
                 f"{self.loss_constant_length}; set it to a number of tokens, such as the maximum response length"
             )
 
-    def token_weights(
-        self, mask_S: Sequence[npt.NDArray[Any]], execution_S: Sequence[int], *, count_masked: bool = True
-    ) -> list[Array]:
-        num = num_counted(tokens_per_execution(mask_S, execution_S), count_masked)
-        return [divided(m, num * self.loss_constant_length) for m in mask_S]
+    def divisors(self, total_S: Sequence[float], execution_S: Sequence[int], *, count_masked: bool) -> list[float]:
+        num = num_counted(tokens_per_execution(total_S, execution_S), count_masked)
+        return [float(num * self.loss_constant_length)] * len(total_S)

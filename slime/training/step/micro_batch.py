@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
+from slime.algorithms.advantages.returns import ALONE, Together
 from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.token_losses import Sequences
 from slime.algorithms.whole_batch import (
     AdvantagesAndReturns,
     BatchLogProbs,
+    TokenWeights,
     advantages_and_returns,
     check_samples,
     step_weights,
@@ -49,7 +51,7 @@ class PreparedBatch:
 
     batch: TrainBatch
     schedule: Schedule
-    weights: Arrays
+    weights: tuple[TokenWeights, ...]
     """Weight of each response token in the loss of its step; zero where masked."""
     token_shares: tuple[float, ...]
     """`StepWeights.token_share` of each sample's step."""
@@ -112,7 +114,7 @@ def prepare(
         prefixes=prefixes,
         prefix_cost=float if flops is None else functools.partial(flops.forward, num_logits=0),
     )
-    weights: dict[int, npt.NDArray[Any]] = {}
+    weights: dict[int, TokenWeights] = {}
     shares, units = [0.0] * len(samples), [0.0] * len(samples)
     count_masked = not args.drop_masked_executions
     for step in schedule.steps:
@@ -121,15 +123,21 @@ def prepare(
             weights[position], shares[position], units[position] = part, own.token_share, own.unit
     rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]
     shared = None if prefixes is None else {row: prefixes.of_row(row) for row in rows}
-    every = tuple(weights[p] if p in weights else np.zeros_like(s.loss_mask) for p, s in enumerate(samples))
+    every = tuple(weights.get(p, TokenWeights(s.loss_mask, 0.0)) for p, s in enumerate(samples))
     return PreparedBatch(batch, schedule, every, tuple(shares), tuple(units), shared=shared)
 
 
 def with_advantages(
-    prepared: PreparedBatch, args: Args, algorithm: Algorithm, log_probs: BatchLogProbs, values: Arrays | None = None
+    prepared: PreparedBatch,
+    args: Args,
+    algorithm: Algorithm,
+    log_probs: BatchLogProbs,
+    values: Arrays | None = None,
+    together: Together = ALONE,
 ) -> PreparedBatch:
-    """Adds advantages and returns to the batch. Raises the errors of `advantages_and_returns`."""
-    aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values)
+    """Adds advantages and returns to the batch. Raises the errors of `advantages_and_returns`. Collective over
+    `together`."""
+    aims = advantages_and_returns(prepared.batch, args, algorithm, log_probs, values, together)
     return dataclasses.replace(prepared, log_probs=log_probs, values=values, aims=aims)
 
 
@@ -302,7 +310,7 @@ def _of_tokens(prepared: PreparedBatch, positions: Sequence[int]) -> dict[str, n
     return {
         "sequences": np.repeat(np.arange(len(samples)), [s.response_length for s in samples]),
         "mask": mask,
-        "weights": _join([prepared.weights[p] for p in positions], np.float32),
+        "weights": _join([prepared.weights[p].array() for p in positions], np.float32),
         "rollout_log_probs": _join(rollout, np.float32),
         "sampled": sampled.astype(np.float32),
         "versions": versions,

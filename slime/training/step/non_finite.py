@@ -214,7 +214,7 @@ def dump(prepared: PreparedBatch, bad: Offsets, suspects: Suspects, *, run_dir: 
         "old_log_probs": log_probs.old,
         "ref_log_probs": log_probs.ref,
         "advantages": aims.advantages if aims is not None else None,
-        "weights": prepared.weights,
+        "weights": {position: prepared.weights[position].array() for position in bad},
     }
     folder = dump_non_finite(run_dir, prepared.batch, bad, numbers, rank=dist.get_rank())
     return None if folder is None else str(folder)

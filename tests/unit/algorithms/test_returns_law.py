@@ -7,9 +7,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from slime.algorithms.advantages import Spread
 from slime.algorithms.advantages.ppo import generalized_advantages
 from slime.algorithms.advantages.reinforce import discounted_returns
-from slime.algorithms.advantages.returns import reverse_scan, spread_advantage, token_rewards
+from slime.algorithms.advantages.returns import (
+    Together,
+    moments,
+    reverse_scan,
+    spread_advantage,
+    token_rewards,
+    whiten,
+)
 from slime.core.errors import DataError
 
 
@@ -59,10 +67,11 @@ def test_gae_is_the_serial_recursion(num: int, gamma: float, lambd: float, obser
         assert returns == pytest.approx(np.where(live, want + v, 0.0), abs=1e-9), name
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 128, 4096])
+@pytest.mark.parametrize("chunk", [2, 7, 128, 4096])
 def test_the_chunk_changes_nothing(chunk: int) -> None:
     x = np.random.default_rng(3).normal(size=1001)
-    assert np.abs(reverse_scan(x, 0.99, chunk) - reverse_scan(x, 0.99, 1)).max() < 1e-9
+    serial = _serial_returns(x, np.ones(len(x)), 0.99, "through")
+    assert np.abs(reverse_scan(x, 0.99, chunk) - serial).max() < 1e-9
     assert len(reverse_scan(x[:0], 0.99, chunk)) == 0
 
 
@@ -91,3 +100,38 @@ def test_what_cannot_be_computed_is_refused() -> None:
         generalized_advantages(one, one, one, 1.0, 1.0, cast(Any, "reset"))
     with pytest.raises(AssertionError, match="forget"):
         discounted_returns(one, one, 1.0, cast(Any, "forget"))
+
+
+@pytest.mark.parametrize("size", [2, 3, 40])
+def test_ranks_that_divide_the_statistics_get_the_same_bits(size: int) -> None:
+    rng = np.random.default_rng(7)
+    masks = [(rng.random(n) < 0.8).astype(np.float32) for n in (1, 5, 300, 40, 17_000)] + [np.zeros(4, np.float32)]
+    values = tuple(np.where(m > 0, rng.normal(3.0, 1.0, len(m)), 0.0) for m in masks)
+    alone, totals = moments(values, masks, beside=[values])
+    sums: list[np.ndarray] = []
+
+    def add(own: np.ndarray) -> np.ndarray:
+        sums.append(own)
+        return own
+
+    for rank in range(size):
+        moments(values, masks, beside=[values], together=Together(rank, size, add))
+    whole = np.sum(sums, axis=0)
+    together, shared = moments(values, masks, beside=[values], together=Together(0, size, lambda own: whole))
+    assert (shared == totals).all() and together.mean == alone.mean and together.variation == alone.variation
+    trained = np.concatenate([v[m > 0] for v, m in zip(values, masks, strict=True)])
+    assert together.mean == pytest.approx(trained.mean(), abs=1e-12)
+    assert together.variation == pytest.approx(np.square(trained - trained.mean()).sum(), rel=1e-12)
+    assert (together.least.min(), together.largest.max()) == (trained.min(), trained.max())
+
+
+def test_a_spread_has_the_moments_of_its_arrays() -> None:
+    masks = [np.ones(1000, np.float32), np.asarray([0, 1, 0, 1], np.float32), np.zeros(3, np.float32)]
+    even = Spread(np.asarray([0.7, -2.0, 0.0]), masks)
+    written, lazy = moments(tuple(even), masks)[0], moments(even, masks)[0]
+    assert even[1].tolist() == [0.0, -2.0, 0.0, -2.0] and len(even[0:2]) == 2
+    assert lazy.mean == pytest.approx(written.mean, rel=1e-14)
+    assert lazy.variation == pytest.approx(written.variation, rel=1e-12)
+    assert lazy.least.tolist() == written.least.tolist() and lazy.largest.tolist() == written.largest.tolist()
+    lazily, eagerly = whiten(even, masks), whiten(tuple(even), masks)
+    assert all(np.abs(a - b).max() < 1e-12 for a, b in zip(lazily, eagerly, strict=True))
