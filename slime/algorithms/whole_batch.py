@@ -1,9 +1,10 @@
 """Whole-batch computations on the host: token weights of each optimizer step, advantages and returns.
 
-Every rank computes the same float64 values from all samples, so groups, denominators, whitening and recursions cannot
-depend on how the batch is split later. The formulas are in `advantages` and `aggregation`. This module adds what all of
-them share: the KL in the reward, distillation, whitening, and users' functions (`--custom-advantage-function-path`,
-`--rollout-data-postprocess-path`).
+Groups, denominators, whitening and recursions cannot depend on how the batch is split later: they are float64 values of
+whole samples and of the whole batch, the same on every rank. Ranks divide the statistics of samples among themselves
+(`Together`), and arrays [R] are computed when they are read, because a rank trains only some of the samples. The
+formulas are in `advantages` and `aggregation`. This module adds what all of them share: the KL in the reward,
+distillation, whitening, and users' functions (`--custom-advantage-function-path`, `--rollout-data-postprocess-path`).
 """
 
 from __future__ import annotations

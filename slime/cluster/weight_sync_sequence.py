@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import assert_never
 
-from slime.cluster.engine_tracker import MEMORY_LIMIT_S, WEIGHT_VERSION, Actors
+from slime.cluster.engine_tracker import MEMORY_LIMIT_S, WEIGHT_VERSION, Actors, EngineInfo
 from slime.core.errors import SlimeError
 from slime.fleet.supervisor import Engine
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.weights.sync import PAUSED
 from slime.weights.transports import TRANSPORTS
 
 logger = logging.getLogger(__name__)
@@ -148,6 +150,18 @@ class EndRequests(enum.Enum):
                 assert_never(never)
 
 
+def with_pauses(
+    metrics: Mapping[str, float], more: Mapping[str, float], engines: Sequence[EngineInfo]
+) -> dict[str, float]:
+    """Adds the seconds by cause that the driver measured around a weight sync to its `perf/paused_token_seconds`."""
+    whole = f"perf/{PAUSED}"
+    if whole not in metrics:
+        return dict(metrics)
+    num_gpus = sum(info.layout.num_ranks for info in engines)
+    parts = {f"{whole}/{cause}": metrics[f"{whole}/{cause}"] + seconds * num_gpus for cause, seconds in more.items()}
+    return {**metrics, **parts, whole: metrics[whole] + num_gpus * sum(more.values())}
+
+
 class WeightSyncSequence:
     def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver, tracker: Tracker) -> None:
         self._actors, self._memory, self._tracker = actors, memory, tracker
@@ -203,17 +217,22 @@ class WeightSyncSequence:
 
         `hand_back`: return the tokens of aborted requests to the Data Buffer.
         """
+        began = time.monotonic()
         if ends_requests:
             tended = self._engines.tended  # lost engines must be detected, because their requests never finish
             self._actors.on_rollout(
                 "pause", hand_back, for_what="requests to end", limit_s=REQUESTS_LIMIT_S, on_poll=tended
             )
+        ended_s, lost_s = time.monotonic() - began, 0.0
         while not (metrics := self._try(None)):
             logger.warning("an engine was lost during the weight sync; repeating the sync with the other engines")
+            lost_s = time.monotonic() - began - ended_s
+        resumed = time.monotonic()
         if ends_requests:
             self._actors.on_rollout("resume", for_what="requests to continue", limit_s=REQUESTS_LIMIT_S)
         if metrics[0]:
-            self._tracker.add(metrics[0])
+            more = {"abort": ended_s, "transfer": lost_s, "admission": time.monotonic() - resumed}
+            self._tracker.add(with_pauses(metrics[0], more, self._engines.infos(self._takers)))
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
         """Attempts one weight sync to `engines`, by default all responding ones.

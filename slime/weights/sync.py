@@ -162,7 +162,7 @@ def sync_weights(
     Returns, in seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`,
     `update_weights_send_time` (while a bucket was in flight), `update_weights_verify_time` (digests on the engines, and
     their comparison), `update_weights_digest_time` (digests on the slowest training rank; overlaps sending) and
-    `update_weights_bytes`.
+    `update_weights_bytes`. In GPU-seconds of the engines: `PAUSED` and `PAUSED/<cause>` (see `PauseCauses`).
 
     Raises on every rank: `WeightSyncError` if an engine's weights differ, `EngineError` or `DeadlineExceeded` if an
     engine cannot be reached.
@@ -175,6 +175,40 @@ def sync_weights(
         raise outcome
     channel.settle()
     return outcome
+
+
+PAUSED = "paused_token_seconds"
+"""GPU-seconds in which engines could have generated, but did not, because of a weight sync."""
+CAUSES = ("abort", "flush", "transfer", "verify", "admission")
+"""In the order in which they follow each other. abort: until all engines have paused and requests are aborted or
+retracted; flush: of the caches; transfer: until all engines have all weights; verify: until all tensors on all engines
+are compared; admission: until all engines sample again."""
+
+
+class PauseCauses:
+    """Splits the time from the first pause call to the last response to a resume call. Every moment has one cause."""
+
+    def __init__(self, num_gpus: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`num_gpus`: those of all engines of the weight sync."""
+        self._num_gpus, self._clock = num_gpus, clock
+        self._seconds = dict.fromkeys(CAUSES, 0.0)
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """The engines are about to be paused."""
+        self._since = self._clock()
+
+    def end(self, cause: str) -> None:
+        """The time since `begin`, or since the last `end`, is due to `cause`. Does nothing before `begin`."""
+        if self._since is not None:
+            now = self._clock()
+            self._seconds[cause] += now - self._since
+            self._since = now
+
+    def metrics(self) -> dict[str, float]:
+        """Returns `PAUSED` and `PAUSED/<cause>` in GPU-seconds. `PAUSED` is the sum of the causes."""
+        parts = {f"{PAUSED}/{cause}": seconds * self._num_gpus for cause, seconds in self._seconds.items()}
+        return {PAUSED: sum(parts.values()), **parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +247,7 @@ class _WeightSync:
         self._failure: SlimeError | None = None
         self._started = time.monotonic()
         self._times = dict.fromkeys(("pause", "send", "verify", "digest"), 0.0)
+        self._causes = PauseCauses(sum(layout.num_ranks for layout in layouts))
         self._begun = False
         self._sent: list[Turn] = []
         self._num_bytes = 0
@@ -325,10 +360,13 @@ class _WeightSync:
 
     def _pause(self) -> None:
         """Pauses every engine. With `abort`, also ensures that no request is left."""
+        self._causes.begin()
         with self._timed("pause"):
             on_all(self._receivers, lambda c: c.pause(self._pause_mode), "pause")
+            self._causes.end("abort")
             if self._pause_mode == "abort":
                 on_all(self._receivers, lambda c: c.flush_cache(), "flush the cache")
+            self._causes.end("flush")
             on_all(self._receivers, lambda c: c.begin_update(), "begin a weight update")
             self._channel.begin(self._receivers, version=self._version)
             self._begun = True
@@ -365,6 +403,7 @@ class _WeightSync:
         with self._timed("send"):
             reports = [part.report for part in parts if part.sends]
             self._channel.finish(self._receivers, version=self._version, reports=reports)
+        self._causes.end("transfer")
         with self._timed("verify"):
             told = on_all(self._receivers, lambda c: c.weight_checksums(), "report weight checksums")
             named = {
@@ -380,16 +419,18 @@ class _WeightSync:
                 carried=self._carried,
             )
             on_all(self._receivers, lambda c: c.end_update(), "end the weight update")
+        self._causes.end("verify")
 
     def _resume(self) -> None:
         on_all(self._receivers, lambda c: c.resume(), "resume")
+        self._causes.end("admission")
 
     def _cost(self, parts: Sequence[_RankReport]) -> dict[str, float]:
         times = {**self._times, "digest": max(part.digest_s for part in parts)}
         times["send"] += sum(part.send_s for part in parts[1:])
         total = {"update_weights_time": time.monotonic() - self._started}
         seconds = {f"update_weights_{name}_time": value for name, value in times.items()}
-        return {**total, **seconds, "update_weights_bytes": float(self._num_bytes)}
+        return {**total, **seconds, "update_weights_bytes": float(self._num_bytes), **self._causes.metrics()}
 
     def _guarded(self, step: Callable[..., Any], *args: Any, **named: Any) -> None:
         """Runs a step unless an earlier one failed. Records a failure for `agree`."""

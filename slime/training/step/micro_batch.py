@@ -1,7 +1,7 @@
 """Converts a train batch to the tensors of one forward pass and its loss.
 
-On the host, `prepare` computes the schedule and the weight of every token in the loss of its step, identically on every
-rank. Forward passes then compute log-probs, which every rank receives for all tokens, and `with_advantages` adds
+On the host, `prepare` computes the schedule and the divisors of token weights in the loss of their step, identically on
+every rank. Forward passes then compute log-probs, which every rank receives for all tokens, and `with_advantages` adds
 advantages and returns (`slime.algorithms.whole_batch`). `to_device` only selects, packs and copies, so results cannot
 depend on the partition.
 """

@@ -195,7 +195,7 @@ def check_log_probs(
     }
     bad: dict[int, list[int]] = {}
     for position, sample in enumerate(prepared.batch.samples):
-        parts = [np.isfinite(x[position]) for x in named.values() if x is not None]
+        parts = [finite for x in named.values() if x is not None and not (finite := np.isfinite(x[position])).all()]
         if parts and not (whole := np.all(parts, axis=0) | (sample.loss_mask == 0)).all():
             bad[position] = np.flatnonzero(~whole).tolist()
     if not bad:

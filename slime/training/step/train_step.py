@@ -128,7 +128,7 @@ def mean_loss(log_probs: Arrays, batch: TrainBatch) -> dict[str, float]:
     """Returns the mean loss over a batch's trained tokens, in float64, independent of split, order and packing."""
     trained = [-part[s.loss_mask > 0].astype(np.float64) for part, s in zip(log_probs, batch.samples, strict=True)]
     num_tokens = sum(map(len, trained))
-    return {"loss": math.fsum(x for part in trained for x in part) / num_tokens, "num_tokens": float(num_tokens)}
+    return {"loss": math.fsum(float(part.sum()) for part in trained) / num_tokens, "num_tokens": float(num_tokens)}
 
 
 def measure_mismatch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from slime.serving.leased_ports import lease_meeting_point
 from slime.serving.payloads import digest
 from slime.serving.server import SGLangServer
 from slime.weights.receivers import Receiver
-from slime.weights.sync import sync_weights
+from slime.weights.sync import CAUSES, PAUSED, sync_weights
 from slime.weights.transports import TRANSPORTS, Channel
 from tests.support.engines import READY_LIMIT_S, kill, serving, spec_of
 from tests.support.marks import quick
@@ -146,6 +147,47 @@ def test_new_weights_arrive_and_are_served(rig: Rig, name: str) -> None:
     assert metrics["update_weights_bytes"] == sum(t.numel() * t.element_size() for t in state.values())
     channel.close()
     assert not list(rig.tmp_path.glob("disk/*"))
+
+
+class Timed(HttpEngineControl):
+    """Notes when each call began and ended, on the clock of the weight sync."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, ONE_RANK, timeout_s=60)
+        self.calls: dict[str, tuple[float, float]] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("pause", "flush_cache", "weight_checksums", "resume"):
+            return found
+
+        def noted(*args: Any) -> Any:
+            began = time.monotonic()
+            answer = found(*args)
+            self.calls[name] = began, time.monotonic()
+            return answer
+
+        return noted
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_the_causes_add_up_to_the_time_in_which_the_engine_was_paused(rig: Rig, mode: str) -> None:
+    """Each cause contains its calls, and all of them lie within the weight sync: no load can break this."""
+    rig.receivers = [Receiver(timed := Timed(rig.url))]
+    channel = rig.channel("tensor")
+    metrics = rig.sync_weights(changed(rig.state, seed=2), channel, 2, pause_mode=mode)
+    causes = {cause: metrics[f"{PAUSED}/{cause}"] for cause in CAUSES}
+    took = {name: ended - began for name, (began, ended) in timed.calls.items()}
+    assert metrics[PAUSED] == pytest.approx(sum(causes.values()), rel=1e-12)
+    paused = timed.calls["resume"][1] - timed.calls["pause"][0]
+    assert paused <= metrics[PAUSED] <= metrics["update_weights_time"]
+    assert causes["abort"] >= took["pause"] and causes["admission"] >= took["resume"]
+    assert causes["verify"] >= took["weight_checksums"] and causes["flush"] >= took.get("flush_cache", 0.0)
+    assert ("flush_cache" in took) is (mode == "abort")
+    between = timed.calls["weight_checksums"][0] - max(timed.calls[n][1] for n in ("pause", "flush_cache") if n in took)
+    assert 0 < causes["transfer"] <= between
+    channel.close()
+    timed.close()
 
 
 class Counting(HttpEngineControl):

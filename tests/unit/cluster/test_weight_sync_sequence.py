@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.weight_sync_sequence import EndRequests, MemoryHandOver, WeightSyncSequence
+from slime.cluster.engine_tracker import EngineInfo
+from slime.cluster.weight_sync_sequence import EndRequests, MemoryHandOver, WeightSyncSequence, with_pauses
 from slime.core.errors import EngineError, WeightSyncError
+from slime.core.topology import EngineLayout
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
@@ -56,6 +58,16 @@ def test_the_router_takes_engines_after_their_first_weight_sync_and_once() -> No
     weight_sync.run(for_save=True)
     assert actors.log == [SYNC, ADMIT, SYNC] and told == {"perf/x": 1.0, "perf/weight_version": 3.0}
     assert actors.engines.served == [3, 3], "as the trainer calls it"
+
+
+def test_what_the_driver_waited_for_is_added_by_cause_on_all_gpus() -> None:
+    whole = "perf/paused_token_seconds"
+    engines = [EngineInfo(i, f"http://{i}", EngineLayout(tp_size=2), (0, 1)) for i in range(3)]
+    found = with_pauses(
+        {whole: 12.0, f"{whole}/abort": 3.0, f"{whole}/transfer": 9.0}, {"abort": 0.5, "transfer": 1.0}, engines
+    )
+    assert found == {whole: 21.0, f"{whole}/abort": 6.0, f"{whole}/transfer": 15.0}
+    assert with_pauses({"perf/x": 1.0}, {"abort": 0.5}, engines) == {"perf/x": 1.0}, "a run that sends no weights"
 
 
 def test_colocated_memory_changes_hands_in_the_only_order_that_fits() -> None:

@@ -21,7 +21,7 @@ from slime.serving.payloads import digest
 from slime.weights import receivers as receivers_module
 from slime.weights.receivers import Peers, Receiver, on_all
 from slime.weights.send_plan import Turn
-from slime.weights.sync import sync_weights
+from slime.weights.sync import CAUSES, PAUSED, PauseCauses, sync_weights
 from slime.weights.transports import Channel, Transport
 from slime.weights.transports.disk import DiskTransport
 from slime.weights.transports.distributed import DistributedTransport
@@ -390,3 +390,27 @@ def test_a_refusal_during_broadcasts_is_reported_at_once(monkeypatch: pytest.Mon
         if engine.process is not None:
             engine.process.kill()
             engine.process.wait()
+
+
+def test_every_moment_of_a_pause_has_one_cause() -> None:
+    now = iter([10.0, 11.0, 11.5, 14.0, 16.0, 16.25])
+    causes = PauseCauses(num_gpus=4, clock=lambda: next(now))
+    causes.end("abort")  # nothing is paused yet
+    causes.begin()
+    for cause in CAUSES:
+        causes.end(cause)
+    metrics = causes.metrics()
+    assert [metrics[f"{PAUSED}/{cause}"] for cause in CAUSES] == [4.0, 2.0, 10.0, 8.0, 1.0]
+    assert metrics[PAUSED] == 25.0 == 4 * (16.25 - 10.0)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_sync_reports_gpu_seconds_of_all_engines_by_cause(mode: str) -> None:
+    table, state = model()
+    wire = FakeWire()
+    engines = [FakeEngine(f"http://{i}", table, wire, layout) for i, layout in enumerate((ONE_RANK, TP2, PP2))]
+    metrics = run(table, state, engines, wire, pause_mode=mode)
+    parts = [metrics[f"{PAUSED}/{cause}"] for cause in CAUSES]
+    assert metrics[PAUSED] == pytest.approx(sum(parts)) and all(part > 0 for part in parts if mode == "abort")
+    assert metrics[PAUSED] <= 5 * metrics["update_weights_time"], "one GPU of the first engine, two of each other"
+    assert metrics[PAUSED] >= 5 * (metrics["update_weights_pause_time"] + metrics["update_weights_verify_time"]) * 0.999
