@@ -56,7 +56,7 @@ def mask_totals(mask: npt.NDArray[Any]) -> MaskTotals:
 
 
 class _Remembered:
-    """Holds what a sample computes once. It is no field, so it is neither sent nor saved."""
+    """What a sample computes once. Only fields of the dataclass are sent and saved, so this is not."""
 
     __slots__ = ("_mask_totals",)
     _mask_totals: MaskTotals
