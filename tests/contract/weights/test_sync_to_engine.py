@@ -186,6 +186,7 @@ def test_the_causes_add_up_to_the_time_in_which_the_engine_was_paused(rig: Rig, 
     assert ("flush_cache" in took) is (mode == "abort")
     between = timed.calls["weight_checksums"][0] - max(timed.calls[n][1] for n in ("pause", "flush_cache") if n in took)
     assert 0 < causes["transfer"] <= between
+    rig.receivers = [Receiver(rig.control)]
     channel.close()
     timed.close()
 
