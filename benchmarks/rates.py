@@ -346,7 +346,7 @@ def direct() -> dict[str, Rate]:
             *(50e9 * bare / 450e9, "bytes/s", "not measured"),
             "400 Gb/s for each GPU (data sheet), of which as much is reached as of NVLink's 450 GB/s",
         ),
-        "host copies": Rate(adam * parameters / woken, "bytes/s", "colocated_4b_h200.json", "perf/wake_up_time"),
+        "host link": Rate(adam * parameters / woken, "bytes/s", "colocated_4b_h200.json", "perf/wake_up_time"),
         "context": Rate(3.5 * costs.GIB, "bytes", DOCS, "what nvidia-smi shows for a trainer without tensors"),
         "engine context": Rate(2.6 * costs.GIB, "bytes", DOCS, "what nvidia-smi shows for a released engine"),
         "communicator": Rate(0.2e9, "bytes", "not measured", "buffers of one NCCL communicator of a rank"),

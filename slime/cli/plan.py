@@ -66,11 +66,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the plan. Returns 1 if the layout does not fit. Raises `ConfigError` for flags that no run accepts."""
     job = job_of_options(options)
-    told = plan(job)
-    print(text_of(job, told))
+    planned = plan(job)
+    print(text_of(job, planned))
     if options.json is not None:
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
-    return 1 if told["problems"] else 0
+        options.json.write_text(json.dumps(planned, indent=1) + "\n")
+    return 1 if planned["problems"] else 0
 
 
 # --- From flags to a job
@@ -356,13 +356,13 @@ def candidates(job: Job) -> Iterator[Job]:
 # --- The text
 
 
-def text_of(job: Job, told: dict[str, Any]) -> str:
+def text_of(job: Job, planned: dict[str, Any]) -> str:
     """Returns the plan as text."""
     lines = [_title(job), "", *_memory_lines(job), "", *_second_lines(job), ""]
-    lines += [f"does not fit: {problem}" for problem in told["problems"]] or [_spare(job)]
-    lines += ["", *_proposal_lines(told["proposals"])]
+    lines += [f"does not fit: {problem}" for problem in planned["problems"]] or [_spare(job)]
+    lines += ["", *_proposal_lines(planned["proposals"])]
     lines += ["", "rates, measured on H200s unless they say otherwise (benchmarks/results):"]
-    lines += [_rate_line(name, rate) for name, rate in told["rates"].items()]
+    lines += [_rate_line(name, rate) for name, rate in planned["rates"].items()]
     return "\n".join(lines)
 
 

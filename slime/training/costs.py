@@ -1,12 +1,14 @@
 """Predicts the GPU memory of each rank and the seconds of each part of a step, without a GPU, weights or torch.
 
 Memory follows from shapes: the weight table, the parallel sizes and the tensors that a layer keeps for its backward
-pass. Seconds are amounts (FLOPs, bytes, kernel launches) divided by rates of `RATES`. Every rate was measured on H200s
-and names the file of `benchmarks/results` that it comes from; `python -m benchmarks.rates` derives them again.
+pass. Seconds are amounts (FLOPs, bytes, kernel launches) divided by rates of `RATES`. The rates were measured on H200s
+and name the files of `benchmarks/results` that they come from; `python -m benchmarks.rates` derives them again. Two
+were not measured and say so: the network between hosts, and the memory of a communicator.
 
-Left out: what hooks and graders compute, the critic, LoRA, vision towers, draft models, quantised engines, time that
-only stragglers cause (a longest response, experts with more rows than others), overlapped communication, host work
-per batch, checkpoints and evaluation. Linear attention counts as attention without keys.
+Left out: what hooks and graders compute, the critic, other policies in host memory, LoRA, vision towers, draft models,
+quantised engines, time that only stragglers cause (a longest response, experts with more rows than others), overlapped
+communication, host work per batch, checkpoints and evaluation. Linear attention counts as attention without keys, and
+a sliding window as full attention in the cache.
 
 Invariants
 1. Peak memory is an allocation, as in `slime.training.rehearsal`: what torch reserves beyond it is not included.
@@ -559,7 +561,7 @@ def update_seconds(job: Job, stage: int) -> dict[str, float]:
     shard = found.dense / dense_ranks + found.experts / job.expert_dp
     extent = max(s.tp * dense_ranks, s.ep * job.expert_dp)
     touched = GRADIENT_TRAFFIC * found.trained + (2 * job.state_bytes + HALF) * shard
-    on_host = 2 * HALF * 2 * shard * job.state_on_host / _rate("host copies")
+    on_host = 2 * HALF * 2 * shard * job.state_on_host / _rate("host link")
     out = {"optimizer": touched / (job.gpu.bandwidth * _rate("optimizer")) + on_host}
     return out | ({"DP": sent / link(job, extent)} if sent else {})
 
@@ -722,10 +724,10 @@ def hand_over_parts(job: Job) -> list[Part]:
     stage = _heaviest(job)
     parts = training_memory(job, stage).parts
     weights, states = parts["weights"], parts["optimizer states"]
-    speed = _rate("host copies")
+    speed = _rate("host link")
     return [
-        Part("trainer takes its memory", (weights + states) / speed, ("host copies",)),
-        Part("trainer gives its memory away", (weights + states) / speed, ("host copies",)),
+        Part("trainer takes its memory", (weights + states) / speed, ("host link",)),
+        Part("trainer gives its memory away", (weights + states) / speed, ("host link",)),
         Part("engine gives its memory away", _rate("engine release"), ("engine release",)),
     ]
 

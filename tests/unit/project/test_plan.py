@@ -145,10 +145,10 @@ def test_a_run_that_does_not_fit_is_refused_with_layouts_that_do(
     printed = capsys.readouterr().out
     assert "does not fit: training does not fit: a rank needs" in printed
     assert "train_kernels_h200.json" in printed, "each number comes with its rate and source"
-    told = json.loads(out.read_text())
-    assert told["problems"] and told["rates"]["link"]["source"] == "sync_speed_h200.json"
-    assert 0 < told["proposals"][0]["training_gb"] < 85
-    assert "-parallel-size" in told["proposals"][0]["flags"]
+    planned = json.loads(out.read_text())
+    assert planned["problems"] and planned["rates"]["link"]["source"] == "sync_speed_h200.json"
+    assert 0 < planned["proposals"][0]["training_gb"] < 85
+    assert "-parallel-size" in planned["proposals"][0]["flags"]
 
 
 def test_what_is_proposed_fits() -> None:
