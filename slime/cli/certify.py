@@ -183,8 +183,8 @@ def _figures(first: _Run, again: _Run, plain: _Run, *, replayed: bool, reason: s
     differ = [
         f"{name} of step {step}"
         for step, (a, b) in enumerate(zip(first.steps, again.steps, strict=True))
-        for name in sorted(a.keys() & b.keys())
-        if name.startswith("train/") and a[name] != b[name]
+        for name in sorted(a.keys() | b.keys())
+        if name.startswith("train/") and a.get(name) != b.get(name)
     ]
     differ += [] if replayed or first.samples == again.samples else ["the samples"]
     differ += [] if first.weights == again.weights else ["the exported weights"]

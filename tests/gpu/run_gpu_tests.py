@@ -139,7 +139,8 @@ def main() -> int:
     table = table_of(results)
     (args.out / "gpu_tests.md").write_text(table + "\n")
     print(f"\n{table}\n\n{seconds:.0f} s on {', '.join(told['gpus'])}; the report is in {args.out}")
-    return max(code for code, _ in parts)
+    failed = [code for code, _ in parts if code]  # negative if a signal ended pytest
+    return abs(failed[0]) if failed else int(not results)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def documented_pairs() -> dict[tuple[str, str], set[str]]:
     rows = [[cell.strip().strip("`") for cell in line] for line in lines]
     start = next(i for i, row in enumerate(rows) if row[0] == "placement")
     transports, body = rows[start][1:], rows[start + 2 : start + 2 + len(PLACEMENTS)]
-    named = {"CPU": "cpu", "GPU": "cuda"}
+    named = {"CPU": "cpu", "GPU": "cuda", "(GPU)": "cuda"}
     return {
         (row[0], transport): {named[word] for word in cell.split(", ")} if cell != "no" else set()
         for row in body

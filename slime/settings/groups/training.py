@@ -311,6 +311,10 @@ def trainer_can_be_true_on_policy(args: Args) -> str | None:
             "tensor_model_parallel_size above 1 sums products in a different order",
             (m["tensor_model_parallel_size"] or 1) > 1,
         ),
+        (
+            "with --lora-rank, engines get merged weights, whose products are rounded differently",
+            args.lora_rank is not None,
+        ),
         ("--fp32-residual-connection has a higher precision than the engines", bool(m["fp32_residual_connection"])),
         (
             "--kernels reference sums rows in an order that depends on the batch",
