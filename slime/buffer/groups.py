@@ -64,12 +64,38 @@ def group_index_of(samples: Sequence[Sample]) -> int:
     return index
 
 
+RESTORED = ("prompt", "tokens", "images", "label", "metadata", "attributes", "generate_function_path", "custom_rm_path")
+"""Fields from the dataset that user code may change."""
+
+
+def _as_given(sample: Sample) -> dict[str, Any]:
+    """Returns the `RESTORED` fields, without what generation added."""
+    fields = {name: getattr(sample, name) for name in RESTORED if name != "tokens"}
+    ids = sample.column("tokens")
+    fields["tokens"] = [] if ids is None else ids[: sample.prompt_length].tolist()
+    return {**fields, "metadata": {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}}
+
+
+def note_changes(sample: Sample, before: Sample) -> None:
+    """Stores the fields that user code changed since `before` in `sample.as_issued`, so that `reset` undoes it."""
+    issued = {**_as_given(before), **before.as_issued}
+    now = _as_given(sample)
+    sample.as_issued = {name: value for name, value in issued.items() if not _equal(value, now[name])}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays, which user code may have stored
+        return False
+
+
 def reset(sample: Sample) -> Sample:
-    """Returns the sample in its state before generation."""
-    metadata = {k: v for k, v in sample.metadata.items() if k != TURN_COUNTS}
+    """Returns the sample in its state before generation, with the prompt, label and metadata of the dataset."""
     return dataclasses.replace(
         sample,
-        tokens=sample.tokens[: sample.prompt_length],
+        **copy.deepcopy(_as_given(sample) | sample.as_issued),
+        as_issued={},
         response="",
         response_length=0,
         loss_mask=None,
@@ -84,7 +110,6 @@ def reset(sample: Sample) -> Sample:
         ungradable="",
         started_version=None,
         remove_sample=False,
-        metadata=metadata,
     )
 
 

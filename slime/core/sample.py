@@ -204,6 +204,8 @@ class Sample:
     """Overrides `--custom-rm-path` for this sample."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """Extra attributes set by user code (`sample.name = value`). Values must be JSON-serialisable."""
+    as_issued: dict[str, Any] = field(default_factory=dict)
+    """Field -> its value before user code changed it, from which another attempt starts."""
 
     if not TYPE_CHECKING:  # type checkers should reject unknown names, but user code may set any at runtime
 

@@ -121,6 +121,20 @@ def trained_again(seen: Series) -> str | None:
     )
 
 
+REFUSED = "rollout/num_refused_samples"
+
+
+def refused_samples(seen: Series) -> str | None:
+    num = seen[REFUSED]
+    if not num or not num[-1]:
+        return None
+    return (
+        f"{num[-1]:.0f} samples were refused, because a trained token is not as an engine sampled it (the message of "
+        "the step and the column `unscored` of `slime samples` say which); send input_ids and keep the ids and "
+        "log-probs of the answers"
+    )
+
+
 def entropy_collapse(seen: Series) -> str | None:
     """Detects a policy that is certain of every token but does not solve its task."""
     entropy, reward = seen["train/entropy_loss"], seen["rollout/raw_reward"]
@@ -167,6 +181,7 @@ DETECTORS: Mapping[str, Rule] = {
     "truncation": Rule(truncation, "rollout/truncated_ratio", TRUNCATED_STEPS),
     "turns without tokens": Rule(empty_turns, EMPTY, 1),
     "tokens trained again": Rule(trained_again, TRAINED_AGAIN, 1),
+    "refused samples": Rule(refused_samples, REFUSED, 1),
     "entropy collapse": Rule(entropy_collapse, "train/entropy_loss", ENTROPY_STEPS),
     "rising mismatch": Rule(mismatch_rises(OF_BATCH), OF_BATCH, MISMATCH_STEPS),
     "rising mismatch of the probe": Rule(mismatch_rises(OF_PROBE), OF_PROBE, MISMATCH_STEPS),

@@ -37,7 +37,8 @@ async def generate_and_rm(
 ) -> Sample | list[Sample]:
     """Generates and grades a sample. Returns the graded sample, or a list of fan-out siblings.
 
-    An unfinished sample has status ABORTED or FAILED and no reward.
+    An unfinished sample has status ABORTED or FAILED and no reward. A sample that cannot be graded, or whose tokens are
+    not as sampled, has no reward either, and `unscored` says why; a step may return it, but does not train on it.
     """
     context, siblings = current(), [sample] if isinstance(sample, Sample) else list(sample)
     hook = RolloutHooks.load(args).generate
@@ -54,7 +55,10 @@ async def generate_and_rm_group(
 
 
 def _with_status(execution: Execution) -> list[Sample]:
-    if execution.outcome is not Outcome.FINISHED:
+    if execution.outcome is Outcome.UNSCORED:
+        for sample in execution.samples:  # complete, but without a reward, and so not trained on
+            sample.unscored = sample.unscored or execution.reason
+    elif execution.outcome is not Outcome.FINISHED:
         for sample in execution.samples:
             sample.status = Status.ABORTED if execution.outcome is Outcome.ABORTED else Status.FAILED
             sample.failure = execution.reason if sample.status is Status.FAILED else ""

@@ -34,7 +34,7 @@ from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_err
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised
 from slime.rollout.sample_metrics import empty_turn_metrics, pass_rates, sample_metrics, spread, turn_metrics
-from slime.rollout.transcript import STRAYS
+from slime.rollout.transcript import STRAYS, refuse_unsampled
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load, reachable
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
@@ -258,10 +258,8 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
             told = f"{path} returned {type(output).__name__}"
             raise HookError(f"{told}; a rollout function must return RolloutFnTrainOutput")
         groups = [flatten(group) for group in output.samples]
-        for sample in (one for group in groups for one in group if isinstance(one, Sample)):
-            if reason := STRAYS.complete_made(sample):
-                sample.reward, sample.unscored = None, reason
-    metrics = sample_metrics(context.args, groups)
+        refused = refuse_unsampled(context.args, rollout_id, groups)
+    metrics = {**sample_metrics(context.args, groups), **refused}
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
 
 

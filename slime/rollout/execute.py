@@ -21,6 +21,7 @@ runs only the unfinished executions.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from slime.buffer.groups import GroupOrRecord, reset
+from slime.buffer.groups import GroupOrRecord, note_changes, reset
 from slime.core.blame import asks_again, causes, raised_by_user
 from slime.core.engine_interface import ASK_AGAIN
 from slime.core.errors import (
@@ -51,9 +52,11 @@ from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
 from slime.rollout.sample_metrics import count_empty_turns, count_siblings
 from slime.rollout.traces import traced, traced_execution
-from slime.rollout.transcript import TRANSCRIPT, Transcript
+from slime.rollout.transcript import OTHERWISE_SAMPLED, TRANSCRIPT, Transcript, not_sampled
 from slime.rollout.types import DynamicFilterOutput
 from slime.rollout.user_functions import Hook, call_generate, call_sample_hooks, load, name_of
+from slime.settings import Args
+from slime.settings.conditions import trains_given_tokens
 from slime.settings.eval_config import EvalDatasetConfig
 
 T = TypeVar("T")
@@ -103,6 +106,10 @@ class GroupResult:
     reason: str = ""
     verdict: DynamicFilterOutput | None = None
     """The user filter's verdict on a finished group; None without a filter."""
+    num_refused: int = 0
+    """Number of samples that this attempt refused because they are not as sampled."""
+    refusal: str = ""
+    """Why the first of them was refused."""
 
 
 def mask_older(sample: Sample) -> None:
@@ -164,7 +171,8 @@ async def run_execution(
     """
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
-        return Execution(siblings, Outcome.FINISHED)
+        reason = "" if evaluation else _given(context.args, siblings)
+        return Execution(siblings, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
     sample = one if len(siblings) == 1 else reset(one)
     sample.session_id = sample.session_id or uuid.uuid4().hex
     before, transcript = sample.copy(), Transcript.behind(sample)
@@ -186,9 +194,13 @@ async def run_execution(
         TRANSCRIPT.reset(token)
         LIMITS.reset(limited)
     if ended.outcome is Outcome.ABORTED:
+        for made in ended.samples:
+            note_changes(made, before)
         return ended
     if transcript.taken_back or _grader_was_interrupted(context, num_pauses, ended):
         return _interrupted(before)
+    for made in ended.samples:
+        note_changes(made, before)
     if ended.outcome in (Outcome.FINISHED, Outcome.UNSCORED):
         count_empty_turns(ended.samples[0], limits.spent)
         if len(ended.samples) > 1:
@@ -223,7 +235,7 @@ async def _generate_and_score(
     if Status.FAILED in statuses:
         reason = next(s.failure for s in result if s.status is Status.FAILED)
         return Execution([before], Outcome.FAILED, reason or "no reason given")
-    untrue = "" if evaluation else _not_as_sampled(result)
+    untrue = "" if evaluation else _not_as_sampled(args, result)
     if not statuses <= set(FINISHED):
         _require_status(sample, statuses)
         kept = args.partial_rollout and len(result) == 1 and not evaluation and not untrue
@@ -241,6 +253,16 @@ async def _generate_and_score(
     return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
 
 
+def _given(args: Args, siblings: Sequence[Sample]) -> str:
+    """Returns why finished samples, as a data source may issue them, must not be trained on, or ''. If there is a
+    reason, marks them unscored.
+    """
+    reason = "" if trains_given_tokens(args) else next(filter(None, map(not_sampled, siblings)), "")
+    for sample in siblings if reason else ():
+        sample.reward, sample.unscored = None, reason
+    return reason
+
+
 def graded_together(context: RolloutContext, evaluation: bool) -> bool:
     """Returns whether all executions of a group are graded together at the end."""
     return context.args.group_rm and not evaluation
@@ -250,13 +272,18 @@ def count_pauses(context: RolloutContext) -> int:
     return 0 if context.client is None else context.client.num_pauses
 
 
-def _not_as_sampled(samples: Sequence[Sample]) -> str:
+def _not_as_sampled(args: Args, samples: Sequence[Sample]) -> str:
     """Returns why the samples must not be trained on (law 1), or ''. If there is a reason, marks them unscored."""
     transcript = TRANSCRIPT.get()
     assert transcript is not None, "an execution has a transcript"
-    reason = next((problem for sample in samples if (problem := transcript.problem(sample))), "")
+    check = (lambda _: "") if trains_given_tokens(args) else not_sampled
+    complete = [sample for sample in samples if sample.status in FINISHED]
+    problems = [*map(transcript.problem, samples), *map(check, complete)]
+    reason = next(filter(None, problems), "")
     for sample in samples if reason else ():
         sample.reward, sample.unscored = None, reason
+    if reason:
+        logger.warning("execution %s of group %s is refused: %s", samples[0].index, samples[0].group_index, reason)
     return reason
 
 
@@ -356,6 +383,14 @@ async def run_group(context: RolloutContext, group: Group, params: dict[str, Any
     executions = await all_or_first_error(
         [run_execution(context, e, params, hook, attempts=again) for e in by_execution(group)]
     )
+    result = await _result_of(context, group, executions)
+    refused = [e for e in executions if e.reason.startswith(OTHERWISE_SAMPLED)]
+    num = sum(len(e.samples) for e in refused)
+    return dataclasses.replace(result, num_refused=num, refusal=refused[0].reason) if refused else result
+
+
+async def _result_of(context: RolloutContext, group: Group, executions: Sequence[Execution]) -> GroupResult:
+    """Returns the result of a group whose executions have ended, and grades them together with `--group-rm`."""
     worst = max(executions, key=lambda e: SEVERITY.index(e.outcome))
     if worst.outcome not in (Outcome.FINISHED, Outcome.UNSCORED):
         return _left_of(group, executions, worst)

@@ -22,6 +22,7 @@ from slime.core.files import replace_bytes
 from slime.core.sample import Group, Sample
 from slime.rollout.guard import beside
 from slime.rollout.sample_metrics import sample_metrics
+from slime.rollout.transcript import refuse_unsampled
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput, SampleGroup
 from slime.settings import Args
 
@@ -116,7 +117,8 @@ class Recorder:
         assert self._args.load_debug_rollout_data is not None, "--load-debug-rollout-data is not set"
         _, groups = load_rollout(path_of(self._args.load_debug_rollout_data, rollout_id))
         groups = head_and_tail(groups, self._args.load_debug_rollout_data_subsample)
-        return RolloutFnTrainOutput(groups, sample_metrics(self._args, groups))
+        refused = refuse_unsampled(self._args, rollout_id, groups)
+        return RolloutFnTrainOutput(groups, {**sample_metrics(self._args, groups), **refused})
 
     async def save_rollout(self, rollout_id: int, groups: list[SampleGroup]) -> None:
         """Writes a step for `--save-debug-rollout-data`."""

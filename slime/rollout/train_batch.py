@@ -24,8 +24,10 @@ from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.rollout.filters import without_unscored
+from slime.rollout.transcript import NO_ENGINE, first_not_sampled, tell_refused
 from slime.rollout.user_functions import load
 from slime.settings import Args, for_hook
+from slime.settings.conditions import trains_given_tokens
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 
@@ -156,11 +158,25 @@ def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample
                 f"{_FLAG} must return a dict of columns, or a list of slime.core.batch.TrainSample, built with "
                 "TrainSample.from_sample"
             )
-        return TrainBatch(rollout_id, converted)
+        return TrainBatch(rollout_id, _without_unsampled(args, rollout_id, converted))
     rewards = sample_rewards(args, samples)
     return TrainBatch(
         rollout_id, tuple(TrainSample.from_sample(s, reward=r) for s, r in zip(samples, rewards, strict=True))
     )
+
+
+def _without_unsampled(args: Args, rollout_id: int, converted: Sequence[TrainSample]) -> tuple[TrainSample, ...]:
+    """Returns the samples of a conversion, unscored where trained tokens are not known to be sampled (law 1)."""
+    checked, refused = [], []
+    for sample in converted:
+        known = sample.loss_mask > 0, sample.token_versions, sample.rollout_log_probs
+        place = None if trains_given_tokens(args) else first_not_sampled(*known)
+        if place is not None:
+            refused.append(f"response token {place} of sample {sample.index} is trained, but {NO_ENGINE}")
+            sample = dataclasses.replace(sample, reward=math.nan)
+        checked.append(sample)
+    tell_refused(rollout_id, len(refused), refused[0] if refused else "")
+    return tuple(checked)
 
 
 def _require_final_rewards(args: Args) -> None:

@@ -18,6 +18,7 @@ conversation, and dominated by one conversion from a list.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +30,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, Sample
+from slime.core.text import step_name
+from slime.observability.logs import TELL_DRIVER
 from slime.rollout.client.call import Call
+from slime.settings import Args
+from slime.settings.conditions import trains_given_tokens
+from slime.settings.groups.hooks import SFT_ROLLOUT
+
+logger = logging.getLogger(__name__)
 
 Ids = npt.NDArray[np.int32]
 Numbers = Sequence[float] | npt.NDArray[Any]
@@ -222,8 +231,7 @@ class Transcript:
     def problem(self, sample: Sample) -> str:
         """Describes the first violation of invariant 1 in a sample; empty if there is none.
 
-        If the execution sent no request, a sample without log-probs and versions is a conversation from the dataset and
-        may be trained on.
+        If the execution sent no request, a sample without log-probs and versions is given text (see `not_sampled`).
         """
         if sample.remove_sample or not (_claims(sample) or self._answers or self._calls):
             return ""
@@ -404,8 +412,9 @@ class Seals:
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._before = {id(sample): _content(sample) for sample in samples}
 
-    def mark_changed(self, samples: Iterable[Sample]) -> None:
-        """Marks changed samples unscored."""
+    def mark_changed(self, samples: Iterable[Sample]) -> int:
+        """Marks changed samples unscored. Returns their number."""
+        num_changed = 0
         for sample in samples:
             if not _claims(sample) or sample.remove_sample or (sample.reward is None and sample.unscored):
                 continue
@@ -413,8 +422,58 @@ class Seals:
             known = self._before.get(id(sample))
             candidates = list(self._before.values()) if known is None else [known]
             if not any(one == digest and not (trained & ~mask).any() for one, mask in candidates):
-                sample.reward = None
-                sample.unscored = f"{OTHERWISE_SAMPLED}: a hook changed trained content, but may only mask or drop it"
+                sample.reward, sample.unscored = None, HOOK_CHANGED
+                num_changed += 1
+        return num_changed
+
+
+HOOK_CHANGED = f"{OTHERWISE_SAMPLED}: a hook changed trained content, but may only mask or drop it"
+
+
+def not_sampled(sample: Sample) -> str:
+    """Describes the first trained token that is not known to be sampled, or returns ''.
+
+    A token counts as sampled if it has a weight version. If the response has none, because user code asked engines of
+    its own, log-probs are enough.
+    """
+    if sample.remove_sample or (sample.reward is None and sample.unscored):
+        return ""
+    mask = sample.column("loss_mask")
+    trained = np.ones(sample.response_length, np.bool_) if mask is None else np.asarray(mask) > 0
+    place = first_not_sampled(trained, sample.column("token_versions"), sample.column("rollout_log_probs"))
+    if place is None:
+        return ""
+    token = int(np.asarray(sample.column("tokens"), np.int64)[sample.prompt_length + place])
+    return f"{OTHERWISE_SAMPLED}: response token {place} (id {token}) is trained, but {NO_ENGINE}"
+
+
+def first_not_sampled(
+    trained: npt.NDArray[np.bool_], versions: Numbers | None, log_probs: Numbers | None
+) -> int | None:
+    """Returns the position of the first trained token without weight version and log-prob; None if there is none.
+
+    `trained`: [R] mask. `versions`, `log_probs`: [R], or None if unknown.
+    """
+    known = None if versions is None else np.asarray(versions) != NOT_SAMPLED
+    said = None if log_probs is None else np.asarray(log_probs, np.float64) != 0
+    if known is not None and (known & trained).any():
+        left = trained & ~known if said is None else trained & ~known & ~said
+    elif said is not None and (said & trained).any():  # a greedy token may have the log-prob 0.0
+        return None
+    else:
+        left = trained
+    return int(left.argmax()) if left.any() else None
+
+
+NO_ENGINE = (
+    "it has no log-prob and no engine of the run is known to have sampled it; return the ids and the log-probs that "
+    "/generate answered, and mask all other tokens, or set --train-unsampled-tokens to train on given text"
+)
+
+
+def is_refused(sample: Sample) -> bool:
+    """Returns whether a sample is excluded from training because it is not as sampled."""
+    return sample.reward is None and sample.unscored.startswith(OTHERWISE_SAMPLED)
 
 
 def _content(sample: Sample) -> tuple[int, npt.NDArray[np.bool_]]:
@@ -453,3 +512,34 @@ def _agreement(one: Ids, other: Ids) -> int:
     num = min(len(one), len(other))
     differ = one[:num] != other[:num]
     return int(differ.argmax()) if differ.any() else num
+
+
+# ---- samples that no execution has checked -------------------------------------------------------------------------
+REFUSED = "rollout/num_refused_samples"
+
+
+def refuse_unsampled(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Refuses samples that a rollout function made or a file contains, unless their trained tokens are sampled.
+
+    Completes samples whose tokens were sampled by the run's engines. Returns the number of refused samples as a metric.
+    Raises `DataError` if all samples are refused.
+    """
+    samples = [sample for group in groups for sample in group if isinstance(sample, Sample)]
+    given = trains_given_tokens(args) or args.rollout_function_path == SFT_ROLLOUT
+    for sample in samples:
+        if is_refused(sample):
+            continue  # by its execution
+        if reason := STRAYS.complete_made(sample) or ("" if given else not_sampled(sample)):
+            sample.reward, sample.unscored = None, reason
+    reasons = [sample.unscored for sample in samples if is_refused(sample)]
+    if reasons and len(reasons) == len(samples):
+        raise DataError(f"all {len(samples)} samples of {step_name(rollout_id)} are refused; the first: {reasons[0]}")
+    tell_refused(rollout_id, len(reasons), reasons[0] if reasons else "")
+    return {REFUSED: float(len(reasons))}
+
+
+def tell_refused(rollout_id: int, num: int, reason: str) -> None:
+    """Shows on the console how many samples of a step were refused."""
+    if num:
+        text = "%s: %d samples are refused, so they are not trained on; the first: %s"
+        logger.warning(text, step_name(rollout_id), num, reason, extra=TELL_DRIVER)

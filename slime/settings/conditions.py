@@ -36,6 +36,11 @@ def fine_tunes(s: Any) -> bool:
     return bool(s.loss_type == "sft_loss")
 
 
+def trains_given_tokens(s: Any) -> bool:
+    """Returns whether the run may train tokens that no engine sampled."""
+    return fine_tunes(s) or bool(s.train_unsampled_tokens)
+
+
 def minimises_policy_loss(s: Any) -> bool:
     """Returns whether the run uses slime's own loss: policy loss, KL to the reference, entropy bonus."""
     return bool(s.loss_type == "policy_loss")

@@ -42,7 +42,7 @@ from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import END_LIMIT_S, beside, end_tasks
 from slime.rollout.sample_metrics import sample_metrics
-from slime.rollout.transcript import Seals
+from slime.rollout.transcript import HOOK_CHANGED, REFUSED, Seals, tell_refused
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_time
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
@@ -60,11 +60,18 @@ class StepCounts:
     num_reset: int = 0
     """Groups that started over because an earlier step had started them."""
     num_quarantined: int = 0
+    num_refused: int = 0
+    """Samples that were refused because they are not as sampled, in all attempts."""
+    refusal: str = ""
+    """Why the first of them was refused."""
     dropped: list[GroupOrRecord] = field(default_factory=list)
     """Groups dropped by the dynamic filter; stored only for `--rollout-all-samples-process-path`."""
     idle_s: float = 0.0
     """Time during which no group was running."""
     started: float = field(default_factory=time.monotonic)
+
+    def refuse(self, num: int, reason: str) -> None:
+        self.num_refused, self.refusal = self.num_refused + num, self.refusal or reason
 
     def metrics(self) -> dict[str, float]:
         counts: dict[str, float] = {}
@@ -80,6 +87,7 @@ class StepCounts:
             "rollout/num_surplus_groups": self.num_surplus,
             "rollout/num_aborted_groups": self.num_aborted,
             "rollout/num_reset_groups": self.num_reset,
+            REFUSED: self.num_refused,
             "perf/rollout_time": time.monotonic() - self.started,
         }
         return {name: float(value) for name, value in counts.items()}
@@ -136,6 +144,8 @@ class GroupLoop:
         self.quarantined: list[GroupOrRecord] = []
         """Groups that stay out of the buffer until `end_quarantine`."""
         self.tries: Counter[int] = Counter()
+        self._first_reasons: dict[int, str] = {}
+        """Group index -> why its first attempt failed."""
         self.rollout_id = -1
         self.counts = StepCounts()
         self._woken = asyncio.Event()
@@ -196,7 +206,8 @@ class GroupLoop:
             dropped = await beside(_unpacked, self.counts.dropped)
             await in_time(limit_s, self.hooks.all_samples, for_hook(self.args), groups + dropped, self.source)
         if seals is not None:
-            await beside(seals.mark_changed, [s for group in groups for s in group])
+            self.counts.refuse(await beside(seals.mark_changed, [s for group in groups for s in group]), HOOK_CHANGED)
+        tell_refused(self.rollout_id, self.counts.num_refused, self.counts.refusal)
         left_behind = await self.episodes.num_left_behind()
         counts = {**self.counts.metrics(), "rollout/num_left_behind": float(left_behind)}
         return RolloutFnTrainOutput(groups, {**counts, **await beside(sample_metrics, self.args, groups)})
@@ -242,6 +253,8 @@ class GroupLoop:
         except BaseException:
             self.source.put_back([group], "error")
             raise
+        if result.num_refused:
+            self.counts.refuse(result.num_refused, result.refusal)
         if result.outcome is Outcome.FINISHED:
             self._take_finished(result)
         elif result.outcome is Outcome.ABORTED and self.policy.was_meant(self, group):
@@ -284,16 +297,19 @@ class GroupLoop:
         """Retries a failed group, unless it has used up its attempts or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
+        first = self._first_reasons.setdefault(index, result.reason)
+        same = first == result.reason
+        reason = first if same else f"{first} (in the first attempt; the last one failed with {result.reason})"
         if result.outcome is Outcome.EXPIRED and num_quarantines(group_of(result.group)) + 1 < MAX_TRIES:
             self._quarantine(result)
         elif result.outcome not in GIVEN_UP and self.tries[index] < MAX_TRIES:
             self.counts.retried[kind] += 1
             self.source.put_back([result.group], kind)
         else:
-            logger.warning("dropping group %d as failed: %s: %s", index, result.outcome.value, result.reason)
+            logger.warning("dropping group %d as failed: %s: %s", index, result.outcome.value, reason)
             self.counts.failed[kind] += 1
             self.source.mark_failed([index], kind)
-            self._check_failed(result.reason)
+            self._check_failed(reason)
 
     def _quarantine(self, result: GroupResult) -> None:
         """Keeps the group out of the buffer until the next step. Its samples record this for checkpoints."""

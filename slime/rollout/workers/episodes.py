@@ -28,7 +28,7 @@ from slime.rollout.execute import (
 from slime.rollout.filters import without_unscored
 from slime.rollout.generate import eval_sampling_params
 from slime.rollout.guard import num_left_behind
-from slime.rollout.transcript import TRANSCRIPT, Seals, Transcript
+from slime.rollout.transcript import HOOK_CHANGED, TRANSCRIPT, Seals, Transcript
 from slime.rollout.types import DynamicFilterOutput, Progress
 from slime.rollout.user_functions import RolloutHooks, keep_group
 from slime.settings.eval_config import EvalDatasetConfig
@@ -142,8 +142,9 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
     finally:
         transcript.close()
         TRANSCRIPT.reset(token)
-    seals.mark_changed(finished.samples)
-    return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict)
+    num = seals.mark_changed(finished.samples)
+    refused = {"num_refused": result.num_refused + num, "refusal": result.refusal or HOOK_CHANGED} if num else {}
+    return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict, **refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +175,6 @@ class Done:
     verdict: DynamicFilterOutput | None
     progress: Progress
     """Counts the tokens and failures of this work."""
+    num_refused: int = 0
+    """See `GroupResult`."""
+    refusal: str = ""

@@ -85,6 +85,9 @@ class AlgorithmSettings:
     (arXiv:2506.13585), or soft gate (arXiv:2511.20347). Default: set by the estimator."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss. custom_loss calls --custom-loss-function-path."""
+    train_unsampled_tokens: bool = opt(False, needs=SAMPLED_LOSS)
+    """Also train tokens that no engine sampled, such as demonstrations that a rollout function returns. The trainer's
+    log-probs stand for the missing ones. Default: such samples are refused one by one."""
     loss_aggregation: str = derived(
         lambda s: "token_mean" if s.calculate_per_token_loss else "sequence_mean",
         lambda s: "--calculate-per-token-loss" if s.calculate_per_token_loss else "mean over executions",

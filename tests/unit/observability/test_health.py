@@ -18,6 +18,7 @@ STD, REWARD, TRUNCATED = "rollout/raw_reward_std", "rollout/raw_reward", "rollou
 ENTROPY, MISMATCH = "train/entropy_loss", "train/train_rollout_logprob_abs_diff_current"
 EMPTY, SPENT, SAMPLES = "rollout/num_empty_turns", "rollout/num_empty_turns/max_context_len", "rollout/num_samples"
 AGAIN, TOKENS = "rollout/num_tokens_trained_again", "rollout/response_tokens"
+REFUSED = "rollout/num_refused_samples"
 PROBE = "probe/train_rollout_logprob_abs_diff_mean"
 
 
@@ -33,6 +34,7 @@ WRONG = {
     "truncation": rows("rollout/step", TRUNCATED=[0.2, 0.6, 0.7, 0.8]),
     "turns without tokens": rows("rollout/step", EMPTY=[0, 9], SPENT=[0, 9], SAMPLES=[64, 64]),
     "tokens trained again": rows("rollout/step", TOKENS=[60, 64], AGAIN=[0, 16]),
+    "refused samples": rows("rollout/step", REFUSED=[0, 3]),
     "entropy collapse": rows("train/step", ENTROPY=[0.8, 0.9, 0.7, 0.3, 0.01, 0.01, 0.01]),
     "rising mismatch": rows("train/step", MISMATCH=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),
     "rising mismatch of the probe": rows("rollout/step", PROBE=[0.01, 0.012, 0.011, 0.02, 0.04, 0.05, 0.06]),

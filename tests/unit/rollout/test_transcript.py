@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 
 from slime.core.batch import TrainBatch
-from slime.core.sample import NOT_SAMPLED, Sample
+from slime.core.errors import DataError, EngineError
+from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.observability.logs import ForDriver
 from slime.rollout import transcript
 from slime.rollout.client.call import Generation
 from slime.rollout.manager import RolloutManager
-from slime.rollout.transcript import Transcript, _Strays
+from slime.rollout.recordings import save_rollout
+from slime.rollout.transcript import REFUSED, Transcript, _Strays, not_sampled
 from tests.support.fake_clock import Answered
 from tests.support.fake_engine import FakeEngine
 from tests.support.marks import quick
@@ -182,7 +186,27 @@ def test_what_an_earlier_try_sampled_was_checked_then() -> None:
 def test_tokens_of_a_client_of_ones_own_are_not_trained() -> None:
     claimed = Sample(tokens=[1, 5], response_length=1, rollout_log_probs=[-1.0], token_versions=[3])
     assert "sent no request through the run's client" in Transcript().problem(claimed)
-    assert not Transcript().problem(Sample(tokens=[1, 5], response_length=1)), "learned by heart"
+    given = Sample(tokens=[1, 5], response_length=1)
+    assert not Transcript().problem(given) and "--train-unsampled-tokens" in not_sampled(given)
+
+
+@pytest.mark.parametrize(
+    ("versions", "log_probs", "place"),
+    [
+        (None, None, 0),
+        (None, [0.0, 0.0, 0.0], 0),
+        ([NOT_SAMPLED] * 3, None, 0),
+        ([3, 3, NOT_SAMPLED], [-1.0, 0.0, 0.0], 2),
+        ([3, 3, NOT_SAMPLED], [-1.0, 0.0, -1.0], None),
+        (None, [-1.0, 0.0, -1.0], None),
+        ([3, 3, 3], [0.0, 0.0, 0.0], None),
+    ],
+)
+def test_a_trained_token_has_a_version_or_a_log_prob(versions: Any, log_probs: Any, place: int | None) -> None:
+    sample = Sample(tokens=[1, 5, 6, 7], response_length=3, token_versions=versions, rollout_log_probs=log_probs)
+    assert not_sampled(sample).count(f"response token {place} ") == (place is not None)
+    sample.loss_mask = [0, 0, 0]
+    assert not_sampled(sample) == "", "masked tokens are not trained"
 
 
 def test_a_long_conversation_is_held_once() -> None:
@@ -210,7 +234,7 @@ STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
     "the end is trained": (0, (GENERATE, "trains_the_end")),
     "asked by a thread": (0, (GENERATE, "in_a_thread")),
     "asked by a shared task": (0, (GENERATE, "by_a_shared_task")),
-    "learned by heart": (0, (GENERATE, "learns_by_heart")),
+    "learned by heart": (0, (GENERATE, "learns_by_heart", "--train-unsampled-tokens")),
 }
 
 
@@ -235,6 +259,68 @@ def test_what_is_untrue_is_left_out_alone(name: str, tmp_path: Path) -> None:
         if "learned" not in name:
             trained = [s for s in batch.samples if not np.isnan(s.reward)]
             assert all(s.rollout_log_probs is not None and (s.token_versions >= 0).all() for s in trained)
+
+
+def one_step(args: Any) -> tuple[TrainBatch, dict[str, float]]:
+    async def work(manager: RolloutManager) -> Any:
+        return await manager.generate(0)
+
+    found: tuple[TrainBatch, dict[str, float]] = asyncio.run(with_manager(args, FakeEngine(), work))
+    return found
+
+
+def test_text_that_no_engine_sampled_is_refused_and_the_console_says_how_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: a generate function that asks no engine trains nothing, unless the run is said to train given text."""
+    args = rollout_args(tmp_path, GENERATE, f"{HOOKS}.learns_by_heart")
+    with pytest.raises(EngineError, match="no engine of the run is known to have sampled it"):
+        one_step(args)
+    caplog.clear()
+    flags = ("--n-samples-per-prompt", "4", GENERATE, f"{HOOKS}.odd_ones_are_untrue")
+    driver = ForDriver()
+    logging.getLogger().addHandler(driver)
+    _, metrics = one_step(rollout_args(tmp_path, *flags))
+    logging.getLogger().removeHandler(driver)
+    assert metrics[REFUSED] == 8.0 == metrics["rollout/num_unscored_samples"]
+    (told,) = driver.take()
+    assert told.startswith("step 0: 8 samples are refused") and "not as sampled: response token" in told
+    assert caplog.text.count("execution 1 of group 0 is refused") == 1
+
+
+def test_a_rollout_function_trains_only_what_is_sampled(tmp_path: Path) -> None:
+    """Law: text of a rollout function is refused sample by sample; log-probs of engines of its own are enough."""
+    flags = ("--rollout-function-path", f"{HOOKS}.from_texts")
+    batch, metrics = one_step(rollout_args(tmp_path, *flags))
+    assert [np.isnan(s.reward) for s in batch.samples] == [True, False] * 4 and metrics[REFUSED] == 4.0
+    batch, metrics = one_step(rollout_args(tmp_path, *flags, "--train-unsampled-tokens"))
+    assert not any(np.isnan(s.reward) for s in batch.samples) and metrics[REFUSED] == 0.0
+    with pytest.raises(DataError, match=r"all 8 samples of step 0 are refused; the first: not as sampled: .*token 0"):
+        one_step(rollout_args(tmp_path, "--rollout-function-path", f"{HOOKS}.all_from_texts"))
+
+
+def test_a_conversion_and_a_record_train_only_what_is_sampled(tmp_path: Path) -> None:
+    flags = ("--custom-convert-samples-to-train-data-path", f"{HOOKS}.converted")
+    batch, _ = one_step(rollout_args(tmp_path, *flags))
+    assert [np.isnan(s.reward) for s in batch.samples] == [True] + [False] * 7
+    groups = [[Sample(0, i, "", [1, 5], response_length=1, reward=1.0, status=Status.COMPLETED)] for i in range(2)]
+    groups[1][0].rollout_log_probs = [-1.0]
+    save_rollout(tmp_path / "0", 0, groups)
+    batch, metrics = one_step(rollout_args(tmp_path, "--load-debug-rollout-data", str(tmp_path / "{rollout_id}")))
+    assert [np.isnan(s.reward) for s in batch.samples] == [True, False] and metrics[REFUSED] == 1.0
+
+
+def test_another_try_begins_with_what_the_dataset_gave(tmp_path: Path) -> None:
+    """Law: whatever prompt, ids and metadata an untrue try left, the next one has the dataset's."""
+    truth_hooks.TRIES.clear()
+    truth_hooks.PROMPTS.clear()
+    args = rollout_args(tmp_path, GENERATE, f"{HOOKS}.own_prompt")
+    batch, _ = one_step(args)
+    assert len(batch.samples) == 8 and not any(np.isnan(s.reward) for s in batch.samples)
+    assert len(truth_hooks.PROMPTS) == 16 and all("+" in prompt for prompt, *_ in truth_hooks.PROMPTS)
+    assert all(seen is None for *_, seen in truth_hooks.PROMPTS)
+    by_prompt = {prompt: ids for prompt, ids, _ in truth_hooks.PROMPTS}
+    assert all(ids == by_prompt[prompt] for prompt, ids, _ in truth_hooks.PROMPTS)
 
 
 def test_a_group_with_an_untrue_sample_is_not_finished_while_another_is_under_way(tmp_path: Path) -> None:

@@ -161,3 +161,44 @@ async def learns_by_heart(args: Any, sample: Sample, params: dict[str, Any]) -> 
     sample.append_response_tokens(current().tokenizer.encode(sample.label))
     sample.loss_mask, sample.status = [1] * sample.response_length, Status.COMPLETED
     return sample
+
+
+PROMPTS: list[Any] = []
+
+
+async def own_prompt(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    """Returns a new sample with a prompt of its own; the first try of each execution is untrue."""
+    PROMPTS.append((sample.prompt, sample.tokens, sample.metadata.get("seen")))
+    TRIES[sample.index] += 1
+    made = Sample(prompt="of my own", tokens=current().tokenizer.encode(f"{sample.prompt}?"), metadata={"seen": 1})
+    await generate(args, made, params)
+    if TRIES[sample.index] == 1:
+        spoil(made)
+    return made
+
+
+def from_texts(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """A rollout function whose first sample of every group, or every sample, is a text that no engine sampled."""
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for sample in (one for group in groups for one in group):
+        sample.tokens, sample.status = [5, 6, 7, 8], Status.COMPLETED
+        sample.response_length, sample.reward, sample.loss_mask = 2, float(sample.index % 2), [1, 1]
+        if sample.index % 2 and not getattr(args, "of_texts_alone", False):
+            sample.rollout_log_probs = [-0.5, 0.0]  # as an engine of the function's own reported them
+    return groups
+
+
+def all_from_texts(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    args.of_texts_alone = True
+    return from_texts(args, rollout_id, data_source)
+
+
+def converted(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    """The first sample's tokens are others than those that were sampled."""
+    columns = {
+        "tokens": [list(s.tokens) for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": [float(s.index % 2) for s in samples],
+    }
+    columns["tokens"][0][-1] ^= 1
+    return columns
