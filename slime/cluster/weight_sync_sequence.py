@@ -32,6 +32,7 @@ from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
 from slime.settings.conditions import lends_at_start
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.weights.sync import PAUSED
 from slime.weights.transports import TRANSPORTS
 
@@ -138,8 +139,10 @@ class EndRequests(enum.Enum):
 
     @classmethod
     def of(cls, args: Args) -> EndRequests:
-        """Returns the policy for a run. Only the `--fully-async` worker generates during a weight sync."""
-        if not args.fully_async:
+        """Returns the policy for a run. Only the `--fully-async` worker generates during a weight sync, and perhaps a
+        thread of the user's rollout function.
+        """
+        if not args.fully_async and args.rollout_function_path in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
             return cls.NEVER
         match args.pause_generation_mode:
             case "abort":

@@ -18,7 +18,7 @@ from slime.core.sample import Sample, Status
 from slime.rewards.graders import GRADERS, Reward, make_grader
 from slime.rewards.scores import Unscored
 from slime.rollout.client.engine_client import REQUEST_SCOPE
-from slime.rollout.context import current
+from slime.rollout.context import current, on_rollout_loop
 from slime.rollout.execute import Execution, Outcome, all_or_first_error, run_execution
 from slime.rollout.factories import processor_of
 from slime.rollout.generate import rollout_sampling_params
@@ -32,6 +32,7 @@ from slime.settings import Args, for_hook
 logger = logging.getLogger(__name__)
 
 
+@on_rollout_loop
 async def generate_and_rm(
     args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
@@ -47,6 +48,7 @@ async def generate_and_rm(
     return samples[0] if len(samples) == 1 else samples
 
 
+@on_rollout_loop
 async def generate_and_rm_group(
     args: Args, group: Sequence[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Sample | list[Sample]]:
@@ -85,7 +87,11 @@ class GenerateState:
 
     def __new__(cls, args: Args) -> Self:
         context, params = current(), rollout_sampling_params(args)
-        known = cls._of_loops.get(context.loop)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = context.loop
+        known = cls._of_loops.get(loop)
         if not isinstance(known, cls) or known._run_args is not context.args:
             known = super().__new__(cls)
             known._run_args, known.args, known.tokenizer = context.args, for_hook(context.args), context.tokenizer
@@ -95,7 +101,7 @@ class GenerateState:
                     pass  # the addresses stay valid
             num_engines = len(context.client.engines()) if context.client is not None else 0
             known.semaphore = asyncio.Semaphore(context.args.sglang_server_concurrency * max(1, num_engines))
-            cls._of_loops[context.loop] = known
+            cls._of_loops[loop] = known
         if params == known.sampling_params:
             return known
         changed = super().__new__(cls)  # the function changed them, but only for itself
@@ -146,6 +152,7 @@ LIMIT_S = 30.0
 """Time limit for a grader called in this process."""
 
 
+@on_rollout_loop
 async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
     """Grades a sample with the built-in grader selected by `rm_type` in its metadata or by --rm-type.
 
@@ -165,6 +172,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Reward:
     return score.value
 
 
+@on_rollout_loop
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Reward]:
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 

@@ -25,7 +25,7 @@ from slime.core.errors import HookError
 from slime.core.processes import host_port, http_url
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.retries import RETRY_STATUSES
-from slime.rollout.context import current
+from slime.rollout.context import current, on_rollout_loop
 from slime.rollout.guard import waiting
 from slime.rollout.loopback_router import generation_of
 
@@ -33,6 +33,7 @@ TIMEOUT_S = 600.0
 PAUSE_S = 1.0
 
 
+@on_rollout_loop
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:

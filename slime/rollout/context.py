@@ -3,21 +3,24 @@
     from slime.rollout.context import current
     generation = await current().client.generate(ids, sampling_params)
 
-The context is a context variable, which asyncio tasks and `asyncio.to_thread` inherit; nothing is global. Other threads
-and grader processes have no context.
+The context is a context variable, which asyncio tasks and `asyncio.to_thread` inherit. Other threads of a rollout
+process have the context of the latest call of the user's rollout function (`offer_to_threads`), because such a function
+may keep a thread that generates between its calls. Grader processes have no context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from slime.core.errors import HookError
 from slime.core.files import ImageFolder
@@ -32,6 +35,10 @@ from slime.settings import Args
 if TYPE_CHECKING:
     from slime.rollout.loopback_router import LoopbackRouter
     from slime.rollout.workers.episodes import Episodes
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Models(dict[str, EngineClient]):
@@ -88,9 +95,66 @@ _GRADER_PROCESS = "slime.rewards.grader_worker"
 """Main module of a grader process."""
 
 
+@dataclass(slots=True)
+class _Offered:
+    """What threads get that no context variable reaches."""
+
+    variables: Context
+    """Context variables of the latest call of the rollout function."""
+    threads: weakref.WeakSet[threading.Thread]
+    """The threads that asked."""
+
+    def take(self) -> RolloutContext | None:
+        self.threads.add(threading.current_thread())
+        return self.variables.get(_CURRENT)
+
+
+_OFFERED: list[_Offered] = []
+"""Empty, or one item. Written by the thread of the manager's event loop."""
+
+
+def offer_to_threads() -> None:
+    """Offers the current context to threads without one, until `withdraw_from_threads`."""
+    known = [thread for one in _OFFERED for thread in one.threads]
+    _OFFERED[:] = [_Offered(copy_context(), weakref.WeakSet(known))]
+
+
+def withdraw_from_threads() -> None:
+    _OFFERED.clear()
+
+
+def offered() -> Context | None:
+    """Returns a copy of the offered context variables."""
+    return next((one.variables.copy() for one in _OFFERED), None)
+
+
+def num_threads_asking() -> int:
+    """Returns the number of running threads that have asked for the offered context."""
+    return sum(thread.is_alive() for one in _OFFERED for thread in one.threads)
+
+
+def on_rollout_loop(function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Makes an async function run on the rollout's event loop, whichever loop awaits it.
+
+    Outside a rollout, the function runs on the caller's loop.
+    """
+
+    @functools.wraps(function)
+    async def call(*given: P.args, **named: P.kwargs) -> R:
+        own = _CURRENT.get()
+        variables = copy_context() if own is not None or not _OFFERED else _OFFERED[0].variables.copy()
+        context = own or next((one.take() for one in _OFFERED), None)
+        if context is None or context.loop is asyncio.get_running_loop():
+            return await function(*given, **named)
+        work = function(*given, **named)
+        return await asyncio.wrap_future(variables.run(asyncio.run_coroutine_threadsafe, work, context.loop))
+
+    return call
+
+
 def current() -> RolloutContext:
     """Returns the context of the running rollout. Outside one, raises a `HookError` that says where and what to do."""
-    context = _CURRENT.get()
+    context = _CURRENT.get() or next((one.take() for one in _OFFERED), None)
     if context is None:
         raise HookError(f"current() of slime.rollout.context was called {_place_without_context()}")
     return context

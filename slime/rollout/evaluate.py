@@ -29,7 +29,7 @@ from typing import Any
 from slime.buffer.groups import flatten, reset
 from slime.core.errors import DataError, EngineError, HookError
 from slime.core.sample import PromptRow, Sample, Status
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import RolloutContext, offer_to_threads
 from slime.rollout.execute import GIVEN_UP, Execution, Outcome, all_or_first_error
 from slime.rollout.filters import rewards_by_execution
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised
@@ -38,6 +38,7 @@ from slime.rollout.transcript import STRAYS, refuse_unsampled
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks, in_thread, load, reachable
 from slime.rollout.workers.episodes import Episodes, LocalEpisodes
+from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig
 from slime.settings.hook_contracts import is_async
 
@@ -285,6 +286,12 @@ async def _call(
     function = load(path, kind)
     assert function is not None, f"{path} is not a function"
     call = function if is_async(function) else partial(in_thread, function)
+
+    async def offering(own: Args) -> Any:
+        if not evaluation:
+            offer_to_threads()
+        return await call(own, rollout_id, source, evaluation=evaluation)
+
     limit_s = context.args.execution_timeout_s  # any execution's progress counts
     with reachable(context.args) as own:
-        return await supervised(call(own, rollout_id, source, evaluation=evaluation), what=path, limit_s=limit_s)
+        return await supervised(offering(own), what=path, limit_s=limit_s)

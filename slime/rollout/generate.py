@@ -20,7 +20,7 @@ import numpy as np
 from slime.core.errors import ConfigError, DataError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.rollout.client.call import before_stop
-from slime.rollout.context import current
+from slime.rollout.context import current, on_rollout_loop
 from slime.rollout.transcript import Transcript
 from slime.settings import Args
 from slime.settings.eval_config import EvalDatasetConfig
@@ -184,6 +184,7 @@ def remaining_tokens(args: Args, sample: Sample, max_new_tokens: int) -> int:
     return limits.next_answer(max_new_tokens, len(sample.tokens), num_begun(sample))
 
 
+@on_rollout_loop
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generates the next response of `sample` in place, or the rest of an unfinished one.
 

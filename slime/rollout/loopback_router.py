@@ -45,7 +45,7 @@ from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
 from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient
-from slime.rollout.context import RolloutContext, current
+from slime.rollout.context import RolloutContext, current, offered
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import beside
 from slime.rollout.transcript import STRAYS, TRANSCRIPT, Transcript
@@ -194,10 +194,11 @@ class LoopbackRouter:
         host = http.transport.get_extra_info("sockname")[0]
         if host != SHARED and host in self._contexts:
             return self._contexts[host].copy()
-        if self._of_rewards is not None and (host == REWARDS or not self._contexts):
+        lives_on = offered()  # for threads of a rollout function, between its calls
+        if self._of_rewards is not None and (host == REWARDS or not (self._contexts or lives_on)):
             return self._of_rewards.copy()
         if not self._contexts:
-            return None
+            return lives_on
         anyone = next(reversed(self._contexts.values())).copy()
         senders = [one for context in self._contexts.values() if (one := context.get(TRANSCRIPT)) is not None]
         anyone.run(TRANSCRIPT.set, _Anyones(senders=senders))

@@ -285,13 +285,14 @@ class RolloutManager:
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Generates the batch of a step and records its groups."""
-        before = None if self._schedule.continuous else self._account.in_flight()
+        before = self._account.in_flight()
         with self._context(rollout_id) as context:
             step = self._schedule.step(context, rollout_id, self._source)
             output = await supervised(
                 step, what=f"the rollout of {step_name(rollout_id)}", limit_s=None
             )  # its components have their own limits
-        self._account.hand_out(rollout_id, output.samples, before=before)
+        kept = self._schedule.keeps_groups
+        self._account.hand_out(rollout_id, output.samples, before=None if kept else before)
         now, limit = self._source.weight_version, self._args.max_weight_staleness
         output.metrics |= await beside(staleness, output.samples, now=now, limit=limit)
         return output

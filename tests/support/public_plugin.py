@@ -162,3 +162,56 @@ def own_rollout(args, rollout_id, data_source, evaluation=False):
         return await asyncio.gather(*(generate_and_rm_group(args, group, dict(params)) for group in groups))
 
     return RolloutFnTrainOutput(run(all_groups()), {"rollout/own": 1.0})
+
+
+class KeptWorker:
+    """A thread with a loop of its own, which generates groups from the first step on, also between steps."""
+
+    def __init__(self, args, data_source):
+        import queue
+        import threading
+
+        self.args, self.data_source, self.finished = args, data_source, queue.Queue()
+        self.state, self.failure, self.goes_on = GenerateState(args), None, True
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.work()), daemon=True)
+        self.thread.start()
+
+    async def work(self):
+        from slime.rollout.sglang_rollout import generate_and_rm_group
+
+        running = set()
+        while self.goes_on:
+            while len(running) + self.finished.qsize() < 6:
+                (group,) = self.data_source.get_samples(1)
+                params = dict(self.state.sampling_params)
+                running.add(asyncio.create_task(generate_and_rm_group(self.args, group, params, evaluation=False)))
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                try:
+                    self.finished.put(task.result())
+                except Exception as error:
+                    self.failure = error
+                    return
+
+
+WORKERS = []
+
+
+def kept_worker(args, rollout_id, data_source, evaluation=False):
+    """A rollout function as fully asynchronous plugins are."""
+    from slime.utils.async_utils import run
+
+    async def take():
+        if not WORKERS:
+            WORKERS.append(KeptWorker(args, data_source))
+        groups = []
+        while len(groups) < args.rollout_batch_size:
+            if WORKERS[0].failure is not None:
+                raise WORKERS[0].failure
+            if WORKERS[0].finished.empty():
+                await asyncio.sleep(0.01)
+            else:
+                groups.append(WORKERS[0].finished.get())
+        return sorted(groups, key=lambda group: group[0].index)
+
+    return run(take())

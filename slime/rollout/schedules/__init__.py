@@ -38,6 +38,11 @@ class RolloutSchedule(ABC):
     continuous: ClassVar[bool] = False
     """Whether generation continues while the trainer trains and syncs weights (`args.fully_async`)."""
 
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether groups that are not in a batch stay in flight between steps; otherwise they count as filtered."""
+        return self.continuous
+
     @abstractmethod
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
         """Returns the batch and metrics of one step. The groups stay in flight. `source` is the same in every step."""

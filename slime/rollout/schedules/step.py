@@ -21,13 +21,14 @@ from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import GroupOrRecord
 from slime.core.sample import Group
 from slime.rollout.client.engine_client import REQUEST_SCOPE
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import RolloutContext, num_threads_asking, withdraw_from_threads
 from slime.rollout.evaluate import rollout_by_function
 from slime.rollout.execute import is_finished
 from slime.rollout.schedules import SCHEDULES, RolloutSchedule
 from slime.rollout.schedules.group_loop import GroupLoop, Policy
 from slime.rollout.types import RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
+from slime.rollout.workers.episodes import Episodes, LocalEpisodes
 
 ABORT_REPEAT_S = 0.5
 """An abort can overtake its request on the way to the engine, so aborts are repeated."""
@@ -127,8 +128,29 @@ async def _stop_surplus(loop: GroupLoop) -> None:
 class FunctionSchedule(RolloutSchedule):
     """Calls the function of `--rollout-function-path` once per step.
 
-    Groups that the function takes but neither returns nor puts back count as filtered (`BatchAccount`).
+    Groups that the function takes but neither returns nor puts back count as filtered (`BatchAccount`), unless a thread
+    of the function generates on between its calls: then they are in flight. Requests of such a thread survive weight
+    syncs.
     """
 
+    def __init__(self) -> None:
+        self._episodes: Episodes | None = None
+
     async def step(self, context: RolloutContext, rollout_id: int, source: DataBuffer) -> RolloutFnTrainOutput:
+        self._episodes = context.workers or LocalEpisodes(context.client)
         return await rollout_by_function(context, rollout_id, source)
+
+    @property
+    def keeps_groups(self) -> bool:
+        return num_threads_asking() > 0
+
+    async def pause(self, *, hand_back: bool) -> None:
+        if self._episodes is not None:
+            await self._episodes.pause(None)
+
+    def resume(self) -> None:
+        if self._episodes is not None:
+            self._episodes.resume()
+
+    async def close(self) -> None:
+        withdraw_from_threads()

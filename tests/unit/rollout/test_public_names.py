@@ -21,6 +21,7 @@ from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.data.first_rows import data_problems
 from slime.public.names import ALIASES
+from slime.rollout.context import num_threads_asking
 from slime.rollout.manager import RolloutManager
 from tests.support import public_plugin
 from tests.support.fake_engine import FakeEngine
@@ -175,6 +176,34 @@ def test_a_rollout_function_with_a_loop_of_its_own(tmp_path: Path) -> None:
     batch, metrics = a_step(args)
     assert len(batch.samples) == 8 and metrics["rollout/own"] == 1.0
     assert all(set(s.token_versions) == {1, NOT_SAMPLED} for s in batch.samples)
+
+
+def test_a_thread_of_a_rollout_function_generates_on_between_steps(tmp_path: Path) -> None:
+    """Law: a thread with a loop of its own, kept from step to step, trains what it generates, and nothing is lost."""
+    public_plugin.WORKERS.clear()
+    hooks = (
+        "--rollout-function-path",
+        f"{PLUGIN}.kept_worker",
+        "--custom-generate-function-path",
+        f"{PLUGIN}.generate",
+    )
+
+    async def work(manager: RolloutManager) -> None:
+        for step in range(3):
+            batch, _ = await manager.generate(step)
+            assert len(batch.samples) == 8
+            assert all(set(s.token_versions) == {1, NOT_SAMPLED} for s in batch.samples)
+            ledger = manager.commit(step)
+            assert ledger["data/trained"] == 4 * (step + 1) and ledger["data/filtered"] == 0
+            await manager.pause(hand_back=False)
+            manager.resume()
+        assert public_plugin.WORKERS[0].thread.is_alive()
+        public_plugin.WORKERS[0].goes_on = False
+        await asyncio.to_thread(public_plugin.WORKERS[0].thread.join, 10)
+
+    args = rollout_args(tmp_path, *hooks, synchronous=False)
+    asyncio.run(with_manager(args, FakeEngine(), work))
+    assert num_threads_asking() == 0, "a closed run offers nothing"
 
 
 def test_an_evaluation_function_may_return_its_data_alone(tmp_path: Path) -> None:
