@@ -342,6 +342,9 @@ def _failed(before: Sample, problem: Exception) -> Execution:
     logger.warning("execution %s of group %s failed", before.index, before.group_index, exc_info=problem)
     exited = isinstance(problem, HookExited)  # its message already names the error type and place
     reason = str(problem) if exited else f"{type(problem).__name__}: {problem}{raised_by_user(problem)}"
+    transcript = TRANSCRIPT.get()
+    if transcript is not None and transcript.refusal and transcript.refusal not in reason:
+        reason += f"; the first answer with an error to its requests: {transcript.refusal}"
     return Execution([before], Outcome.FAILED, reason)
 
 

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import logging
 import os
 import socket
 import struct
@@ -42,7 +43,7 @@ from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRejected, SlimeError
 from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
-from slime.core.text import NO_KEYS, EngineKeys
+from slime.core.text import NO_KEYS, EngineKeys, shorten
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
 from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient
 from slime.rollout.context import RolloutContext, current, offered
@@ -51,6 +52,8 @@ from slime.rollout.guard import beside
 from slime.rollout.transcript import STRAYS, TRANSCRIPT, Transcript
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
+
+logger = logging.getLogger(__name__)
 
 SHARED = "127.0.0.1"
 """The address of requests that belong to no particular call."""
@@ -87,6 +90,8 @@ class LoopbackRouter:
         self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         """Connections whose user has been checked."""
         self._session: aiohttp.ClientSession | None = None
+        self._refusals: set[str] = set()
+        """What has been logged."""
 
     @contextlib.contextmanager
     def addressed(self, view: Any, *, shared: bool = False) -> Iterator[None]:
@@ -215,10 +220,19 @@ class LoopbackRouter:
                 answer["meta_info"].pop("routed_experts", None)  # the transcript has them
                 return _json(answer)
             return await self._streamed(http, model, payload)
-        except ValueError as problem:  # includes `DataError`
-            return _failed(400, str(problem))
-        except SlimeError as problem:
-            return _failed(_status(problem), str(problem))
+        except (ValueError, SlimeError) as problem:  # `DataError` is a `ValueError`
+            status = _status(problem) if isinstance(problem, SlimeError) else 400
+            self._note_refusal(str(problem))
+            return _failed(status, str(problem))
+
+    def _note_refusal(self, said: str) -> None:
+        """Logs a refusal, and keeps it for the error of the execution: an HTTP client's error has only the status."""
+        transcript = TRANSCRIPT.get()
+        if transcript is not None:
+            transcript.refusal = transcript.refusal or said
+        if said not in self._refusals:
+            self._refusals.add(said)
+            logger.warning("a request to /generate is refused: %s", said)
 
     async def _streamed(self, http: web.Request, model: str, payload: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -262,8 +276,8 @@ class _Anyones(Transcript):
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        for one in self.senders if name == "taken_back" and value else ():
-            one.taken_back = True
+        for one in self.senders if name in ("taken_back", "refusal") and value else ():
+            setattr(one, name, value)
 
     def begin_call(self, call: Call) -> None:
         STRAYS.begin_call(call)
@@ -343,7 +357,7 @@ def _failed(status: int, message: str) -> web.Response:
 
 def _status(problem: SlimeError) -> int:
     match problem:
-        case RequestRejected() | HookError():
+        case RequestRejected() | HookError() | DataError():
             return 400
         case DeadlineExceeded():
             return 504
@@ -353,14 +367,29 @@ def _status(problem: SlimeError) -> int:
 # ---- requests in SGLang's format -----------------------------------------------------------------------------------
 
 _READ = {"input_ids", "text", "image_data", "sampling_params", "return_logprob", "rid"}
-_IGNORED: Mapping[str, tuple[Any, ...]] = {
-    "stream": (None, False),
-    "return_routed_experts": (None, False, True),  # always returned if the run records them
-    "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
-    "return_text_in_logprobs": (None, False),
+_HARMLESS = {
+    *("log_metrics", "no_logs", "priority", "external_trace_header", "custom_labels", "routing_key", "conversation_id"),
+    *("extra_key", "cache_salt", "return_routed_experts"),
 }
-"""Other request keys -> values that can safely be ignored."""
+"""Other request keys that change nothing in the answer. Routed experts are always returned if the run records them."""
+
+
+def _changes_nothing(client: EngineClient, name: str, value: Any) -> bool:
+    """Returns whether a request key that is not read can be ignored with this value."""
+    if name in _HARMLESS or value is None or value is False or value in ([], {}, ""):
+        return True
+    match name:
+        case "logprob_start_len":
+            return isinstance(value, int)
+        case "top_logprobs_num" | "routed_experts_start_len":
+            return bool(value == 0)
+        case "modalities":
+            return isinstance(value, list) and set(value) == {"image"}
+        case "model":
+            models = current().models
+            here = next((model for model, one in models.items() if one is client), None)
+            return len(models) <= 1 or value == here
+    return False
 
 
 async def generation_of(client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
@@ -370,9 +399,11 @@ async def generation_of(client: EngineClient, payload: Mapping[str, Any], header
     if uris := payload.get("image_data"):
         ids, seen["pictures"] = await beside(_with_images, ids, uris, current())
         params = _limited(client, payload.get("sampling_params") or {}, len(ids))
+    first = payload.get("logprob_start_len")
     if params is None:
-        return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""))
-    return _worded(ids, await client.generate(ids, params, session_id=session, returns_partial=True, **seen))
+        return _worded(ids, Generation((), (), "length", NOT_SAMPLED, ""), first=first)
+    made = await client.generate(ids, params, session_id=session, returns_partial=True, **seen)
+    return _worded(ids, made, first=first)
 
 
 def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[list[int], Pictures]:
@@ -417,10 +448,14 @@ def _request(
     client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]
 ) -> tuple[list[int], Mapping[str, Any] | None, str | None]:
     """Returns the prompt ids, the sampling parameters (None: no token may be sampled) and the session."""
-    odd = [name for name, value in payload.items() if name not in _READ and value not in _IGNORED.get(name, ())]
+    odd = [
+        f"{name} = {shorten(repr(payload[name]), 60)}"
+        for name in sorted(payload.keys() - _READ)
+        if not _changes_nothing(client, name, payload[name])
+    ]
     if odd:
         raise HookError(
-            f"the engine client does not support {', '.join(sorted(odd))} for /generate; pass only input_ids or text, "
+            f"the engine client does not support {', '.join(odd)} for /generate; pass only input_ids or text, "
             "image_data, sampling_params and return_logprob"
         )
     ids = payload.get("input_ids")
@@ -445,8 +480,10 @@ def _limited(client: EngineClient, params: Mapping[str, Any], num_read: int) -> 
     return {**params, "max_new_tokens": most} if most or not asked else None
 
 
-def _worded(ids: list[int], generation: Generation, *, ended: bool = True) -> dict[str, Any]:
-    """Returns the response in SGLang's format."""
+def _worded(ids: list[int], generation: Generation, *, ended: bool = True, first: int | None = None) -> dict[str, Any]:
+    """Returns the response in SGLang's format. `first`: `logprob_start_len`; the prompt tokens from there on are listed
+    with None in place of log-probs.
+    """
     versions = generation.versions
     pairs = zip(generation.log_probs, generation.tokens, strict=True)
     meta: dict[str, Any] = {
@@ -458,6 +495,8 @@ def _worded(ids: list[int], generation: Generation, *, ended: bool = True) -> di
         TOKEN_VERSIONS_KEY: versions,
         "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
     }
+    if first is not None and first >= 0:
+        meta["input_token_logprobs"] = [[None, token, None] for token in ids[first:]]
     if generation.routed_experts is not None:
         meta["routed_experts"] = generation.routed_experts
     return {"text": generation.text, "output_ids": list(generation.tokens), "meta_info": meta}

@@ -94,6 +94,8 @@ class Transcript:
 
     taken_back: bool = False
     """Whether the run cancelled a request, whether to the policy or a judge, from an agent or a hook."""
+    refusal: str = ""
+    """Why the first refused HTTP request of the execution was refused."""
     closed: bool = False
     """Whether the execution has ended. Later requests from its tasks are recorded in `STRAYS`."""
     images: list[str] = field(default_factory=list)

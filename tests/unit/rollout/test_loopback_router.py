@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from slime.core.batch import TrainBatch
+from slime.core.errors import GroupsFailed
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import EngineKeys
 from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
@@ -265,7 +266,9 @@ def test_what_the_engine_client_cannot_do_is_said(tmp_path: Path) -> None:
         at = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
         async with aiohttp.ClientSession() as session:
             for path, body, status, said in (
-                ("/generate", {"input_ids": [5], "lora_path": "x"}, 400, "does not support lora_path"),
+                ("/generate", {"input_ids": [5], "lora_path": "x"}, 400, "does not support lora_path = 'x'"),
+                ("/generate", {"input_ids": [5], "top_logprobs_num": 2}, 400, "does not support top_logprobs_num = 2"),
+                ("/generate", {"input_ids": [5], "n_tokens": 3}, 400, "does not support n_tokens = 3"),
                 ("/generate", [1], 400, "must be a JSON object"),
                 ("/generate", {"input_ids": [10**6]}, 400, "vocabulary"),
                 ("/workers", {}, 404, "not available here"),
@@ -275,6 +278,45 @@ def test_what_the_engine_client_cannot_do_is_said(tmp_path: Path) -> None:
                     assert (answer.status, said in await answer.text()) == (status, True), (path, await answer.text())
 
     on_loopback(tmp_path, work)
+
+
+def test_request_fields_that_change_nothing_are_ignored(tmp_path: Path) -> None:
+    """Law: SGLang's fields are accepted with values that mean what the answer has anyway."""
+    neutral = {
+        **{"logprob_start_len": 1, "stream": False, "rid": "r", "return_text_in_logprobs": False, "model": "any name"},
+        **{"top_logprobs_num": 0, "lora_path": None, "token_ids_logprob": [], "return_hidden_states": False},
+        **{"image_data": None, "modalities": None, "session_params": None, "priority": 3, "log_metrics": True},
+    }
+
+    async def work(args: Any) -> None:
+        at = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(at, json={**body, **neutral}) as answer:
+                assert answer.status == 200, await answer.text()
+                meta = (await answer.json())["meta_info"]
+            assert meta["input_token_logprobs"] == [[None, 6, None], [None, 7, None]]
+            for first in (0, 3, -1):
+                async with session.post(at, json={**body, "logprob_start_len": first}) as answer:
+                    told = (await answer.json())["meta_info"].get("input_token_logprobs")
+                    assert (told if told is None else len(told)) == {0: 3, 3: 0, -1: None}[first]
+
+    on_loopback(tmp_path, work)
+
+
+def test_why_a_request_was_refused_is_in_the_error_of_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: where a client says only the status, the run says the reason."""
+
+    async def work(manager: RolloutManager) -> None:
+        await manager.generate(0)
+
+    hook = f"{Path(__file__).with_name('truth_hooks.py')}:asks_wrongly"
+    args = rollout_args(tmp_path, "--custom-generate-function-path", hook)
+    with pytest.raises(GroupsFailed, match=r"400.*; the first answer with .*does not support top_logprobs_num = 5"):
+        asyncio.run(with_manager(args, FakeEngine(), work))
+    assert caplog.text.count("a request to /generate is refused: the engine client does not support") == 1
 
 
 def test_chat_requests_reach_the_router_with_its_key(tmp_path: Path) -> None:

@@ -202,3 +202,16 @@ def converted(args: Any, samples: list[Sample]) -> dict[str, Any]:
     }
     columns["tokens"][0][-1] ^= 1
     return columns
+
+
+async def asks_wrongly(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    """With a client of its own, which drops the text of an error."""
+    import aiohttp
+
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json={"input_ids": [5], "sampling_params": params, "top_logprobs_num": 5}) as answer,
+    ):
+        answer.raise_for_status()
+    return sample
