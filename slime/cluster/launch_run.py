@@ -51,6 +51,7 @@ from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
 from slime.settings.command_line import without
 from slime.settings.conditions import replaced_folders
+from slime.settings.custom_yaml import for_functions_listed
 from slime.settings.hook_contracts import check_hooks
 from slime.settings.rules import likely_mistakes
 from slime.training.state import checkpoint
@@ -251,6 +252,8 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
     if args.idle:
         told = "\n".join(f"  {name} {text}" for name, text in settings["idle"].items())
         logger.warning("these settings have no effect (--strict makes them errors):\n%s", told)
+    if read := for_functions_listed(args):
+        logger.info("these settings are read only by your functions:\n%s", "\n".join(f"  {text}" for text in read))
     for text in start_warnings(args):
         logger.warning("%s", text)
     from slime.cluster.ray_session import guarded

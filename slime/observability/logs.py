@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import logging
 import os
+import sys
+import threading
 from pathlib import Path
 
 from slime.core.text import visible
@@ -44,13 +47,36 @@ class VisibleFormatter(logging.Formatter):
         return visible(super().format(record))
 
 
+class _Printed(io.TextIOBase):
+    """Logs each line that code prints. Lines count as complete at a newline or carriage return."""
+
+    def __init__(self, name: str) -> None:
+        self._log, self._rest, self._busy = logging.getLogger(name), "", threading.local()
+
+    def write(self, text: str) -> int:
+        if getattr(self._busy, "is_logging", False):  # a handler that fails prints
+            return len(text)
+        *lines, self._rest = (self._rest + text).replace("\r", "\n").split("\n")
+        self._busy.is_logging = True
+        try:
+            for line in filter(str.strip, lines):
+                self._log.info("%s", line)
+        finally:
+            self._busy.is_logging = False
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+
 def setup_logging(
     log_path: Path | None = None, *, process: str = "", level: int | str = logging.INFO, crashes: bool = False
 ) -> None:
     """Replaces the root logger's handlers. Can be called again.
 
-    `log_path`: file to log to. `process`: name shown in each line; default: the name of the file. `crashes`: also write
-    the stack to the file when a signal like SIGSEGV kills the process, because nobody reads its stderr.
+    `log_path`: file to log to. `process`: name shown in each line; default: the name of the file. `crashes`: nobody
+    reads the stdout and stderr of the process, so what Python code prints is logged too, and the file gets the stack
+    when a signal like SIGSEGV kills the process.
     """
     process = process or (log_path.stem if log_path is not None else "slime")
     root = logging.getLogger()
@@ -70,5 +96,6 @@ def setup_logging(
         root.addHandler(file)
         if crashes:
             faulthandler.enable(os.open(log_path, os.O_WRONLY | os.O_APPEND), all_threads=False)  # stays open
+            sys.stdout, sys.stderr = _Printed("stdout"), _Printed("stderr")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)

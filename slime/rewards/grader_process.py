@@ -23,6 +23,7 @@ import base64
 import contextlib
 import itertools
 import json
+import logging
 import os
 import pickle
 import signal
@@ -37,6 +38,8 @@ from slime.core.errors import SlimeError
 from slime.core.liveness import Silence, processor_s, within
 from slime.rewards.grader_confinement import grader_environment
 from slime.rewards.grader_worker import HEADER, ONLINE
+
+logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 2**26
 TAKE_LIMIT_S = 60.0
@@ -108,6 +111,7 @@ class GraderProcess:
         self._ids = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._reader = asyncio.create_task(self._read(), name=f"grader-{process.pid}-reader")
+        self._printed = asyncio.create_task(_log_printed(process), name=f"grader-{process.pid}-printed")
         self._write_lock = asyncio.Lock()
         self.dead = False
         self.missing: tuple[str, ...] = ()
@@ -131,6 +135,7 @@ class GraderProcess:
             kind,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
             env={
                 **grader_environment(os.environ, offline=offline),
@@ -239,15 +244,16 @@ class GraderProcess:
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # `Process.kill` would lose the exit status
-        # `wait` returns only after both pipes are closed. A pipe with unread data, or one held by a child process,
+        # `wait` returns only after all pipes are closed. A pipe with unread data, or one held by a child process,
         # would stay open until it is garbage-collected, possibly after the event loop has closed.
         transport: asyncio.SubprocessTransport = self._process._transport  # type: ignore[attr-defined]  # no public way
-        for pipe in (transport.get_pipe_transport(0), transport.get_pipe_transport(1)):
+        for pipe in map(transport.get_pipe_transport, (0, 1, 2)):
             if pipe is not None and not pipe.is_closing():
                 pipe.abort() if isinstance(pipe, asyncio.WriteTransport) else pipe.close()
         await self._process.wait()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        for task in (self._reader, self._printed):
+            task.cancel()
+        await asyncio.gather(self._reader, self._printed, return_exceptions=True)
         transport.close()
 
     async def _read(self) -> None:
@@ -286,3 +292,28 @@ class GraderProcess:
 def _import_path() -> list[str]:
     """Returns the import paths and current directory of this process, for the worker."""
     return [os.path.abspath(p) for p in sys.path if p != ""] + [os.getcwd()]
+
+
+MOST_PRINTED_BYTES = 2**20
+"""How much of what a process prints is logged."""
+
+
+async def _log_printed(process: asyncio.subprocess.Process) -> None:
+    """Logs the lines that graders print, until their process ends. Reads on beyond the limit, so that prints never
+    block.
+    """
+    assert process.stderr is not None, "the worker is started with a stderr pipe"
+    rest, num_bytes = b"", 0
+    while chunk := await process.stderr.read(2**16):
+        before, num_bytes = num_bytes, num_bytes + len(chunk)
+        if before >= MOST_PRINTED_BYTES:
+            continue
+        *lines, rest = (rest + chunk).splitlines(keepends=True)
+        if rest.endswith(b"\n"):
+            lines, rest = [*lines, rest], b""
+        for line in filter(bytes.strip, lines):
+            logger.info("%s", line.decode(errors="replace").rstrip())
+        if num_bytes >= MOST_PRINTED_BYTES:
+            logger.warning("grader process %d printed %d bytes; the rest is not logged", process.pid, num_bytes)
+    if rest.strip():
+        logger.info("%s", rest.decode(errors="replace"))

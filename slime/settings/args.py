@@ -81,7 +81,7 @@ class Passthrough(Mapping[str, Any]):
         return Passthrough, (self._owner, self._values)
 
 
-MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "origins")
+MAPPINGS = ("components", "megatron", "sglang", "router", "custom", "critic", "idle", "for_functions", "origins")
 """Fields of `Args` that hold other owners' settings, or metadata about settings."""
 NOT_A_SETTING = ("command",)
 """Fields of `Args` that record where its values came from."""
@@ -138,6 +138,9 @@ class Args(
     """The command line, starting with `slime train`, including secrets. Not written to `args.json`."""
     idle: Passthrough = field(default_factory=lambda: Passthrough("idle", {}), compare=False)
     """Setting -> value and reason, for settings that the user set but that have no effect."""
+    for_functions: Passthrough = field(default_factory=lambda: Passthrough("for_functions", {}), compare=False)
+    """Setting -> value, for settings without effect that only the run's user functions may read. Only `for_hook` shows
+    these values as attributes."""
     origins: Passthrough = field(default_factory=lambda: Passthrough("origins", {}), compare=False, repr=False)
     """Setting -> where its value came from: default, command line, HF config, derived (and why)."""
 
@@ -236,6 +239,7 @@ def for_hook(settings: T) -> T:
         return settings
     view: Any = HookArgs.__new__(HookArgs)
     view.__dict__.update(settings.__dict__)
+    view.__dict__.update({name: value for name, value in settings.for_functions.items() if "." not in name})
     return view
 
 

@@ -37,7 +37,7 @@ from slime.settings.all_flags import (
     secret_settings,
 )
 from slime.settings.args import MAPPINGS, NOT_A_SETTING, Args, Passthrough
-from slime.settings.custom_yaml import Given, config_on, merge_config, words_behind
+from slime.settings.custom_yaml import Given, config_on, for_functions_listed, merge_config, words_behind
 from slime.settings.flag_parser import OVERRIDE
 from slime.settings.flags import FIRST_PAGE, Flag, refuse
 from slime.settings.groups import GROUPS
@@ -409,6 +409,8 @@ def explain_args(args: Args) -> str:
         lines[origin.startswith("default")].append(f"  {name} = {shown}    ({origin})")
     idle = [f"  {name} {text}" for name, text in args.idle.items()]
     told = ["Set, but without effect:", *idle, ""] if idle else []
+    if read := for_functions_listed(args):
+        told += ["Read only by your functions:", *(f"  {text}" for text in read), ""]
     if mistakes := likely_mistakes(args):
         told += ["Probably not what you want:", *(f"  {text}" for text in mistakes), ""]
     return "\n".join([*told, "Set, loaded and derived:", *lines[False], "", "Defaults:", *lines[True]])

@@ -2,20 +2,26 @@
 
 Keys are setting names: `rollout_batch_size`, Megatron's `lr`, `sglang_mem_fraction_static`, `router_policy`. Keys under
 `custom` belong to the user. Any other unknown key is accepted only if the run has a user function that may read it
-(`free_keys_have_a_reader`). Such a key may be a misspelling, so it is listed when the run starts.
+(`free_keys_have_a_reader`). Such a key may be a misspelling, so it is listed when the run starts
+(`for_user_functions`), as is a setting of the file that only such a function can read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import ConfigError
+from slime.core.text import HIDDEN
 from slime.core.user_files import read_yaml
 from slime.settings.flag_parser import OVERRIDE, FlagTable
 from slime.settings.flags import coerce, refuse, shown
+from slime.settings.hook_contracts import runs_user_code
 from slime.settings.public_flags import FOREIGN_NAMES
 from slime.settings.schema import owned_spellings
+
+if TYPE_CHECKING:
+    from slime.settings.args import Args
 
 _FLAG = "--custom-config-path"
 
@@ -23,6 +29,37 @@ FREE = "custom."
 """Prefix that marks the user's own keys among the names of settings."""
 NEAR = "; a similar setting is "
 """Message text before the name of a similar setting."""
+
+
+def for_user_functions(
+    args: Args, idle: Mapping[str, str], values: Mapping[str, Any], where: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the settings without effect that the run's user functions may read: name -> value.
+
+    These are the settings of the file and, with `--custom-tis-function-path`, those of slime's importance weights.
+    `idle`: setting -> value and reason. `values`: the user's values. `where`: setting -> where it was set.
+    """
+    found: dict[str, Any] = {}
+    for name in idle if runs_user_code(args) else ():
+        from_file = args.custom_config_path is not None and where.get(name) == args.custom_config_path
+        of_weights = name in _OF_WEIGHTS and args.custom_tis_function_path is not None
+        if name.startswith(FREE):
+            found[name] = args.custom[name.removeprefix(FREE)]
+        elif name in values and (from_file or of_weights) and HIDDEN not in idle[name]:
+            found[name] = values[name]
+    return found
+
+
+def for_functions_listed(args: Args) -> list[str]:
+    """Returns a line for each setting that only user functions may read, with a similar setting if there is one."""
+    lines = []
+    for name, value in args.for_functions.items():
+        _, near, similar = args.origins.get(name, "").partition(NEAR)
+        lines.append(f"{name} {value}{near}{similar}")
+    return lines
+
+
+_OF_WEIGHTS = frozenset(("get_mismatch_metrics", "tis_level", "tis_mode", "tis_clip", "tis_clip_low"))
 
 Given = dict[tuple[str, str], Any]
 """(owner, dest) -> value, as the user set it."""

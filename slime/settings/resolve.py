@@ -20,7 +20,7 @@ from slime.core.errors import ConfigError
 from slime.core.text import HIDDEN
 from slime.settings.all_flags import Components
 from slime.settings.args import Args, Passthrough
-from slime.settings.custom_yaml import FREE, Given
+from slime.settings.custom_yaml import FREE, Given, for_user_functions
 from slime.settings.eval_config import unread_keys
 from slime.settings.fields import UNSET, Compute, Declared, Need, Passed, Rule, Why, declared, default_of
 from slime.settings.flags import ANY, Flag, refuse
@@ -436,15 +436,19 @@ def resolve(
     if "eval_config" not in idle:
         idle |= unread_keys(args)
     router = {dest: value for (owner, dest), value in given.items() if owner == "router"}
+    free = {name: text for name, text in where.items() if name.startswith(FREE)}
+    args = args.replace(custom=Passthrough("custom", custom))
+    read = for_user_functions(args, idle := {**idle, **free}, values, where)
     args = args.replace(
         router=Passthrough("router", router),
-        custom=Passthrough("custom", custom),
-        idle=Passthrough("idle", {**idle, **{n: text for n, text in where.items() if n.startswith(FREE)}}),
+        idle=Passthrough("idle", {name: text for name, text in idle.items() if name not in read}),
+        for_functions=Passthrough("for_functions", read),
         origins=Passthrough(
             "origins",
             {
                 **args.origins,
                 **derived_without_effect(args, components),
+                **{name: text for name, text in free.items() if name in read},
                 **{f"router.{n}": where[f"router.{n}"] for n in router},
             },
         ),

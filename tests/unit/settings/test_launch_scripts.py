@@ -12,9 +12,10 @@ import pytest
 
 from slime.cluster.placement import EngineDemand, Host, plan_placement
 from slime.core.errors import ConfigError, HookError
-from slime.settings import parse_args
+from slime.settings import for_hook, parse_args
 from slime.settings.command_line import explain_args as explain
 from slime.settings.conditions import replaced_folders
+from slime.settings.custom_yaml import for_functions_listed
 from slime.settings.fields import declared, own_fields
 from slime.settings.groups.launch_scripts import LaunchScriptSettings
 from slime.settings.rules import likely_mistakes
@@ -276,8 +277,22 @@ def test_free_keys_of_the_yaml_are_the_users_where_a_function_may_read_them(base
     assert "has use_rs: True, which needs a user function that reads it" in refused(words)
     args = parse_args([*words, "--custom-generate-function-path", "own.generate"])
     assert (args.custom["rs_level"], args.to_json_dict()["custom"]["use_rs"]) == ("token", True)
-    assert "a similar setting is rollout_temperature" in listed(args)
-    assert "use_rs" in refused([*words, "--custom-generate-function-path", "own.generate", "--strict"])
+    assert not args.idle and "custom.use_rs True; a similar setting is use_tis" in for_functions_listed(args)
+    assert any("a similar setting is rollout_temperature" in text for text in for_functions_listed(args))
+    assert parse_args([*words, "--custom-generate-function-path", "own.generate", "--strict"]).custom["use_rs"] is True
+
+
+def test_settings_that_a_function_replaces_are_what_it_reads(base: list[str], tmp_path: Path) -> None:
+    """Law: what only a user's function may read is listed apart, and the function gets its value."""
+    path = tmp_path / "own.yaml"
+    path.write_text("tis_mode: mask\nvalue_clip: 0.3\n")
+    own = ["--use-tis", "--custom-tis-function-path", "own.tis", "--tis-level", "sequence", "--strict"]
+    args = parse_args([*base, *own, "--custom-config-path", str(path), "--get-mismatch-metrics"])
+    told = ("tis_mode mask", "value_clip 0.3", "tis_level sequence", "get_mismatch_metrics True")
+    assert set(told) == set(for_functions_listed(args)) and not args.idle
+    seen = for_hook(args)
+    assert (seen.tis_level, seen.tis_mode, seen.value_clip) == ("sequence", "mask", 0.3)
+    assert args.value_clip != 0.3 and "tis_level" in parse_args([*base, "--tis-level", "sequence"]).idle
 
 
 def test_names_of_other_programs_are_no_free_keys(base: list[str], tmp_path: Path) -> None:
