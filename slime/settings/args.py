@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -216,6 +217,15 @@ class HookArgs(Args):
 
     if not TYPE_CHECKING:  # frozen for type checkers
 
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                found = None if name.startswith("_") else _as_public(self, name)
+                if found is None:
+                    raise
+                return found[0]
+
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in _TOLD and hasattr(self, name) and _is_setting(self, name):
                 _TOLD.add(name)
@@ -226,6 +236,68 @@ class HookArgs(Args):
             if name not in self.__dict__:
                 raise AttributeError(f"args has no attribute {name!r} of its own")
             del self.__dict__[name]
+
+
+def _rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed.get_rank() if distributed is not None and distributed.is_initialized() else 0
+
+
+def _eval_datasets(args: Args) -> list[Any]:
+    from slime.settings.eval_config import eval_datasets
+
+    return list(eval_datasets(args))
+
+
+def _uses_critic(args: Args) -> bool:
+    from slime.settings.conditions import estimator_of
+
+    return bool(estimator_of(args).needs_critic)
+
+
+_PUBLIC: Mapping[str, Callable[[Args], Any]] = {
+    "eval_datasets": _eval_datasets,
+    "num_experts": lambda args: args.megatron.get("num_moe_experts"),
+    "rank": lambda _: _rank(),
+    "rollout_external": lambda args: bool(args.rollout_external_engine_addrs),
+    "rollout_global_dataset": lambda args: not args.disable_rollout_global_dataset,
+    "sglang_tp_size": lambda args: args.rollout_num_gpus_per_engine // (args.sglang.get("pp_size") or 1),
+    "use_critic": _uses_critic,
+    "world_size": lambda args: args.actor_num_nodes * args.actor_num_gpus_per_node,
+    **dict.fromkeys(("use_distributed_post", "use_stateless_adam"), lambda _: False),
+    **dict.fromkeys(
+        (
+            *("custom_model_provider_path", "load_forge_rollout_data", "opd_teacher_ckpt_step", "ref_ckpt_step"),
+            *(
+                f"megatron_deepgemm_{part}_{what}"
+                for part in ("forward", "moe_forward")
+                for what in ("layers", "modules")
+            ),
+        ),
+        lambda _: None,
+    ),
+}
+"""Attributes of the public slime's `args` that are not settings here -> their values. Features that this package does
+not have are off.
+"""
+
+
+def _as_public(args: Args, name: str) -> tuple[Any] | None:
+    """Returns the value of an attribute that the public slime's `args` has, in a tuple; None for other names.
+
+    Settings of SGLang and of the router that the user did not set have their own defaults.
+    """
+    from slime.settings.schema import flags_of_owner
+
+    if name in _PUBLIC:
+        return (_PUBLIC[name](args),)
+    for prefix, owner in (("sglang_router_", "router"), ("router_", "router"), ("sglang_", "sglang")):
+        if name.startswith(prefix):
+            dest = name.removeprefix(prefix)
+            defaults = {flag.dest: flag.default for flag in flags_of_owner(owner)}
+            if dest in defaults:
+                return (getattr(args, owner).get(dest, defaults[dest]),)
+    return None
 
 
 _TOLD: set[str] = set()

@@ -75,6 +75,23 @@ def test_what_a_function_sets_counts_for_its_call_alone(tmp_path: Path) -> None:
     assert pickle.dumps(args) == before and not hasattr(args, "results")
 
 
+def test_functions_read_the_attributes_of_the_public_slime(tmp_path: Path) -> None:
+    """Law: what plugins read from `args` has its public meaning, and what is unset the default of its owner."""
+    flags = ("--sglang-context-length", "512", "--router-policy", "round_robin", "--actor-num-gpus-per-node", "2")
+    own: Any = for_hook(rollout_args(tmp_path, *flags, "--rollout-num-gpus-per-engine", "1"))
+    told = {
+        **{"rollout_global_dataset": True, "rollout_external": False, "use_critic": False, "eval_datasets": []},
+        **{"world_size": 2, "rank": 0, "sglang_tp_size": 1, "sglang_dp_size": 1, "sglang_mem_fraction_static": None},
+        **{"sglang_context_length": 512, "sglang_router_policy": "round_robin", "router_policy": "round_robin"},
+        **{"sglang_router_request_timeout_secs": 1800, "sglang_tool_call_parser": None, "num_experts": None},
+        **{"sglang_reasoning_parser": None, "sglang_speculative_algorithm": None, "ref_ckpt_step": None},
+        **{"use_distributed_post": False, "sglang_enable_deterministic_inference": False},
+    }
+    assert {name: getattr(own, name) for name in told} == told
+    for name in ("sglang_no_such_field", "router_no_such_field", "no_such_field"):
+        assert not hasattr(own, name)
+
+
 def test_a_copy_is_settable_and_the_settings_are_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = rollout_args(tmp_path)
     own: Any = for_hook(args)
