@@ -368,14 +368,17 @@ def _named(quarantined: Sequence[Quarantined]) -> str:
 
 
 def _drop_long(rows: list[PromptRow], most: int | None) -> tuple[list[PromptRow], list[Quarantined]]:
-    """Returns the rows with at most `most` prompt tokens, and the others."""
+    """Returns the rows with at most `most` prompt tokens, and the others. Messages, whose length is unknown until a
+    function renders them, are all kept, with a warning.
+    """
     if most is None:
         return rows, []
-    if any(row.prompt_tokens is None for row in rows):
-        raise ConfigError(
-            "a prompt length limit cannot be applied to messages, because their length is unknown until a template "
-            "renders them; add --apply-chat-template or drop the limit"
+    if num := sum(row.prompt_tokens is None for row in rows):
+        text = (
+            "%d prompts are messages that no chat template renders, so none of them is dropped for having more than %d "
+            "tokens; to drop long ones, add --apply-chat-template"
         )
+        logger.warning(text, num, most, extra=TELL_DRIVER)
     sizes = [len(row.prompt_tokens or ()) for row in rows]
     too_long = [
         dropped_row(row.source, f"the prompt has {size} tokens, more than {most}")

@@ -384,7 +384,7 @@ def _prompts(args: Args) -> DataCheck:
         takes_messages=args.rollout_function_path != DEFAULT_ROLLOUT or not own_lengths(args),
         grader=grader_of_prompts(args),
         has_images=args.multimodal_keys is not None,
-        row_limit=_row_limit(args.rollout_max_prompt_len, "rollout_max_prompt_len"),
+        row_limit=_row_limit(args, args.rollout_max_prompt_len, "rollout_max_prompt_len"),
         max_prompt_tokens=most,
         limit=limit,
     )
@@ -409,7 +409,7 @@ def _held_out(args: Args, one: EvalDatasetConfig) -> DataCheck:
         takes_messages=not generates,
         grader=grader_of_held_out(args, one),
         has_images=args.multimodal_keys is not None,
-        row_limit=_row_limit(one.max_prompt_len, "eval_max_prompt_len"),
+        row_limit=_row_limit(args, one.max_prompt_len, "eval_max_prompt_len"),
         max_prompt_tokens=most,
         limit=limit,
     )
@@ -433,8 +433,9 @@ def grader_of_held_out(args: Args, one: EvalDatasetConfig) -> str | None:
     return _needs_label(one.rm_type or args.rm_type) if graded else None
 
 
-def _row_limit(limit: int | None, setting: str) -> str:
-    return "" if limit is None else f"{setting} {limit}"
+def _row_limit(args: Args, limit: int | None, setting: str) -> str:
+    """Returns the setting that limits prompts, unless it is derived. A derived limit does not apply to messages."""
+    return "" if limit is None or not args.was_given(setting) else f"{setting} {limit}"
 
 
 def _needs_label(rm_type: str | None) -> str | None:

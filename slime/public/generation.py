@@ -5,12 +5,13 @@ graders, and the entry point of the fully asynchronous rollout.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 from slime.core.errors import DataError, HookError
@@ -24,6 +25,7 @@ from slime.rollout.factories import processor_of
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import waiting
 from slime.rollout.loop import Output, generate_rollout
+from slime.rollout.traces import traced
 from slime.rollout.transcript import TRANSCRIPT
 from slime.rollout.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.user_functions import RolloutHooks
@@ -194,3 +196,14 @@ def call_rollout_fn(fn: Callable[..., Any], *given: Any, evaluation: bool, **nam
     if evaluation:
         return RolloutFnEvalOutput(output) if isinstance(output, dict) else output
     return RolloutFnTrainOutput(output) if isinstance(output, list) else output
+
+
+@contextlib.contextmanager
+def trace_span(*given: Any, **facts: Any) -> Iterator[None]:
+    """Records the block as a span in the trace of the running execution. Its name is the last text among the arguments;
+    `attrs`, a dict, holds facts about it.
+    """
+    name = next((one for one in reversed(given) if isinstance(one, str)), "span")
+    own = facts.pop("attrs", None) or {}
+    with traced(name, **{str(key): str(value) for key, value in {**facts, **own}.items()}):
+        yield

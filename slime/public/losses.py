@@ -75,6 +75,28 @@ def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: in
     return log_prob
 
 
+def icepop_function(
+    args: Any,
+    *,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    **named: Any,
+) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
+    """Weights the loss [R] by exp(trainer - engine log-prob), or by zero outside `tis_clip_low` to `tis_clip`.
+
+    For `--custom-tis-function-path`. Returns the loss, the masks unchanged, and metrics [R].
+    """
+    import torch
+
+    ratio = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp().detach()
+    kept = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
+    weight = torch.where(kept, ratio, torch.zeros_like(ratio))
+    metrics = {"tis": ratio, "tis_clipfrac": (~kept).float(), "tis_abs": (ratio - 1).abs()}
+    return pg_loss * weight, loss_masks, metrics
+
+
 def _require_whole(values: Any, response_length: int) -> None:
     if len(values) != response_length:
         raise ValueError(f"expected one value per token of the {response_length}-token response, got {len(values)}")

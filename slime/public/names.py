@@ -34,6 +34,9 @@ ALIASES: dict[str, dict[str, str]] = {
         "all_gather_with_cp": "slime.public.losses:all_gather_with_cp",
         "slice_log_prob_with_cp": "slime.public.losses:slice_log_prob_with_cp",
     },
+    "slime.backends.megatron_utils.loss": {
+        "icepop_function": "slime.public.losses:icepop_function",
+    },
     "slime.rollout.base_types": {
         "RolloutFnEvalOutput": "slime.rollout.types:RolloutFnEvalOutput",
         "RolloutFnTrainOutput": "slime.rollout.types:RolloutFnTrainOutput",
@@ -128,6 +131,9 @@ ALIASES: dict[str, dict[str, str]] = {
         "load_processor": "slime.rollout.factories:processor_of",
         "load_tokenizer": "slime.rollout.factories:tokenizer_of",
     },
+    "slime.utils.trace_utils": {
+        "trace_span": "slime.public.generation:trace_span",
+    },
     "slime.utils.types": {
         "PrefixCacheInfo": "slime.core.sample:PrefixCacheInfo",
         "Sample": "slime.core.sample:Sample",
@@ -158,6 +164,8 @@ _NOTES: Mapping[str, str] = {
         "the template determines which tokens are trained; for a conversation that becomes several samples, "
         "`get_loss_mask` raises an error, and `get_loss_masks` returns all masks"
     ),
+    "slime.backends.megatron_utils.loss": "a value for `--custom-tis-function-path`",
+    "slime.utils.trace_utils": "a span in the execution's trace, if it is traced",
     "slime.utils.types": "`Sample` has `Sample.Status`, custom attributes, and the public signatures of its methods",
 }
 """Module -> what is different there."""

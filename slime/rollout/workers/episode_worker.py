@@ -174,8 +174,8 @@ class EpisodeWorker:
             result = await work_on(context, work.group, work.params, self._hooks)
         finished = result.outcome is Outcome.FINISHED
         record = await beside(record_of, result.group, finished=finished)
-        refused = {"num_refused": result.num_refused, "refusal": result.refusal}
-        return Done(record, result.outcome, result.reason, result.verdict, context.progress, **refused)
+        progress = context.progress
+        return Done(record, result.outcome, result.reason, result.verdict, progress, result.num_refused, result.refusal)
 
     async def _evaluate(self, context: RolloutContext, work: Work) -> Done:
         samples, params = list(work.group.samples), dict(work.params)

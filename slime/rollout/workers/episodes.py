@@ -143,8 +143,10 @@ async def work_on(context: RolloutContext, group: Group, params: Mapping[str, An
         transcript.close()
         TRANSCRIPT.reset(token)
     num = seals.mark_changed(finished.samples)
-    refused = {"num_refused": result.num_refused + num, "refusal": result.refusal or HOOK_CHANGED} if num else {}
-    return interrupted if transcript.taken_back else dataclasses.replace(result, verdict=verdict, **refused)
+    if transcript.taken_back:
+        return interrupted
+    reason = result.refusal or (HOOK_CHANGED if num else "")
+    return dataclasses.replace(result, verdict=verdict, num_refused=result.num_refused + num, refusal=reason)
 
 
 @dataclass(frozen=True, slots=True)

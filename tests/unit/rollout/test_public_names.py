@@ -19,9 +19,11 @@ from slime.core.batch import TrainBatch
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, HookError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.data.dataset import load_prompts
 from slime.data.first_rows import data_problems
 from slime.public.names import ALIASES
 from slime.rollout.context import num_threads_asking
+from slime.rollout.factories import load_tokenizer
 from slime.rollout.manager import RolloutManager
 from tests.support import public_plugin
 from tests.support.fake_engine import FakeEngine
@@ -311,6 +313,53 @@ def test_any_prompt_reaches_a_generate_function_as_it_is(tmp_path: Path, prompt:
 
 
 # --- a sample -------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_on_the_context_drops_no_messages_that_a_function_renders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: a prompt limit that slime derives is not applied where no template gives a length; one that is set is an
+    error.
+    """
+    data = tmp_path / "talks.jsonl"
+    talks = [[{"role": "user", "content": "1" * (1 + 99 * i)}] for i in range(4)]
+    data.write_text("".join(json.dumps({"input": talk, "label": "2"}) + "\n" for talk in talks))
+    flags = ("--prompt-data", str(data), "--custom-generate-function-path", f"{PLUGIN}.generate")
+    args = rollout_args(tmp_path, *flags, "--rollout-max-context-len", "20")
+    args = args.replace(prompt_data=str(data))
+    assert data_problems(args) == []
+    dataset = load_prompts(args, load_tokenizer(args), max_prompt_tokens=args.rollout_max_prompt_len)
+    assert dataset is not None and len(dataset) == 4 and "none of them is dropped" in caplog.text
+    limited = rollout_args(tmp_path, *flags, "--rollout-max-prompt-len", "20").replace(prompt_data=str(data))
+    assert "rollout_max_prompt_len 20 cannot be applied" in data_problems(limited)[0]
+
+
+def test_a_custom_tis_function_of_the_public_name_weighs_and_cuts() -> None:
+    """Law: weights are ratios of probabilities, and 0 outside the bounds."""
+    import torch
+
+    from slime.backends.megatron_utils.loss import icepop_function  # type: ignore[import-not-found]
+
+    trainer, engine = torch.tensor([0.0, 1.0, -3.0]), torch.zeros(3)
+    args = type("Args", (), {"tis_clip": 2.0, "tis_clip_low": 0.5})()
+    masks = [torch.ones(2), torch.ones(1)]
+    loss, kept, metrics = icepop_function(
+        args,
+        pg_loss=torch.tensor([2.0, 2.0, 2.0]),
+        train_log_probs=trainer.split([2, 1]),
+        rollout_log_probs=engine.split([2, 1]),
+        loss_masks=masks,
+        total_lengths=[3, 2],
+        response_lengths=[2, 1],
+    )
+    assert loss.tolist() == [2.0, 0.0, 0.0] and kept is masks and metrics["tis_clipfrac"].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_span_of_the_public_name_is_a_block() -> None:
+    from slime.utils.trace_utils import trace_span  # type: ignore[import-not-found]
+
+    with trace_span(Sample(), "tool", attrs={"query": 1}):
+        pass
 
 
 def test_a_sample_takes_attributes_which_live_as_long_as_it_does() -> None:
