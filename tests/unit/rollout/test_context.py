@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import threading
 from pathlib import Path
 
@@ -70,3 +71,25 @@ def test_a_reward_function_that_asks_for_the_context_is_told_where_it_can_be_ask
     score = asyncio.run(grade())
     assert isinstance(score, Unscored)
     assert "in a grader process, which has no rollout" in score.reason and "--rollout-sample-hook-path" in score.reason
+
+
+def test_what_a_reward_function_prints_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Law: each line is logged once, and a function that prints without end stops neither itself nor the log."""
+    file = tmp_path / "prints.py"
+    file.write_text(
+        "def reward(args, sample):\n    print('graded', sample.response)\n    print('x' * 2**21)\n    return 1\n"
+    )
+
+    async def grade() -> None:
+        pool = GraderPool(num_workers=1, timeout_s=600.0, custom_rm_path=f"{file}:reward")
+        try:
+            assert isinstance(await pool.score(Sample(response="a")), Score)
+            async with asyncio.timeout(60):
+                while "the rest is not logged" not in caplog.text:
+                    await asyncio.sleep(0.01)
+        finally:
+            await pool.close()
+
+    caplog.set_level(logging.INFO)
+    asyncio.run(grade())
+    assert caplog.text.count("graded a\n") == 1 and len(caplog.text) < 3 * 2**20
