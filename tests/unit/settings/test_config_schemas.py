@@ -75,7 +75,7 @@ def test_every_setting_is_read_somewhere() -> None:
     within_config |= {f.name for f in own_fields(LaunchScriptSettings)}  # see test_launch_scripts.py
     within_config |= {"balance_by_flops"}  # another is derived from it
     within_config |= {"check_weight_update_equal"}  # always so; switched off it is refused
-    within_config |= {"compute_advantages_and_returns"}  # asked through slime.settings.conditions
+    within_config |= {"compute_advantages_and_returns", "train_unsampled_tokens"}  # asked through conditions.py
     paths = [p for p in (ROOT / "slime").rglob("*.py") if (ROOT / "slime" / "settings") not in p.parents]
     makers = ("eval_config.py", "topology_yaml.py")  # of datasets that the rollout samples, and of engines that start
     paths += [ROOT / "slime" / "settings" / maker for maker in makers]

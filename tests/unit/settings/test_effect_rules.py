@@ -79,9 +79,6 @@ IDLE = [
     ("--tis-mode mask", "or tis_metrics (--get-mismatch-metrics)"),
     ("--tis-level sequence", "or tis_metrics (--get-mismatch-metrics)"),
     ("--custom-tis-function-path a.b", "which needs --use-tis"),
-    (f"{TIS_HOOK} --tis-clip 3", "without --custom-tis-function-path"),
-    (f"{TIS_HOOK} --tis-level sequence", "without --custom-tis-function-path"),
-    (f"{TIS_HOOK} --get-mismatch-metrics", "--custom-tis-function-path replaces them"),
     ("--opsm-delta 0.1", "which needs off_policy_corrections opsm (--use-opsm)"),
     # Bounds.
     ("--policy-loss sapo --eps-clip 0.1", "eps_clip 0.1"),
