@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer
@@ -75,8 +75,13 @@ def slice_log_prob_with_cp(log_prob: Any, total_length: int, response_length: in
     return log_prob
 
 
+class WeightBounds(Protocol):
+    tis_clip: float
+    tis_clip_low: float
+
+
 def icepop_function(
-    args: Any,
+    args: WeightBounds,
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
