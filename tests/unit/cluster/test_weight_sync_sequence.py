@@ -12,6 +12,7 @@ from slime.cluster.engine_tracker import EngineInfo
 from slime.cluster.weight_sync_sequence import EndRequests, MemoryHandOver, WeightSyncSequence, with_pauses
 from slime.core.errors import EngineError, WeightSyncError
 from slime.core.topology import EngineLayout
+from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
 
@@ -33,6 +34,7 @@ def sequence(actors: RecordingActors, **given: Any) -> tuple[WeightSyncSequence,
     """A sequence over these actors, its memory, and the metrics that it tells."""
     usual: dict[str, Any] = {
         "fully_async": False,
+        "rollout_function_path": DEFAULT_ROLLOUT,
         "pause_generation_mode": "abort",
         "save": "save",
         "engine_start_timeout_s": 60.0,
@@ -133,6 +135,7 @@ def test_of_the_memory_that_ranks_saw_the_most_is_reported() -> None:
         ({}, False, None),
         ({}, True, None),
         ({"fully_async": True}, False, PAUSE),
+        ({"rollout_function_path": "own.keeps_a_thread"}, False, PAUSE),
         ({"fully_async": True}, True, HAND_BACK),
         ({"fully_async": True, "save": None}, True, PAUSE),
         ({"fully_async": True, "pause_generation_mode": "retract"}, False, None),
@@ -261,9 +264,12 @@ def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metri
 
 
 def test_each_policy_has_its_settings() -> None:
-    def of(fully_async: bool, mode: str) -> EndRequests:
-        args: Any = SimpleNamespace(fully_async=fully_async, pause_generation_mode=mode)
+    def of(fully_async: bool, mode: str, path: str = DEFAULT_ROLLOUT) -> EndRequests:
+        args: Any = SimpleNamespace(fully_async=fully_async, pause_generation_mode=mode, rollout_function_path=path)
         return EndRequests.of(args)
+
+    assert of(False, "abort", SFT_ROLLOUT) is EndRequests.NEVER
+    assert of(False, "abort", "own.keeps_a_thread") is EndRequests.ALWAYS
 
     assert of(False, "abort") is EndRequests.NEVER and of(False, "retract") is EndRequests.NEVER
     assert of(True, "abort") is EndRequests.ALWAYS and of(True, "in_place") is EndRequests.FOR_SAVES
