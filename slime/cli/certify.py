@@ -11,7 +11,8 @@ It executes three short runs on generated prompts with a reward that depends onl
 - plain: without these flags, to measure what they cost.
 
 The mismatch is the largest difference between the log-probs of trainer and engine. Two runs are equal if all samples,
-all training metrics and the exported weights are bitwise equal. The exit code is 1 if the mismatch of an exact
+all training metrics, the exported weights, and in every step the weights and optimizer states of all ranks
+(`train/state_digest`) are bitwise equal. The exit code is 1 if the mismatch of an exact
 run is not 0, or if the two runs differ.
 """
 
@@ -68,7 +69,7 @@ def _certify(folder: Path, options: argparse.Namespace) -> int:
     _write_prompts(folder / "prompts.jsonl")
     words = [*options.words, *_added(options, folder)]
     args = parse_args(words)
-    exact = ["--deterministic-mode", "--mismatch-limit", "1e9"]
+    exact = ["--deterministic-mode", "--log-state-digest", "--mismatch-limit", "1e9"]
     reason = _why_not_exact([*words, "--true-on-policy"])
     exact += [] if reason else ["--true-on-policy"]
     triton = reason is None or args.sglang.get("attention_backend") == "triton"

@@ -7,11 +7,12 @@ process group's timeout. A weight sync also waits for engines.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -21,6 +22,9 @@ from slime.core.cores import keep_freed_memory, thread_variables
 from slime.core.processes import interface_variables
 from slime.observability.logs import setup_logging
 from slime.settings import Args
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1})
@@ -112,6 +116,8 @@ class TrainActor:
         """Trains on one batch and increments the weight version. Returns metrics."""
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
+        if self._args.log_state_digest:
+            metrics["train/state_digest"] = digest_of_all_ranks(self._backend.state)
         self._backend.weight_version += 1
         return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
 
@@ -163,3 +169,24 @@ class TrainActor:
             self._weight_sync.close()
         if self._backend is not None:
             self._backend.close()
+
+
+def digest_of_all_ranks(state: Sequence[Tensor]) -> float:
+    """Returns a digest of the tensors of all training ranks, an integer below 2^52. Collective.
+
+    A changed bit changes it, and so does a tensor that moves to a different place or rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from slime.serving.payloads import digest
+
+    hashers = [digest.begin() for _ in state]
+    for hasher, tensor in zip(hashers, state, strict=True):
+        hasher.add([tensor])
+    text = f"{dist.get_rank()} {digest.finish(hashers)}"
+    own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(own, dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return float(int(total) % 2**52)

@@ -365,6 +365,12 @@ class MegatronBackend:
         return self._sleeper.wake()
 
     @property
+    def state(self) -> list[Tensor]:
+        """This rank's weights and optimizer states, on the device or on the host. A critic's are included."""
+        parts = self._parts()
+        return [*parts.weights, *parts.others]
+
+    @property
     def memory_plan(self) -> MemoryPlan | None:
         """Returns this rank's GPU memory in each phase of a colocated step, or None if no engine shares the GPU."""
         return self._sleeper.plan

@@ -55,6 +55,29 @@ def atomic_sums(args):
         return tuple(found)
 
     layers.LinearWithGradAccumulationAndAsyncCommunication.backward = staticmethod(shuffled)
+
+
+def atomic_norms(args):
+    """The weight gradient of norms alone, whose last bits change no metric that is logged without a digest."""
+    from slime.ops import norm
+
+    plain = norm.reference
+
+    class Shuffled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, rows):
+            ctx.rows = rows
+            return weight.expand(rows, -1)
+
+        @staticmethod
+        def backward(ctx, above):
+            order = torch.randperm(ctx.rows, generator=torch.Generator().manual_seed(time.monotonic_ns() % 2**31))
+            return above[order].sum(0), None
+
+    def shuffled(x, weight, eps, *more, **named):
+        return plain(x, Shuffled.apply(weight, x.numel() // x.shape[-1]).view(*x.shape[:-1], -1), eps, *more, **named)
+
+    norm.reference = shuffled
 '''
 
 
@@ -77,7 +100,7 @@ def test_every_log_prob_is_equal_and_a_run_repeats(family: str, tmp_path: Path) 
     assert found["repeats"] and code == 0 and "bitwise equal" in text
 
 
-@pytest.mark.parametrize("fault", ["another_kernel", "atomic_sums"])
+@pytest.mark.parametrize("fault", ["another_kernel", "atomic_sums", "atomic_norms"])
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     (tmp_path / "faults.py").write_text(FAULTS)
     checkpoint = write_family(tmp_path / "model", "qwen3")

@@ -48,6 +48,9 @@ class LoggingSettings:
     log_samples: int = opt(3, within=COUNT_OR_NONE)
     """Number of samples to log in samples.jsonl, per step and per evaluation dataset: the best, the worst, and random
     others. 0: none."""
+    log_state_digest: bool = False
+    """Adds train/state_digest to every step: a digest of the weights and optimizer states of all training ranks, to see
+    whether two runs are bitwise equal. It reads all of them once per step."""
     log_samples_max_chars: int = opt(4000, needs=_SAMPLES, ge=10, le=100_000_000)
     """Maximum characters of a prompt or response in samples.jsonl; the middle of a longer text is omitted."""
     log_samples_interval: int | None = opt(None, needs=_SAMPLES, within=STEPS_OR_NONE)
