@@ -24,6 +24,7 @@ from slime.observability.logs import setup_logging
 from slime.settings import Args
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -117,7 +118,7 @@ class TrainActor:
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         if self._args.log_state_digest:
-            metrics["train/state_digest"] = digest_of_all_ranks(self._backend.state)
+            metrics["train/state_digest"] = digest_of_all_ranks(self._backend.state, self._backend.device)
         self._backend.weight_version += 1
         return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
 
@@ -171,7 +172,7 @@ class TrainActor:
             self._backend.close()
 
 
-def digest_of_all_ranks(state: Sequence[Tensor]) -> float:
+def digest_of_all_ranks(state: Sequence[Tensor], device: torch.device) -> float:
     """Returns a digest of the tensors of all training ranks, an integer below 2^52. Collective.
 
     A changed bit changes it, and so does a tensor that moves to a different place or rank.
@@ -186,7 +187,6 @@ def digest_of_all_ranks(state: Sequence[Tensor]) -> float:
         hasher.add([tensor])
     text = f"{dist.get_rank()} {digest.finish(hashers)}"
     own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     total = torch.tensor(own, dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return float(int(total) % 2**52)

@@ -133,6 +133,11 @@ def num_threads_asking() -> int:
     return sum(thread.is_alive() for one in _OFFERED for thread in one.threads)
 
 
+def _known() -> RolloutContext | None:
+    """Returns the context of this task, or else the offered one."""
+    return _CURRENT.get() or next((one.take() for one in _OFFERED), None)
+
+
 def on_rollout_loop(function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
     """Makes an async function run on the rollout's event loop, whichever loop awaits it.
 
@@ -141,12 +146,11 @@ def on_rollout_loop(function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P
 
     @functools.wraps(function)
     async def call(*given: P.args, **named: P.kwargs) -> R:
-        own = _CURRENT.get()
-        variables = copy_context() if own is not None or not _OFFERED else _OFFERED[0].variables.copy()
-        context = own or next((one.take() for one in _OFFERED), None)
+        context = _known()
         if context is None or context.loop is asyncio.get_running_loop():
             return await function(*given, **named)
-        work = function(*given, **named)
+        variables = None if _CURRENT.get() is not None else offered()
+        variables, work = variables or copy_context(), function(*given, **named)
         return await asyncio.wrap_future(variables.run(asyncio.run_coroutine_threadsafe, work, context.loop))
 
     return call
@@ -154,7 +158,7 @@ def on_rollout_loop(function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P
 
 def current() -> RolloutContext:
     """Returns the context of the running rollout. Outside one, raises a `HookError` that says where and what to do."""
-    context = _CURRENT.get() or next((one.take() for one in _OFFERED), None)
+    context = _known()
     if context is None:
         raise HookError(f"current() of slime.rollout.context was called {_place_without_context()}")
     return context

@@ -24,7 +24,7 @@ import asyncio
 import dataclasses
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -257,8 +257,13 @@ def _given(args: Args, siblings: Sequence[Sample]) -> str:
     """Returns why finished samples, as a data source may issue them, must not be trained on, or ''. If there is a
     reason, marks them unscored.
     """
-    reason = "" if trains_given_tokens(args) else next(filter(None, map(not_sampled, siblings)), "")
-    for sample in siblings if reason else ():
+    return _refused(siblings, () if trains_given_tokens(args) else map(not_sampled, siblings))
+
+
+def _refused(samples: Sequence[Sample], problems: Iterable[str]) -> str:
+    """Returns the first problem, or '' if all are empty. If there is one, marks the samples unscored."""
+    reason = next(filter(None, problems), "")
+    for sample in samples if reason else ():
         sample.reward, sample.unscored = None, reason
     return reason
 
@@ -278,11 +283,7 @@ def _not_as_sampled(args: Args, samples: Sequence[Sample]) -> str:
     assert transcript is not None, "an execution has a transcript"
     check = (lambda _: "") if trains_given_tokens(args) else not_sampled
     complete = [sample for sample in samples if sample.status in FINISHED]
-    problems = [*map(transcript.problem, samples), *map(check, complete)]
-    reason = next(filter(None, problems), "")
-    for sample in samples if reason else ():
-        sample.reward, sample.unscored = None, reason
-    if reason:
+    if reason := _refused(samples, [*map(transcript.problem, samples), *map(check, complete)]):
         logger.warning("execution %s of group %s is refused: %s", samples[0].index, samples[0].group_index, reason)
     return reason
 

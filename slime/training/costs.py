@@ -35,13 +35,12 @@ from slime.models.common.config import is_sparse
 from slime.models.common.flops import TRAIN_FORWARDS, FlopsModel, head_sizes
 from slime.models.common.table import EXPERT, FamilyTable, Row
 from slime.weights.holding import holdings
+from slime.weights.send_plan import NUM_BUFFERS
 
 T = TypeVar("T")
 HALF = 2
 """Bytes of an element of weights and activations."""
 GIB = 1024**3
-SYNC_BUCKETS = 2
-"""Buckets that a weight sync holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +146,11 @@ class Job:
     def num_layers(self) -> int:
         return self.table.sizes.num_layers
 
+    def layers_of(self, stage: int) -> slice:
+        """Returns the numbers of the layers of a pipeline stage."""
+        begin = sum(self.stage_layers[:stage])
+        return slice(begin, begin + self.stage_layers[stage])
+
     @property
     def sample_tokens(self) -> int:
         return self.prompt_tokens + self.response_tokens
@@ -221,8 +225,7 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     """Returns the parameters of a rank of a pipeline stage. A tied output layer is a second tensor on the last one."""
     table, num_experts = job.table, num_experts_of(job.hf_config)
     layers = job.once("layers", lambda: [RowSums.of(rows, num_experts) for rows in table.layers])
-    begin = sum(job.stage_layers[:stage])
-    held = list(layers[begin : begin + job.stage_layers[stage]])
+    held = list(layers[job.layers_of(stage)])
     last = stage == job.sizes.pp - 1
     if stage == 0 or (last and table.tied):
         held.append(job.once("before", lambda: RowSums.of(table.before, num_experts)))
@@ -231,6 +234,11 @@ def stage_parameters(job: Job, stage: int) -> Parameters:
     dense = sum(one.whole + one.split / job.sizes.tp for one in held)
     experts = sum(one.experts for one in held) / job.sizes.ep
     return Parameters(dense, experts, sum(one.untrained_bytes for one in held))
+
+
+def shard(job: Job, parameters: Parameters) -> float:
+    """Returns how many of its parameters a rank optimizes: the optimizer divides them among data-parallel ranks."""
+    return parameters.dense / (job.dp * job.sizes.cp) + parameters.experts / job.expert_dp
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +275,7 @@ def stage_elements(job: Job, stage: int) -> tuple[LayerElements, ...]:
     """Returns `layer_elements` of the layers of a stage."""
     kinds = sparse_kinds(job)
     elements = {sparse: layer_elements(job, kinds.index(sparse)) for sparse in set(kinds)}
-    begin = sum(job.stage_layers[:stage])
-    return tuple(elements[sparse] for sparse in kinds[begin : begin + job.stage_layers[stage]])
+    return tuple(elements[sparse] for sparse in kinds[job.layers_of(stage)])
 
 
 def sparse_kinds(job: Job) -> list[bool]:
@@ -332,8 +339,7 @@ def activation_bytes(job: Job, stage: int) -> float:
 
 def training_memory(job: Job, stage: int) -> Memory:
     """Returns the peak memory of a rank of a stage while it trains on micro-batches of the largest size."""
-    parameters, dp = stage_parameters(job, stage), job.dp * job.sizes.cp
-    share = parameters.dense / dp + parameters.experts / job.expert_dp
+    parameters = stage_parameters(job, stage)
     largest = max(stage_elements(job, stage), key=lambda one: one.total)
     held = under_way(job.sizes, stage)
     again = largest.total - largest.kept(job.recompute) if job.recompute else 0.0
@@ -345,7 +351,7 @@ def training_memory(job: Job, stage: int) -> Memory:
         {
             "weights": HALF * parameters.trained + parameters.untrained_bytes,
             "gradients": 4.0 * parameters.trained,
-            "optimizer states": job.state_bytes * share * (1.0 - job.state_on_host),
+            "optimizer states": job.state_bytes * shard(job, parameters) * (1.0 - job.state_on_host),
             "activations": held * activation_bytes(job, stage),
             "recomputed layer": HALF * job.max_tokens * again,
             "logits or gradients of a layer": max(logits, backward),
@@ -362,9 +368,8 @@ def fixed_memory(job: Job) -> Memory:
 
 def host_memory(job: Job, stage: int) -> float:
     """Returns the pinned host memory of a rank: what it gives away while engines use its GPU, or offloads."""
-    found, parameters = training_memory(job, stage).parts, stage_parameters(job, stage)
-    dp = job.dp * job.sizes.cp
-    states = job.state_bytes * (parameters.dense / dp + parameters.experts / job.expert_dp)
+    found = training_memory(job, stage).parts
+    states = job.state_bytes * shard(job, stage_parameters(job, stage))
     away = found["weights"] + found["optimizer states"] if job.colocated else 0.0
     return away + states * job.state_on_host
 
@@ -431,7 +436,7 @@ def worst_stage(job: Job) -> int:
 def sync_memory(job: Job, stage: int) -> float:
     """Returns the tensors on a shared GPU during a weight sync, as in `slime.training.state.sleeping`."""
     engine, weights = engine_weight_bytes(job), training_memory(job, stage).parts["weights"]
-    return weights + SYNC_BUCKETS * min(job.bucket_bytes, engine) + engine
+    return weights + NUM_BUFFERS * min(job.bucket_bytes, engine) + engine
 
 
 # --- Seconds of training
@@ -487,8 +492,7 @@ def expert_flops(config: HfConfig, num_layers: int) -> float:
 
 def sparse_layers(job: Job, stage: int) -> int:
     """Returns the number of layers with experts in a stage."""
-    begin = sum(job.stage_layers[:stage])
-    return sum(sparse_kinds(job)[begin : begin + job.stage_layers[stage]])
+    return sum(sparse_kinds(job)[job.layers_of(stage)])
 
 
 def stage_seconds(job: Job, stage: int, work: Work, *, gradients: bool = True) -> float:
@@ -558,10 +562,10 @@ def update_seconds(job: Job, stage: int) -> dict[str, float]:
     sent = (4.0 + HALF) * (
         found.dense * (dense_ranks - 1) / dense_ranks + found.experts * (job.expert_dp - 1) / job.expert_dp
     )
-    shard = found.dense / dense_ranks + found.experts / job.expert_dp
+    own = shard(job, found)
     extent = max(s.tp * dense_ranks, s.ep * job.expert_dp)
-    touched = GRADIENT_TRAFFIC * found.trained + (2 * job.state_bytes + HALF) * shard
-    on_host = 2 * HALF * 2 * shard * job.state_on_host / _rate("host link")
+    touched = GRADIENT_TRAFFIC * found.trained + (2 * job.state_bytes + HALF) * own
+    on_host = 2 * HALF * 2 * own * job.state_on_host / _rate("host link")
     out = {"optimizer": touched / (job.gpu.bandwidth * _rate("optimizer")) + on_host}
     return out | ({"DP": sent / link(job, extent)} if sent else {})
 

@@ -22,7 +22,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -256,10 +255,9 @@ class ExpectedDigests:
         assert not self._open, f"incomplete: {sorted(self._open)[:8]}"
         digests: dict[EngineLayout, dict[EngineRank, dict[str, Expected]]] = {}
         hashers = [hasher for resident in self._complete for hasher in resident.hashers]
-        finished = iter(self._digest.finish([*hashers, *self._sums.values()]))
-        of_residents = list(itertools.islice(finished, len(hashers)))
-        of_sums = dict(zip(self._sums, finished, strict=True))
-        finished = iter(of_residents)
+        found_all = self._digest.finish([*hashers, *self._sums.values()])
+        of_sums = dict(zip(self._sums, found_all[len(hashers) :], strict=True))
+        finished = iter(found_all)
         for resident in self._complete:
             found: dict[Holding, Expected] = dict(zip(resident.parts, finished, strict=False))
             if resident.widened:
