@@ -47,6 +47,12 @@ class RequestRejected(EngineError):
     """The engine rejected a request that cannot succeed (HTTP 4xx). Never retried."""
 
 
+class SampledPlaceholder(RequestRejected):
+    """The model sampled the placeholder of an image, video or audio, which an engine would read as such in a later
+    request. The execution starts over.
+    """
+
+
 class DeadlyRequest(EngineError):
     """Every engine that processed this request died. Never retried."""
 

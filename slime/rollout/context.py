@@ -76,8 +76,10 @@ class RolloutContext:
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
         """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""
-        token_id = int(read_hf_config(self.args.hf_checkpoint)["image_token_id"])
-        return Pictures.of(digests, ImageFolder.of_run(self.args.run_dir), token_id)
+        config = read_hf_config(self.args.hf_checkpoint)
+        others = {int(config[name]) for name in ("video_token_id", "audio_token_id") if config.get(name) is not None}
+        folder = ImageFolder.of_run(self.args.run_dir)
+        return Pictures.of(digests, folder, int(config["image_token_id"]), others)
 
     def engine(self) -> EngineClient:
         """Returns `client`. Raises `HookError` if no engine is running."""

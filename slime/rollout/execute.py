@@ -42,6 +42,7 @@ from slime.core.errors import (
     LedgerError,
     NumericsError,
     RequestRejected,
+    SampledPlaceholder,
     TakenBack,
 )
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
@@ -336,6 +337,8 @@ def _failed(before: Sample, problem: Exception) -> Execution:
     if deadly := next((one for one in causes(problem) if isinstance(one, DeadlyRequest)), None):
         return Execution([before], Outcome.DEADLY, f"{deadly} (execution {before.index} of group {before.group_index})")
     match problem:
+        case SampledPlaceholder():  # an earlier attempt may have sampled it
+            return Execution([reset(before)], Outcome.FAILED, str(problem))
         case RequestRejected():
             return Execution([before], Outcome.REJECTED, str(problem))
         case DeadlineExceeded():

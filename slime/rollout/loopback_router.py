@@ -409,16 +409,14 @@ async def generation_of(client: EngineClient, payload: Mapping[str, Any], header
 def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[list[int], Pictures]:
     """Stores the images of a request. Returns the prompt with one placeholder per image token, and the images.
 
-    Raises `HookError` if the run takes no images, and `DataError` for images that do not fit the placeholders.
+    Raises `HookError` if the run takes no images, and `DataError` or `RequestRejected` for images that do not fit the
+    placeholders.
     """
     column = image_column(context.args)
     if column is None:
         raise HookError("the request has image_data, but the run takes no images; set --multimodal-keys")
     found = column.read({column.column: images}, Path())
     pictures = context.pictures(found.digests)
-    transcript = TRANSCRIPT.get()
-    if transcript is not None and len(found.digests) > len(transcript.images):
-        transcript.images, transcript.image_token = list(found.digests), pictures.token_id
     return column.expanded(pictures.written(ids), found), pictures
 
 

@@ -5,8 +5,8 @@ transcript through `TRANSCRIPT`. User code may build a sample in any way it like
 tokens are checked against the transcript.
 
 Invariants
-1. A trained token is the id that an engine sampled at this position, after exactly the ids that precede it in the
-   sample, with that engine's log-prob and weight version (law 1). `problem` describes the first violation.
+1. A trained token is the id that an engine sampled at this position, after exactly the ids and images that precede it
+   in the sample, with that engine's log-prob and weight version (law 1). `problem` describes the first violation.
 2. If the run cancelled any request of an execution, the execution is not finished, regardless of what its code returns
    (`taken_back`).
 3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has stored.
@@ -23,7 +23,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ import xxhash
 
 from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
-from slime.core.sample import NOT_SAMPLED, Sample
+from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.core.text import step_name
 from slime.observability.logs import TELL_DRIVER
 from slime.rollout.client.call import Call
@@ -68,6 +68,10 @@ class _Answer:
     log_probs: npt.NDArray[np.float64]
     versions: Ids
     experts: RoutedExperts | None
+    images: tuple[str, ...] | None = ()
+    """Digests of the images in the prompt. None for an answer of an earlier attempt, which has checked them."""
+    image_token: int | None = None
+    """The placeholder of an image; None without images."""
 
     @property
     def end(self) -> int:
@@ -98,10 +102,6 @@ class Transcript:
     """Why the first refused HTTP request of the execution was refused."""
     closed: bool = False
     """Whether the execution has ended. Later requests from its tasks are recorded in `STRAYS`."""
-    images: list[str] = field(default_factory=list)
-    """Digests of the images of the request that had the most (`Sample.images`)."""
-    image_token: int | None = None
-    """The id that stands for an image in prompts."""
     _answers: list[_Answer] = field(default_factory=list)
     _by_read: dict[int, list[_Answer]] = field(default_factory=dict)
     _by_said: dict[int, _Answer] = field(default_factory=dict)
@@ -123,7 +123,8 @@ class Transcript:
             mask = sample.column("loss_mask")
             versions = versions if mask is None else np.where(mask > 0, versions, NOT_SAMPLED)
             ids = np.array(sample.column("tokens"), np.int32)
-            begun._add(begun._made(ids[: sample.prompt_length], ids[sample.prompt_length :], log_probs, versions, None))
+            prompt, response = ids[: sample.prompt_length], ids[sample.prompt_length :]
+            begun._add(replace(begun._made(prompt, response, log_probs, versions, None), images=None))
         return begun
 
     def close(self) -> None:
@@ -147,7 +148,8 @@ class Transcript:
         if not generation.tokens:
             return []
         ids, tokens = np.asarray(call.input_ids, np.int32), np.asarray(generation.tokens, np.int32)
-        return [self._made(ids, tokens, generation.log_probs, generation.versions, generation.routed_experts)]
+        answer = self._made(ids, tokens, generation.log_probs, generation.versions, generation.routed_experts)
+        return [replace(answer, images=call.images, image_token=call.image_token)]
 
     def _made(
         self, ids: Ids, tokens: Ids, log_probs: Numbers, versions: Numbers, experts: RoutedExperts | None
@@ -178,8 +180,8 @@ class Transcript:
 
     def complete(self, sample: Sample) -> None:
         """Fills in images, and versions, log-probs and experts of sampled tokens, where user code omitted them."""
-        if len(self.images) > len(sample.images) and self._num_images_in(sample) == len(self.images):
-            sample.images = list(self.images)
+        if sample.images or any(one.images for one in (*self._answers, *STRAYS._answers)):
+            _set_images(sample, self._known_answers_in(sample))
         known, said, num = sample.token_versions or [], sample.column("rollout_log_probs"), sample.response_length
         if len(known) >= num and said is not None:
             return
@@ -200,12 +202,6 @@ class Transcript:
             sample.rollout_routed_experts = join(experts, answer.experts, answer.end, sample.token_versions, first)
         if said is None:
             sample.rollout_log_probs = log_probs.tolist()
-
-    def _num_images_in(self, sample: Sample) -> int:
-        """Returns the number of runs of placeholders."""
-        tokens = np.asarray(sample.column("tokens"), np.int32)
-        here = np.concatenate([[False], tokens == self.image_token])
-        return int((here[1:] & ~here[:-1]).sum())
 
     def _known_answers_in(self, sample: Sample) -> list[tuple[_Answer, slice, slice]]:
         """Like `_answers_in`. If this execution's answers lack trained tokens, adds those of `STRAYS` and, if the
@@ -251,10 +247,12 @@ class Transcript:
     def _first_problem(self, sample: Sample, found: Sequence[tuple[_Answer, slice, slice]]) -> str:
         num, mask = sample.response_length, sample.column("loss_mask")
         said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
-        sampled, same_log_prob, same = (np.zeros(num, np.bool_) for _ in range(3))
-        for answer, ours, own in found:
+        sampled, same_images, same_log_prob, same = (np.zeros(num, np.bool_) for _ in range(4))
+        for (answer, ours, own), agrees in zip(found, _agree_on_images(sample, found), strict=True):
             here = answer.sampled[ours]
             sampled[own] |= here
+            here = here & agrees
+            same_images[own] |= here
             if said is not None:
                 here = here & _close(said[own], answer.log_probs[ours])
             same_log_prob[own] |= here
@@ -267,6 +265,11 @@ class Transcript:
         place = int(wrong.argmax())
         if not sampled[place]:
             return self._not_sampled(sample, place)
+        if not same_images[place]:
+            return (
+                f"{OTHERWISE_SAMPLED}: response token {place} is trained, but its engine got other images than those "
+                "that precede it in the sample; send all images of the prompt with each request"
+            )
         what = f"{OTHERWISE_SAMPLED}: response token {place} has"
         if said is not None and not same_log_prob[place]:
             value = float(said[place])
@@ -493,6 +496,41 @@ def _claims(sample: Sample) -> bool:
     said, versions = sample.column("rollout_log_probs"), sample.column("token_versions")
     known = versions is not None and bool((versions != NOT_SAMPLED).any())
     return known or (said is not None and bool((said != 0).any()))
+
+
+def _set_images(sample: Sample, found: Sequence[tuple[_Answer, slice, slice]]) -> None:
+    """Sets `Sample.images` to those that an engine got for the last sampled tokens, whichever images the code chose.
+
+    An unfinished sample may have further ones, for its next request.
+    """
+    last = max(found, key=lambda part: part[2].stop, default=None)
+    images = None if last is None else last[0].images
+    if images is None or (sample.status in (Status.PENDING, Status.ABORTED) and _begins(sample.images, images)):
+        return
+    sample.images = list(images)
+
+
+def _begins(images: Sequence[str], first: Sequence[str]) -> bool:
+    return list(images[: len(first)]) == list(first)
+
+
+def _agree_on_images(sample: Sample, found: Sequence[tuple[_Answer, slice, slice]]) -> list[bool]:
+    """Returns for each answer whether its prompt had the images that precede it in the sample.
+
+    Placeholders that an engine sampled are text.
+    """
+    place = next((answer.image_token for answer, *_ in found if answer.images), None)
+    if place is None:
+        return [True] * len(found)
+    tokens = np.asarray(sample.column("tokens"), np.int32)
+    shown = np.concatenate([[False], tokens == place])
+    for answer, ours, own in found:
+        shown[1 + sample.prompt_length :][own] &= ~answer.sampled[ours]
+    num_before = np.concatenate([[0], np.cumsum(shown[1:] & ~shown[:-1])])
+    return [
+        answer.images is None or list(answer.images) == list(sample.images[: num_before[answer.begin]])
+        for answer, *_ in found
+    ]
 
 
 def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:

@@ -60,6 +60,8 @@ class Answered:
 
     input_ids: list[int]
     generation: Generation
+    images: tuple[str, ...] = ()
+    image_token: int | None = None
 
     def answer(self) -> Generation:
         return self.generation

@@ -14,7 +14,9 @@ from tests.support.tiny import SHAPE, VOCAB_SIZE, write_tokenizer
 
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIAL_TOKENS = (*tiny.SPECIAL_TOKENS, VISION_START, VISION_END, IMAGE, VIDEO)
-IMAGE_ID, VIDEO_ID = SPECIAL_TOKENS.index(IMAGE), SPECIAL_TOKENS.index(VIDEO)
+VISION_START_ID, VISION_END_ID, IMAGE_ID, VIDEO_ID = (
+    SPECIAL_TOKENS.index(mark) for mark in (VISION_START, VISION_END, IMAGE, VIDEO)
+)
 CHAT_TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -49,8 +51,13 @@ IMAGE_PROCESSOR: dict[str, Any] = {
 }
 
 
-def write_vision_model(directory: Path, *, seed: int = 0, tied: bool = False, **overrides: Any) -> Path:
-    """A float32 checkpoint of `Qwen3VLForConditionalGeneration`; `overrides` are of the language model."""
+def write_vision_model(
+    directory: Path, *, seed: int = 0, tied: bool = False, samples_media: bool = False, **overrides: Any
+) -> Path:
+    """A float32 checkpoint of `Qwen3VLForConditionalGeneration`; `overrides` are of the language model.
+
+    `samples_media`: its logits of the placeholders and of the tokens around them are wide, so it samples them often.
+    """
     import torch
     import transformers
 
@@ -64,8 +71,8 @@ def write_vision_model(directory: Path, *, seed: int = 0, tied: bool = False, **
             tie_word_embeddings=tied,
             image_token_id=IMAGE_ID,
             video_token_id=VIDEO_ID,
-            vision_start_token_id=SPECIAL_TOKENS.index(VISION_START),
-            vision_end_token_id=SPECIAL_TOKENS.index(VISION_END),
+            vision_start_token_id=VISION_START_ID,
+            vision_end_token_id=VISION_END_ID,
         )
         model = transformers.Qwen3VLForConditionalGeneration(config).to(torch.float32)
         for name, parameter in model.named_parameters():
@@ -74,6 +81,8 @@ def write_vision_model(directory: Path, *, seed: int = 0, tied: bool = False, **
                 torch.nn.init.uniform_(parameter, low, low + (1.0 if low > 0 else 0.4))
             else:  # wide ones, so that an image changes what is said of it
                 torch.nn.init.normal_(parameter, std=0.15 if "visual" in name else 0.08)
+        if samples_media:
+            model.lm_head.weight.data[[VISION_START_ID, VISION_END_ID, IMAGE_ID, VIDEO_ID]] *= 6.0
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     write_processor(directory)
@@ -140,7 +149,7 @@ def seeing_batch(folder: Path, checkpoint: Path, *, seed: int = 0) -> Any:
         rng = np.random.default_rng(seed + sample.group_index)  # the prompts of a group are equal
         ids = [2, *rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, 3)]
         for image in which:
-            ids += [SPECIAL_TOKENS.index(VISION_START), *[IMAGE_ID] * counts[image], SPECIAL_TOKENS.index(VISION_END)]
+            ids += [VISION_START_ID, *[IMAGE_ID] * counts[image], VISION_END_ID]
             ids += [*rng.integers(len(SPECIAL_TOKENS), VOCAB_SIZE, 2)]
         response = sample.tokens[-sample.response_length :].copy()
         if sample.index % 2:

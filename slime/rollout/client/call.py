@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slime.core.engine_interface import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY, WeightVersion
-from slime.core.errors import DataError, EngineError, RequestRejected
+from slime.core.errors import DataError, EngineError, RequestRejected, SampledPlaceholder
 from slime.core.files import ImageFolder
 from slime.core.routed_experts import ExpertFormat, RoutedExperts, without_newer
 from slime.core.sample import FINISH_REASONS, NOT_SAMPLED
@@ -249,27 +249,47 @@ class Pictures:
 
     token_id: int
     uris: tuple[str, ...]
+    digests: tuple[str, ...] = ()
+    """The images as in `Sample.images`."""
+    other_ids: frozenset[int] = frozenset()
+    """Placeholders of other media."""
 
     @classmethod
-    def of(cls, digests: Sequence[str], folder: ImageFolder, token_id: int) -> Pictures:
+    def of(
+        cls, digests: Sequence[str], folder: ImageFolder, token_id: int, other_ids: Collection[int] = ()
+    ) -> Pictures:
         """Reads the image files. Raises `DataError` if one is missing."""
         files = (base64.b64encode(folder.read(digest)).decode() for digest in digests)
-        return cls(token_id, tuple(f"data:image/png;base64,{file}" for file in files))
+        uris = tuple(f"data:image/png;base64,{file}" for file in files)
+        return cls(token_id, uris, tuple(digests), frozenset(other_ids))
+
+    def can_follow(self, tokens: Iterable[int]) -> bool:
+        """Returns whether a later request may contain these sampled tokens.
+
+        In a request with images, SGLang 0.5.23 reads every placeholder as an image, video or audio. It fails with an
+        HTTP 500 if there are more of them than images.
+        """
+        return not ({self.token_id, *self.other_ids} & set(tokens))
 
     def written(self, ids: Sequence[int]) -> list[int]:
         """Collapses each run of placeholders into one and returns the ids.
 
-        Raises `RequestRejected` if the number of runs differs from the number of images, for example because the model
-        sampled a placeholder.
+        Raises `SampledPlaceholder` if there are more placeholders than images, `RequestRejected` if there are fewer.
         """
         out: list[int] = []
         for token in ids:
             if token != self.token_id or not out or out[-1] != token:
                 out.append(token)
-        if (found := out.count(self.token_id)) != len(self.uris):
+        found, others = out.count(self.token_id), sum(token in self.other_ids for token in out)
+        if found > len(self.uris) or others:
+            raise SampledPlaceholder(
+                f"the prompt has {found} runs of placeholders but {len(self.uris)} images, and {others} placeholders "
+                "of other media; an engine reads all of them as media, so a conversation cannot continue once the "
+                "model has sampled one; if your code added it, send its image"
+            )
+        if found < len(self.uris):
             raise RequestRejected(
-                f"the prompt has {found} runs of placeholders but {len(self.uris)} images; an engine expects one image "
-                "per run, so check whether the model sampled a placeholder or user code built the prompt"
+                f"the prompt has {found} runs of placeholders but {len(self.uris)} images; write one run for each image"
             )
         return out
 
@@ -368,9 +388,18 @@ class Call:
         return tuple(self._pictures.uris) if self._pictures is not None else ()
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """Digests of the images in the prompt."""
+        return self._pictures.digests if self._pictures is not None else ()
+
+    @property
+    def image_token(self) -> int | None:
+        return self._pictures.token_id if self._pictures is not None else None
+
+    @property
     def can_continue(self) -> bool:
         """Whether another request can continue from the tokens so far."""
-        return not self._has_grammar and (self._pictures is None or self._pictures.token_id not in self.tokens)
+        return not self._has_grammar and (self._pictures is None or self._pictures.can_follow(self.tokens))
 
     def start_over(self) -> None:
         for part in (self.tokens, self._log_probs, self._versions, self._texts):
@@ -463,8 +492,8 @@ class Call:
             if self._pictures is not None and self._prompt_tokens != len(self.input_ids):
                 raise EngineError(
                     f"the engine counts {self._prompt_tokens} prompt tokens and the trainer {len(self.input_ids)}, so "
-                    "their image processors differ; use the processor files of --hf-checkpoint with default settings "
-                    "for both"
+                    "their image processors differ, or the model sampled a placeholder next to those of an image; use "
+                    "the processor files of --hf-checkpoint with default settings for both"
                 )
             self.read = (part.prompt_tokens, part.cached_tokens)
             if self.num_requests == 1:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.core.batch import TrainBatch, TrainSample
-from slime.core.errors import EngineError, RequestRejected, WeightSyncError
+from slime.core.errors import EngineError, SampledPlaceholder, WeightSyncError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import ONE_RANK
@@ -31,7 +34,7 @@ from slime.weights.transports.tensor import TensorTransport
 from tests.support.engine_parity import one_rank
 from tests.support.engines import serving, spec_of
 from tests.support.training import with_samples
-from tests.support.vision import IMAGE_ID, seeing_batch, write_vision_model
+from tests.support.vision import IMAGE_ID, VIDEO_ID, VISION_END_ID, VISION_START_ID, seeing_batch, write_vision_model
 from tests.support.weights import Whole, transport_context
 
 pytestmark = pytest.mark.slow  # an engine of its own
@@ -41,7 +44,7 @@ LIMIT, LENGTH = 1e-5, 24
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, SGLangServer]]:
     root = tmp_path_factory.mktemp("vision-engine")
-    checkpoint = write_vision_model(root / "model")
+    checkpoint = write_vision_model(root / "model", samples_media=True)
     with serving(spec_of(checkpoint, extra={"disable_fast_image_processor": True}), root) as server:
         yield root, server
 
@@ -100,6 +103,8 @@ def test_trainer_and_engine_agree_on_what_was_sampled_of_images(
             "token_versions": np.asarray(answer.versions, np.int32),
         }
         samples.append(dataclasses.replace(sample, **sampled))
+    ids = [{*sample.tokens[-LENGTH:].tolist()} for sample in samples if sample.images]
+    assert any(IMAGE_ID in one for one in ids) and any(VIDEO_ID in one for one in ids), "sampled ones are text"
     metrics = backend.measure_mismatch(with_samples(batch, samples))
     assert 0 < metrics["train/train_rollout_logprob_abs_diff_max"] <= LIMIT
 
@@ -127,4 +132,25 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_an_error(engine: tuple[Path
     more = dataclasses.replace(sample, tokens=np.insert(sample.tokens, 1, IMAGE_ID))
     (read, refused) = asyncio.run(_generated(server.url, root, [short, more]))
     assert isinstance(read, EngineError) and "their image processors differ" in str(read)
-    assert isinstance(refused, RequestRejected) and "runs of placeholders" in str(refused)
+    assert isinstance(refused, SampledPlaceholder) and "runs of placeholders" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "answers"), [(IMAGE_ID, False), (VIDEO_ID, False), (VISION_START_ID, True), (VISION_END_ID, True)]
+)
+def test_an_engine_cannot_read_a_sampled_placeholder_in_a_prompt_with_images(
+    engine: tuple[Path, SGLangServer], sampled: int, answers: bool
+) -> None:
+    """Why `Pictures.written` refuses such a prompt, and only such: what encloses an image is text to an engine."""
+    root, server = engine
+    sample = next(s for s in seeing_batch(root / "images", root / "model", seed=5).samples if len(s.images) == 1)
+    pictures = Pictures.of(sample.images, ImageFolder(root / "images"), IMAGE_ID)
+    ids = pictures.written(sample.tokens[: sample.num_tokens - sample.response_length].tolist())
+    body = {"input_ids": [*ids, 30, sampled, 31], "image_data": list(pictures.uris)}
+    asked = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode())
+    asked.add_header("Content-Type", "application/json")
+    if answers:
+        assert urllib.request.urlopen(asked, timeout=60).status == 200
+    else:
+        with pytest.raises(urllib.error.HTTPError, match="500"):
+            urllib.request.urlopen(asked, timeout=60)

@@ -299,6 +299,15 @@ def test_a_rollout_function_trains_only_what_is_sampled(tmp_path: Path) -> None:
         one_step(rollout_args(tmp_path, "--rollout-function-path", f"{HOOKS}.all_from_texts"))
 
 
+def test_an_execution_that_samples_a_placeholder_of_an_image_samples_again(tmp_path: Path) -> None:
+    """Law: what no engine can read again starts over by itself. Its group is not dropped."""
+    truth_hooks.TRIES.clear()
+    batch, metrics = one_step(rollout_args(tmp_path, GENERATE, f"{HOOKS}.samples_a_placeholder_once"))
+    assert not any(np.isnan(s.reward) for s in batch.samples)
+    assert [truth_hooks.TRIES[index] for index in range(8)] == [1, 2, 1, 1, 1, 1, 1, 1]
+    assert metrics["rollout/num_failed_groups"] == 0 and metrics["rollout/num_retried_groups"] == 1
+
+
 def test_a_conversion_and_a_record_train_only_what_is_sampled(tmp_path: Path) -> None:
     flags = ("--custom-convert-samples-to-train-data-path", f"{HOOKS}.converted")
     batch, _ = one_step(rollout_args(tmp_path, *flags))

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from slime.core.sample import Sample, Status
-from slime.rollout.client.call import Generation
+from slime.rollout.client.call import Generation, Pictures
 from slime.rollout.context import current
 from slime.rollout.generate import generate
 
@@ -44,6 +44,15 @@ async def untrue_beside_a_failure(args: Any, sample: Sample, params: dict[str, A
     await generate(args, sample, params)
     if (sample.index or 0) % 4 == 0:
         spoil(sample)
+    return sample
+
+
+async def samples_a_placeholder_once(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    """Its first conversation cannot continue."""
+    TRIES[sample.index] += 1
+    await generate(args, sample, params)
+    if sample.index == 1 and TRIES[sample.index] == 1:
+        Pictures(sample.tokens[-1], ()).written(sample.tokens)
     return sample
 
 
