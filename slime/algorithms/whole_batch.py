@@ -194,12 +194,12 @@ def step_weights(
 ) -> StepWeights:
     """Computes the weights of a step with the samples at `positions`. `count_masked`: see `Aggregation.token_weights`.
 
-    Unscored executions do not count. Raises `DataError` if no sample has a reward.
+    Unscored executions do not count. Without scored samples, there are no weights.
     """
     samples, numbers = batch.samples, batch.executions
     members = [p for p in positions if samples[p].is_scored]
     if not members:
-        raise DataError(f"none of the {len(positions)} samples in an optimizer step has a reward; check the grader")
+        return StepWeights({}, token_share=0.0, unit=0.0)
     masks, executions = [samples[p].loss_mask for p in members], [numbers[p] for p in members]
     totals = [samples[p].mask_totals.total for p in members]
     if isinstance(aggregation, Divided) and type(aggregation).token_weights is Divided.token_weights:

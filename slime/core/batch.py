@@ -8,6 +8,7 @@ be stored separately (`Elsewhere`), so each rank only fetches them for its own s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -152,6 +153,11 @@ class TrainSample(_Remembered):
 
 def _as(column: Numbers | None, dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
     return None if column is None else np.asarray(column, dtype)
+
+
+def trains_any(samples: Iterable[TrainSample]) -> bool:
+    """Returns whether any token of the samples is trained. Without one, nothing changes, not even the optimizer."""
+    return any(sample.mask_totals.num_trained for sample in samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ has its own limits. `group_loop` ends an execution by cancelling its task.
 
 A group is finished when all its executions are finished, or when enough of them are scored for a comparison
 (`can_be_compared`). The others then have no reward and are excluded from statistics. Another attempt in the same step
-runs only the unfinished executions.
+runs only the unfinished executions. Refused text never ends a run: see `Outcome.REFUSED`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
 from slime.rollout.sample_metrics import count_empty_turns, count_siblings
 from slime.rollout.traces import traced, traced_execution
-from slime.rollout.transcript import OTHERWISE_SAMPLED, TRANSCRIPT, Transcript, not_sampled
+from slime.rollout.transcript import OTHERWISE_SAMPLED, TRANSCRIPT, Transcript, is_refused, not_sampled
 from slime.rollout.types import DynamicFilterOutput
 from slime.rollout.user_functions import Hook, call_generate, call_sample_hooks, load, name_of
 from slime.settings import Args
@@ -82,6 +82,10 @@ class Outcome(str, Enum):
     """The engine can never serve the request (HTTP 4xx)."""
     DEADLY = "deadly"
     """Engines died while working on the request."""
+    REFUSED = "refused"
+    """Of a group: too few executions can be compared, because trained tokens of the others are not as sampled. If that
+    happens in the last attempt, the group joins its batch and is not trained on.
+    """
 
 
 GIVEN_UP = (Outcome.EXPIRED, Outcome.REJECTED, Outcome.DEADLY)
@@ -170,6 +174,7 @@ async def run_execution(
     `dataset`: the evaluation dataset whose limits apply. `attempts`: how often the group was issued before (recorded in
     the trace).
     """
+    siblings = [reset(siblings[0])] if any(map(is_refused, siblings)) else siblings
     one = siblings[0]
     if is_finished(siblings, scored=not graded_together(context, evaluation)):
         reason = "" if evaluation else _given(context.args, siblings)
@@ -416,6 +421,9 @@ async def _result_of(context: RolloutContext, group: Group, executions: Sequence
     finished = group.with_samples([s for e in executions for s in e.samples])
     if can_be_compared(finished):
         return GroupResult(finished, Outcome.FINISHED)
+    unscored = [s for e in executions if e.outcome is Outcome.UNSCORED for s in e.samples]
+    if unscored and all(map(is_refused, unscored)) and not reason:
+        return GroupResult(finished, Outcome.REFUSED, worst.reason)
     if context.args.group_rm:
         for sample in graded:
             sample.reward = None  # one call grades the whole group, so all are graded again
@@ -428,6 +436,19 @@ def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) ->
     """
     left = [[reset(e.samples[0])] if e.outcome is Outcome.UNSCORED else e.samples for e in executions]
     return GroupResult(group.with_samples([s for siblings in left for s in siblings]), worst.outcome, worst.reason)
+
+
+def without_refused(group: Group) -> Group:
+    """Returns a REFUSED group for its next attempt: executions that were refused start over."""
+    left = [[reset(e[0])] if any(map(is_refused, e)) else e for e in by_execution(group)]
+    return group.with_samples([s for siblings in left for s in siblings])
+
+
+def untrained(group: Group) -> Group:
+    """Marks all samples of a REFUSED group unscored, after its last attempt."""
+    for sample in group.samples:
+        sample.reward, sample.unscored = None, sample.unscored or "too few executions of its group are as sampled"
+    return group
 
 
 def failure_kind(result: GroupResult) -> str:

@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.core.batch import TrainBatch, TrainSample
+from slime.core.batch import TrainBatch, TrainSample, trains_any
 from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
+from slime.core.text import step_name
+from slime.observability.logs import TELL_DRIVER
 from slime.rollout.filters import without_unscored
-from slime.rollout.transcript import NO_ENGINE, first_not_sampled, tell_refused
+from slime.rollout.transcript import NO_ENGINE, first_not_sampled, is_refused, tell_refused
 from slime.rollout.user_functions import load
 from slime.settings import Args, for_hook
 from slime.settings.conditions import trains_given_tokens
@@ -121,7 +123,7 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     """
     every, samples = samples, without_unscored(samples)
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
-    if post_process is None:
+    if post_process is None or not samples:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]
     else:
         result = post_process(for_hook(args), list(samples))
@@ -142,12 +144,35 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
-    """Builds the batch of a step. Raises `DataError` if there are no samples or a sample is invalid."""
+    """Builds the batch of a step. Raises `DataError` if there are no samples or a sample is invalid.
+
+    Warns if the batch has no trained token, so that the step changes no weights.
+    """
     samples = in_order(groups)
     if not samples:
         raise DataError(f"step {rollout_id} has no samples to train on; the rollout function must return some")
+    batch = _batch_of(args, rollout_id, samples)
+    if not trains_any(batch.samples):
+        _tell_untrained(rollout_id, samples)
+    return batch
+
+
+def _tell_untrained(rollout_id: int, samples: Sequence[Sample]) -> None:
+    """Shows on the console why a step trains nothing."""
+    refused = [sample for sample in samples if is_refused(sample)]
+    unscored = [sample for sample in samples if sample.reward is None and sample.unscored]
+    reason = (refused or unscored or samples)[0].unscored or "masked"
+    text = (
+        "%s TRAINS NOTHING, so the weights stay as they are: of its %d samples, %d are refused, %d others have no "
+        "reward, and the rest is masked. The first reason: %s. The run goes on; stop it if this repeats"
+    )
+    numbers = len(samples), len(refused), len(unscored) - len(refused)
+    logger.warning(text, step_name(rollout_id), *numbers, reason, extra=TELL_DRIVER)
+
+
+def _batch_of(args: Args, rollout_id: int, samples: Sequence[Sample]) -> TrainBatch:
     convert = load(args.custom_convert_samples_to_train_data_path, "convert_samples")
-    if convert is not None:
+    if convert is not None and without_unscored(samples):
         converted = convert(for_hook(args), samples)
         if isinstance(converted, dict):
             _require_final_rewards(args)

@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.core.text import step_name
@@ -562,7 +561,6 @@ def refuse_unsampled(args: Args, rollout_id: int, groups: Sequence[Sequence[Samp
     """Refuses samples that a rollout function made or a file contains, unless their trained tokens are sampled.
 
     Completes samples whose tokens were sampled by the run's engines. Returns the number of refused samples as a metric.
-    Raises `DataError` if all samples are refused.
     """
     samples = [sample for group in groups for sample in group if isinstance(sample, Sample)]
     given = trains_given_tokens(args) or args.rollout_function_path == SFT_ROLLOUT
@@ -572,8 +570,6 @@ def refuse_unsampled(args: Args, rollout_id: int, groups: Sequence[Sequence[Samp
         if reason := STRAYS.complete_made(sample) or ("" if given else not_sampled(sample)):
             sample.reward, sample.unscored = None, reason
     reasons = [sample.unscored for sample in samples if is_refused(sample)]
-    if reasons and len(reasons) == len(samples):
-        raise DataError(f"all {len(samples)} samples of {step_name(rollout_id)} are refused; the first: {reasons[0]}")
     tell_refused(rollout_id, len(reasons), reasons[0] if reasons else "")
     return {REFUSED: float(len(reasons))}
 

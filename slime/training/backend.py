@@ -26,7 +26,7 @@ from slime.algorithms.advantages.returns import Together
 from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
-from slime.core.batch import TrainBatch
+from slime.core.batch import TrainBatch, trains_any
 from slime.core.topology import ParallelSizes
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
@@ -145,6 +145,8 @@ class MegatronBackend:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Runs all optimizer steps for one batch and returns the same metrics on every rank. Collective.
 
+        A batch without a trained token changes nothing, and `train/num_updates` is 0.
+
         Raises `NumericsError` on every rank if a loss or gradient is not finite (the failed step does not change the
         weights) or if the train-inference mismatch exceeds the limit. Raises `DataError` or `ConfigError` if the
         settings do not allow the batch.
@@ -154,6 +156,9 @@ class MegatronBackend:
             return self._train(batch)
 
     def _train(self, batch: TrainBatch) -> dict[str, float]:
+        if not trains_any(batch.samples):
+            self._others.note_trained(batch.rollout_id)
+            return {"train/num_updates": 0.0}
         context, version = self._context, self.weight_version
         first = self._prepare(batch)
         with self._profiles.part("train_log_probs", batch.rollout_id):
@@ -179,6 +184,8 @@ class MegatronBackend:
 
     def tflops(self, batch: TrainBatch, time_s: float) -> float:
         """Returns the TFLOP/s per rank if training the policy on `batch` takes `time_s` seconds."""
+        if not trains_any(batch.samples):
+            return 0.0
         flops = sum(self._flops.forward(s.num_tokens, num_logits=s.response_length) for s in batch.samples)
         return tflops_per_gpu(flops, time_s=time_s, num_gpus=self.parallel_info.world_size)
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from slime.core.sample import NOT_SAMPLED, Sample
+from slime.observability.sinks import read_jsonl
 from tests.support.e2e import Flags, RealRun, recorded_groups, started_and_finished
 from tests.support.vision import write_colours, write_vision_model
 
@@ -133,6 +136,29 @@ def test_a_public_plugin_trains_as_it_is(name: str, tmp_path: Path, tiny_qwen3: 
         assert all((version != NOT_SAMPLED) or not trains for version, trains in zip(versions, mask, strict=True))
     if case.script == "train.py":
         assert max(run.series("train", "train/train_rollout_logprob_abs_diff_max")) < LIMIT
+
+
+def test_a_plugin_that_trains_no_sampled_token_ends_no_run(tmp_path: Path, tiny_qwen3: Path) -> None:
+    """Law: a step whose samples are all refused trains nothing, weight decay included, and says so; the run goes on."""
+    exported = tmp_path / "exported"
+    flags = ("--save-hf", str(exported), "--save-interval", str(NUM_STEPS), "--weight-decay", "0.5")
+    case = Case(
+        plugin("search", *reward_of("search"), *flags, function="generate_and_encode_again"),
+        lambda found: len(found) == 1 and found[0].unscored.startswith("not as sampled"),
+    )
+    run, executions = trained(case, tmp_path, tiny_qwen3)
+    assert run.left() == [] and len(executions) == NUM_STEPS * PER_STEP * PER_PROMPT
+    assert all(case.holds(found) for found in executions)
+    rows, num_samples = read_jsonl(run.run_dir / "metrics.jsonl"), PER_STEP * PER_PROMPT
+    said = {
+        name: [row[name] for row in rows if name in row]
+        for name in ("rollout/num_unscored_samples", "rollout/num_refused_samples", "train/num_updates")
+    }
+    assert said["rollout/num_unscored_samples"] == [num_samples] * NUM_STEPS
+    assert min(said["rollout/num_refused_samples"]) >= num_samples and said["train/num_updates"] == [0.0] * NUM_STEPS
+    assert run.output.count("TRAINS NOTHING") == NUM_STEPS
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_qwen3, exported))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def trained(case: Case, tmp_path: Path, model: Path) -> tuple[RealRun, list[list[Sample]]]:

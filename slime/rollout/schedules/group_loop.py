@@ -14,7 +14,8 @@ Invariants
 1. Every group taken from the buffer is running, accepted, put back, quarantined, marked filtered or marked failed.
    `abandon` puts back all unsettled groups.
 2. A failed, unscored or interrupted execution is retried. After `MAX_TRIES` attempts in the loop's lifetime, its group
-   is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count.
+   is dropped as failed: an infrastructure failure never becomes a reward. Intended interruptions do not count. A
+   group whose executions are refused to the last attempt is accepted instead, without rewards (`Outcome.REFUSED`).
 3. If too many groups of a step are filtered or fail, the step raises an error.
 4. If a request of a group times out, the group is quarantined: it is not retried until `end_quarantine` puts it back,
    in the next step. The `MAX_TRIES`th time, the group is dropped as failed. A group that killed engines is dropped
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -38,7 +40,7 @@ from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
 from slime.rollout.client.engine_client import RequestScope
 from slime.rollout.context import RolloutContext, use
-from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind
+from slime.rollout.execute import GIVEN_UP, GroupResult, Outcome, failure_kind, untrained, without_refused
 from slime.rollout.generate import rollout_sampling_params
 from slime.rollout.guard import END_LIMIT_S, beside, end_tasks
 from slime.rollout.sample_metrics import sample_metrics
@@ -297,6 +299,9 @@ class GroupLoop:
         """Retries a failed group, unless it has used up its attempts or can never succeed."""
         index, kind = result.group.group_index, failure_kind(result)
         self.tries[index] += 1
+        if result.outcome is Outcome.REFUSED:
+            self._retry_or_accept(result, kind)
+            return
         first = self._first_reasons.setdefault(index, result.reason)
         same = first == result.reason
         reason = first if same else f"{first} (in the first attempt; the last one failed with {result.reason})"
@@ -310,6 +315,15 @@ class GroupLoop:
             self.counts.failed[kind] += 1
             self.source.mark_failed([index], kind)
             self._check_failed(reason)
+
+    def _retry_or_accept(self, result: GroupResult, kind: str) -> None:
+        """Retries a refused group; after its last attempt, accepts it without rewards."""
+        group = group_of(result.group)
+        if self.tries[group.group_index] < MAX_TRIES:
+            self.counts.retried[kind] += 1
+            self.source.put_back([without_refused(group)], kind)
+        else:
+            self._take_finished(dataclasses.replace(result, group=untrained(group)))
 
     def _quarantine(self, result: GroupResult) -> None:
         """Keeps the group out of the buffer until the next step. Its samples record this for checkpoints."""

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slime.algorithms.advantages import Arrays
-from slime.core.batch import TrainBatch
+from slime.core.batch import TrainBatch, trains_any
 from slime.core.errors import HookError
 from slime.data.micro_batch_schedule import StepSchedule
 from slime.settings import Args
@@ -164,8 +164,9 @@ def train_on(
 ) -> dict[str, float]:
     """Runs all optimizer steps for the batch and returns metrics averaged over the steps.
 
-    A batch without old log-probs has one step, whose forward pass computes them. If a loss or gradient is not finite,
-    or if the mismatch exceeds the limit, raises `NumericsError` on all ranks before the step changes the weights.
+    A batch without old log-probs has one step, whose forward pass computes them. A step without a trained token is
+    skipped: it changes neither weights nor optimizer state. If a loss or gradient is not finite, or if the mismatch
+    exceeds the limit, raises `NumericsError` on all ranks before the step changes the weights.
     """
     results = []
     first_mismatch = {}
@@ -176,6 +177,8 @@ def train_on(
     if compares and old is not None:
         first_mismatch = _mismatch_of(context, prepared, old, version)
     for number, step in enumerate(prepared.schedule.steps):
+        if not trains_any(prepared.batch.samples[position] for position in step.positions):
+            continue
         zero_grad(trainable)
         before_train_step(context.args, prepared.batch.rollout_id, number, trainable)
         metrics = run_step(context, objective, trainable, prepared, step, meter)

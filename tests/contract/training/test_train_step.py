@@ -247,6 +247,31 @@ def test_the_kl_loss_measures_the_distance_to_the_first_weights(
     assert second["train/kl_loss"] > 0.0
 
 
+@pytest.mark.parametrize("nothing", ["unscored", "masked"])
+def test_what_trains_no_token_changes_nothing(
+    nothing: str, tiny_qwen3: Path, tmp_path: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Law: without a trained token no update runs, so neither weight decay nor momentum moves the weights."""
+
+    def untrained(sample: TrainSample) -> TrainSample:
+        changes: dict[str, Any] = {"reward": NAN} if nothing == "unscored" else {"loss_mask": sample.loss_mask * 0}
+        return dataclasses.replace(sample, **changes)
+
+    batch = random_batch(seed=1)
+    empty = with_samples(batch, [untrained(sample) for sample in batch.samples])
+    half = with_samples(batch, [untrained(s) if s.index < 4 else s for s in batch.samples])
+    backend = make_backend(tiny_qwen3, global_batch_size=4, megatron={"weight_decay": 0.5, "lr": 1e-2})
+    assert backend.train(batch)["train/num_updates"] == 2.0, "momentum is left"
+    before = _weights(backend)
+    backend.save(tmp_path / "before")
+    assert backend.train(empty) == {"train/num_updates": 0.0} and _same(_weights(backend), before)
+    backend.save(tmp_path / "after")
+    for file in (tmp_path / "before").glob("rank_*"):
+        assert file.read_bytes() == (tmp_path / "after" / file.name).read_bytes(), file.name
+    assert backend.tflops(empty, 1e-6) == 0.0 < backend.tflops(half, 1e-6)
+    assert backend.train(half)["train/num_updates"] == 1.0 and not _same(_weights(backend), before)
+
+
 def test_equal_rewards_leave_no_gradient(tiny_qwen3: Path, make_backend: Callable[..., Any]) -> None:
     backend = make_backend(tiny_qwen3)
     batch = random_batch()

@@ -36,6 +36,17 @@ async def generate_by_text(args, sample, sampling_params):
     return await _generate(args, sample, copy.deepcopy(sampling_params), by_ids=False)
 
 
+async def generate_and_encode_again(args, sample, sampling_params):
+    """By token ids, but then trains the whole text of the conversation, passages included."""
+    sample = await _generate(args, sample, sampling_params, by_ids=True)
+    if sample.status != Sample.Status.ABORTED:
+        ids = GenerateState(args).tokenizer(sample.response, add_special_tokens=False)["input_ids"]
+        sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length] + ids
+        sample.response_length, sample.loss_mask = len(ids), [1] * len(ids)
+        sample.rollout_log_probs = None
+    return sample
+
+
 async def _generate(args, sample, sampling_params, by_ids):
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slime.core.batch import trains_any
 from slime.core.errors import ActorDied, HookError, WorkerStalled
 from slime.core.topology import DEFAULT_NAME, PAIRED, Worker
 from slime.rollout.manager import RolloutManager
@@ -232,6 +233,17 @@ def test_a_mistake_in_a_hook_ends_the_run_as_itself(tmp_path: Path) -> None:
         return manager._source.ledger().in_flight
 
     assert asyncio.run(with_workers(args, FakeEngine(), 2, work)) == 0
+
+
+def test_groups_that_are_refused_to_the_last_attempt_come_from_workers_too(tmp_path: Path) -> None:
+    untrue = ("--custom-generate-function-path", "tests.unit.rollout.truth_hooks.always_untrue")
+
+    async def work(manager: RolloutManager, workers: Workers) -> Any:
+        return await manager.generate(0)
+
+    batch, metrics = asyncio.run(with_workers(rollout_args(tmp_path, *GRADED, *untrue), FakeEngine(), 2, work))
+    assert len(batch.samples) == 8 == metrics["rollout/num_unscored_samples"] and not trains_any(batch.samples)
+    assert metrics["rollout/num_refused_samples"] == 24.0 and metrics["rollout/num_failed_groups"] == 0.0
 
 
 def test_a_pause_reaches_every_worker_and_hands_tokens_back(tmp_path: Path) -> None:

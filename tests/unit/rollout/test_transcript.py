@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from slime.core.batch import TrainBatch
-from slime.core.errors import DataError, EngineError
+from slime.core.batch import TrainBatch, trains_any
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.observability.logs import ForDriver
 from slime.rollout import transcript
@@ -221,9 +222,11 @@ def test_a_long_conversation_is_held_once() -> None:
 
 HOOKS = "tests.unit.rollout.truth_hooks"
 GENERATE, GROUP_RM = "--custom-generate-function-path", ("--group-rm", "--custom-rm-path", f"{HOOKS}.one_reward_each")
+SURPLUS = ("--over-sampling-batch-size", "16", "--partial-rollout")
 STEPS: dict[str, tuple[int, tuple[str, ...]]] = {
     # name: (samples of 16 that are left out, what asks for it)
     "some are untrue": (8, (GENERATE, "odd_ones_are_untrue")),
+    "some of groups that are issued again": (8, (GENERATE, "odd_ones_are_untrue", *SURPLUS)),
     "some of a group that is graded together": (8, (GENERATE, "odd_ones_are_untrue", *GROUP_RM)),
     "one beside a failure": (4, (GENERATE, "untrue_beside_a_failure")),
     "one beside a failure, graded together": (4, (GENERATE, "untrue_beside_a_failure", *GROUP_RM)),
@@ -261,6 +264,17 @@ def test_what_is_untrue_is_left_out_alone(name: str, tmp_path: Path) -> None:
             assert all(s.rollout_log_probs is not None and (s.token_versions >= 0).all() for s in trained)
 
 
+@contextlib.contextmanager
+def said_to_the_user() -> Iterator[ForDriver]:
+    """What the console shows of the block."""
+    driver = ForDriver()
+    logging.getLogger().addHandler(driver)
+    try:
+        yield driver
+    finally:
+        logging.getLogger().removeHandler(driver)
+
+
 def one_step(args: Any) -> tuple[TrainBatch, dict[str, float]]:
     async def work(manager: RolloutManager) -> Any:
         return await manager.generate(0)
@@ -273,15 +287,19 @@ def test_text_that_no_engine_sampled_is_refused_and_the_console_says_how_many(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Law: a generate function that asks no engine trains nothing, unless the run is said to train given text."""
-    args = rollout_args(tmp_path, GENERATE, f"{HOOKS}.learns_by_heart")
-    with pytest.raises(EngineError, match="no engine of the run is known to have sampled it"):
-        one_step(args)
+    with said_to_the_user() as driver:
+        batch, metrics = one_step(rollout_args(tmp_path, GENERATE, f"{HOOKS}.learns_by_heart"))
+    assert len(batch.samples) == 8 and not trains_any(batch.samples)
+    assert metrics[REFUSED] == 3 * 8.0, "in each attempt"
+    assert metrics["rollout/num_unscored_samples"] == 8.0 and metrics["rollout/num_failed_groups"] == 0.0
+    refused, nothing = driver.take()
+    assert refused.startswith("step 0: 24 samples are refused")
+    assert nothing.startswith("step 0 TRAINS NOTHING") and "of its 8 samples, 8 are refused, 0 others" in nothing
+    assert "no engine of the run is known to have sampled it" in nothing and "--train-unsampled-tokens" in nothing
     caplog.clear()
     flags = ("--n-samples-per-prompt", "4", GENERATE, f"{HOOKS}.odd_ones_are_untrue")
-    driver = ForDriver()
-    logging.getLogger().addHandler(driver)
-    _, metrics = one_step(rollout_args(tmp_path, *flags))
-    logging.getLogger().removeHandler(driver)
+    with said_to_the_user() as driver:
+        _, metrics = one_step(rollout_args(tmp_path, *flags))
     assert metrics[REFUSED] == 8.0 == metrics["rollout/num_unscored_samples"]
     (told,) = driver.take()
     assert told.startswith("step 0: 8 samples are refused") and "not as sampled: response token" in told
@@ -295,8 +313,49 @@ def test_a_rollout_function_trains_only_what_is_sampled(tmp_path: Path) -> None:
     assert [np.isnan(s.reward) for s in batch.samples] == [True, False] * 4 and metrics[REFUSED] == 4.0
     batch, metrics = one_step(rollout_args(tmp_path, *flags, "--train-unsampled-tokens"))
     assert not any(np.isnan(s.reward) for s in batch.samples) and metrics[REFUSED] == 0.0
-    with pytest.raises(DataError, match=r"all 8 samples of step 0 are refused; the first: not as sampled: .*token 0"):
-        one_step(rollout_args(tmp_path, "--rollout-function-path", f"{HOOKS}.all_from_texts"))
+    with said_to_the_user() as driver:
+        batch, metrics = one_step(rollout_args(tmp_path, "--rollout-function-path", f"{HOOKS}.all_from_texts"))
+    assert len(batch.samples) == 8 and not trains_any(batch.samples) and metrics[REFUSED] == 8.0
+    assert driver.take()[-1].startswith("step 0 TRAINS NOTHING"), "and the run goes on"
+
+
+GROUPS_WITHOUT: dict[str, tuple[str, ...]] = {
+    "graded one by one": (),
+    "graded together": GROUP_RM,
+    "filtered": ("--dynamic-sampling-filter-path", "slime.rollout.filters.check_reward_nonzero_std"),
+    "converted": ("--custom-convert-samples-to-train-data-path", f"{HOOKS}.converted"),
+    "one sample of a prompt": ("--n-samples-per-prompt", "1", "--advantage-estimator", "reinforce_plus_plus"),
+    "fully async": ("--fully-async",),
+}
+
+
+@pytest.mark.parametrize("name", quick(GROUPS_WITHOUT, "graded one by one"))
+def test_a_run_whose_samples_are_all_refused_goes_on(name: str, tmp_path: Path) -> None:
+    """Law: refused text never ends a run, and is in no later try taken for sampled text."""
+    flags = ("--n-samples-per-prompt", "4", GENERATE, f"{HOOKS}.always_untrue", *GROUPS_WITHOUT[name])
+    args = rollout_args(tmp_path, *flags, synchronous="--fully-async" not in flags)
+
+    async def work(manager: RolloutManager) -> list[tuple[TrainBatch, dict[str, float]]]:
+        made = []
+        for step in range(3):
+            made.append(await manager.generate(step))
+            manager.commit(step)
+        return made
+
+    with said_to_the_user() as driver:
+        for batch, metrics in asyncio.run(with_manager(args, FakeEngine(), work)):
+            assert len({s.group_index for s in batch.samples}) == 4 and not trains_any(batch.samples)
+            assert metrics["rollout/num_unscored_samples"] == len(batch.samples) <= metrics[REFUSED]
+            assert metrics["rollout/num_failed_groups"] == metrics["rollout/num_filtered_groups"] == 0.0
+    assert sum("TRAINS NOTHING" in line for line in driver.take()) == 3
+
+
+def test_a_group_with_too_few_sampled_executions_is_not_compared(tmp_path: Path) -> None:
+    """Law: one true execution of four is no group, so it is not trained on either; other groups are."""
+    flags = ("--n-samples-per-prompt", "4", GENERATE, f"{HOOKS}.one_of_the_first_group_is_true")
+    batch, metrics = one_step(rollout_args(tmp_path, *flags))
+    assert [np.isnan(s.reward) for s in batch.samples] == [True] * 4 + [False] * 12
+    assert metrics["rollout/num_unscored_samples"] == 4.0 and metrics["rollout/num_failed_groups"] == 0.0
 
 
 def test_an_execution_that_samples_a_placeholder_of_an_image_samples_again(tmp_path: Path) -> None:

@@ -36,6 +36,19 @@ async def odd_ones_are_untrue(args: Any, sample: Sample, params: dict[str, Any])
     return sample
 
 
+async def always_untrue(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    await generate(args, sample, params)
+    spoil(sample)
+    return sample
+
+
+async def one_of_the_first_group_is_true(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
+    await generate(args, sample, params)
+    if sample.group_index == 0 and sample.index:
+        spoil(sample)
+    return sample
+
+
 async def untrue_beside_a_failure(args: Any, sample: Sample, params: dict[str, Any]) -> Sample:
     """Of four executions the first is never true, and the second fails once."""
     TRIES[sample.index] += 1
