@@ -44,10 +44,9 @@ SGLANG_CODE = (
     "print('; '.join(r.name for r in reports if r.applied) or 'no patch needed')"
 )
 MEGATRON_CODE = (
-    "from slime.compat import megatron_cpu, megatron_gradient_norm, megatron_moe, megatron_weight_gradients\n"
+    "from slime.compat import megatron_cpu, megatron_gradients, megatron_moe\n"
     "reports = megatron_cpu.activate({device!r}) + megatron_moe.activate()\n"
-    "for module in (megatron_gradient_norm, megatron_weight_gradients):\n"
-    "    reports += module.activate({device!r})\n"
+    "reports += megatron_gradients.activate_norm({device!r}) + megatron_gradients.activate_weights({device!r})\n"
     "import megatron.core.models.gpt.gpt_model\n"
     "print('; '.join(r.name if r.took_effect else f'{{r.name}} (NOT in force)' for r in reports) or 'no patch needed')"
 )

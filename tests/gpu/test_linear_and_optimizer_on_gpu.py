@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.compat import megatron_gradient_norm
+from slime.compat import megatron_gradients
 from slime.ops.linear import add_fused, add_reference, fused_problem
 from slime.training.model.log_probs import VocabShard, score_tokens
 from slime.training.step.adamw import EXP_AVG, MASTER, HeldAdamW, Holding
@@ -163,8 +163,8 @@ def test_the_norm_and_the_clip_are_those_of_one_long_vector_and_nothing_waits() 
     grads = [torch.randn(size, device="cuda") * scale for size, scale in ((1, 9.0), (1 << 20, 0.1), (77, 1e3))]
     want = float(torch.cat(grads).double().norm())
     with _no_waits():
-        norm, _ = megatron_gradient_norm.l2_norm(0, None, [grads], False)
-        megatron_gradient_norm.scale(0, None, [grads, grads], 0.5)
+        norm, _ = megatron_gradients.l2_norm(0, None, [grads], False)
+        megatron_gradients.scale(0, None, [grads, grads], 0.5)
     assert float(norm) == pytest.approx(want, rel=1e-5)
     assert float(torch.cat(grads).double().norm()) == pytest.approx(want / 2, rel=1e-5)
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from slime.compat import megatron_moe, megatron_weight_gradients
+from slime.compat import megatron_gradients, megatron_moe
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
 from slime.models import Family, family_of, table_for
@@ -90,7 +90,7 @@ def build_model(
     family = family_of(hf_config, args)
     config = transformer_config(args.megatron, family.architecture(hf_config))
     if config.gradient_accumulation_fusion:
-        config.gradient_accumulation_fusion = any(r.took_effect for r in megatron_weight_gradients.activate(device))
+        config.gradient_accumulation_fusion = any(r.took_effect for r in megatron_gradients.activate_weights(device))
     if config.num_moe_experts:
         megatron_moe.activate()
     _check_split(config)

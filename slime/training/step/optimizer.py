@@ -28,7 +28,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from slime.compat import megatron_gradient_norm
+from slime.compat import megatron_gradients
 from slime.core.errors import ConfigError, NumericsError
 from slime.models.common.table import EMBEDDING, HEAD
 from slime.settings import Args, for_hook
@@ -80,7 +80,7 @@ def build_trainable(chunks: Sequence[PolicyModel], model: ShardedModel, megatron
         DistributedDataParallel(config, ddp_config(megatron), chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     )
-    megatron_gradient_norm.activate(next(chunks[0].parameters()).device)
+    megatron_gradients.activate_norm(next(chunks[0].parameters()).device)
     optimizer = get_megatron_optimizer(optimizer_config(megatron), list(ddps), use_gloo_process_groups=False)
     muon = MuonSettings.of(megatron)
     for inner in optimizer.chained_optimizers:

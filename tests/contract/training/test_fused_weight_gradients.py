@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.compat import megatron_weight_gradients
+from slime.compat import megatron_gradients
 from tests.support.tiny import write_tiny_model
 from tests.support.training import random_batch
 
@@ -36,10 +36,10 @@ FAST = ("tied",)
 
 def _force(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_a_cpu(device: torch.device) -> list[Any]:
-        megatron_weight_gradients.install(device)
-        return [megatron_weight_gradients._report(took_effect=True)]
+        megatron_gradients.install(device)
+        return [megatron_gradients._report(took_effect=True)]
 
-    monkeypatch.setattr(megatron_weight_gradients, "activate", on_a_cpu)
+    monkeypatch.setattr(megatron_gradients, "activate_weights", on_a_cpu)
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in CASES])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.compat import megatron_gradient_norm as patch
+from slime.compat import megatron_gradients as patch
 
 SIZES = (1, 7, 0, 300, 1 << 12)
 
@@ -50,7 +50,7 @@ def test_a_cpu_keeps_megatrons_own_and_a_gpu_gets_ours(monkeypatch: pytest.Monke
     for name in ("l2_norm_impl", "multi_tensor_scale_impl"):
         monkeypatch.setattr(clip_grads, name, vars(clip_grads)[name])  # given back afterwards
     before = clip_grads.l2_norm_impl
-    assert patch.activate("cpu") == [] and clip_grads.l2_norm_impl is before
-    assert [r.took_effect for r in patch.activate("cuda")] == [True]
+    assert patch.activate_norm("cpu") == [] and clip_grads.l2_norm_impl is before
+    assert [r.took_effect for r in patch.activate_norm("cuda")] == [True]
     assert clip_grads.l2_norm_impl is patch.l2_norm and clip_grads.multi_tensor_scale_impl is patch.scale
-    assert [r.took_effect for r in patch.activate("cuda")] == [True], "again: the same"
+    assert [r.took_effect for r in patch.activate_norm("cuda")] == [True], "again: the same"
