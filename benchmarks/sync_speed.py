@@ -32,6 +32,7 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, shareable, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.recorded_fills import RecordedFills
 from slime.weights.send_plan import Buffers
 from slime.weights.sync import sync_weights
 from slime.weights.transports import TransportContext
@@ -125,7 +126,10 @@ class Sender:
             shareable=shareable,
         )
         self.channel = DistributedChannel(context)
-        self.buffers = Buffers(lambda size: self.channel.allocate(size, torch.device(self.device)))
+        self.buffers, self.fills = (
+            Buffers(lambda size: self.channel.allocate(size, torch.device(self.device))),
+            RecordedFills(on=True),
+        )
 
     def sync(self, version: int, *, announced: bool) -> dict[str, float]:
         """Runs one verified weight sync and returns its times in seconds."""
@@ -139,6 +143,7 @@ class Sender:
             version=version,
             buffer_bytes=self.bucket_bytes,
             buffers=self.buffers,
+            fills=self.fills,
         )
         return {name.removeprefix("update_weights_"): value for name, value in found.items() if name.endswith("_time")}
 

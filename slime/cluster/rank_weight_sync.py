@@ -33,6 +33,7 @@ from slime.weights.delivery import SenderMessages
 from slime.weights.quantised.formats import format_of_folder
 from slime.weights.quantised.sending import quantised_outgoing
 from slime.weights.receivers import Peers, Receiver
+from slime.weights.recorded_fills import RecordedFills
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from slime.weights.send_plan import Buffers
 from slime.weights.sync import sync_weights
@@ -99,6 +100,7 @@ class RankWeightSync:
             )
         )
         self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
+        self._fills = RecordedFills(on=backend.device.type == "cuda" and not self._args.offload_train)
 
     def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
@@ -119,7 +121,7 @@ class RankWeightSync:
             logger.warning("%s; retrying with the full weights", error)
             metrics = self._send()
         finally:
-            if self._backend.device.type == "cuda":  # on CPU, filling new shared memory is ten times slower
+            if self._backend.device.type == "cuda" and self._args.offload_train:  # engines need the memory
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
@@ -136,6 +138,7 @@ class RankWeightSync:
             peers=self._peers,
             pause_mode=self._args.pause_generation_mode,
             buffers=self._buffers,
+            fills=self._fills,
             carried=self._carried,
         )
 
@@ -156,6 +159,7 @@ class RankWeightSync:
 
     def free(self) -> None:
         """Frees the buckets; the next weight sync allocates them again."""
+        self._fills.forget()
         self._buffers.free()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ talks to engines through this interface.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +73,13 @@ class Digest(Protocol):
 
     def finish(self, hashers: Sequence[Hasher]) -> list[str]:
         """Returns the hex digests of several hashers. On a GPU, this is faster than finishing them one by one."""
+        ...
+
+    def recording(self, device: Any) -> AbstractContextManager[object]:
+        """Lets CUDA graphs that are recorded in the block hash. Yields memory that must be kept as long as the graphs.
+
+        Inside, `read` raises `ValueError` for parts that a graph cannot hash.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Container, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.multiprocessing import reductions
 
 from slime.core.engine_interface import Hasher
 from slime.serving.child_process import SHM
-from slime.serving.tensor_hash import TileHasher, finish_all, read_all
+from slime.serving.tensor_hash import TileHasher, finish_all, read_all, recording
 from slime.weights.hf_shards import byte_runs
 
 _CUDA_DEVICE_ARGUMENT = 6
@@ -174,6 +175,9 @@ class _Digest:
             next(of_tiles) if isinstance(hasher, _PartsHasher) and hasher.tiles is not None else hasher.finish()
             for hasher in hashers
         ]
+
+    def recording(self, device: torch.device) -> AbstractContextManager[object]:
+        return recording(device)
 
 
 class _PartsHasher:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class TileHasher:
         """
         runs = byte_runs(self._pending)
         if any(run.storage_offset() % 4 or run.numel() % 4 for run in runs):
+            if _recording is not None:
+                raise ValueError("a digest of parts that do not fill whole words cannot be recorded")
             runs = [_joined(runs)]
             rest = runs[0][runs[0].numel() // 4 * 4 :]
             if last and rest.numel():
@@ -140,10 +143,61 @@ def sums_of_parts(parts: Sequence[tuple[Tensor, int]]) -> Sequence[Tensor]:
         (words.data_ptr(), words.numel(), begin % TILE_WORDS, begin - begin % TILE_WORDS, first)
         for (words, begin), first in zip(parts, firsts, strict=False)
     ]
-    table = torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    table = _table(rows, device)
     sums = torch.empty(firsts[-1], 2, dtype=torch.int32, device=device)
     _kernel()[(firsts[-1],)](table, sums, len(parts), num_warps=4)
     return sums.split(counts)
+
+
+MAX_ROWS = 1 << 18
+"""Largest number of parts that the kernel calls of all graphs can hash (10 MB of tables)."""
+
+
+class _Tables:
+    """The tables of the kernel calls that CUDA graphs contain.
+
+    A graph cannot read host memory that is gone, and its own memory is overwritten by its other work, and by other
+    graphs. So the tables lie outside of it, and their rows are written after it was recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(MAX_ROWS, 5, dtype=torch.int64, device=device)
+        self._rows: list[tuple[int, ...]] = []
+
+    def take(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Returns the place of these rows, [parts, 5] int64. Raises `ValueError` if there is no room for them."""
+        begin, end = len(self._rows), len(self._rows) + len(rows)
+        if end > len(self._memory):
+            raise ValueError(f"the tables of all digests have more than {len(self._memory)} rows")
+        self._rows += rows
+        return self._memory[begin:end]
+
+    def write(self) -> None:
+        if self._rows:
+            self._memory[: len(self._rows)].copy_(torch.tensor(self._rows, dtype=torch.int64))
+
+
+_recording: _Tables | None = None
+
+
+@contextmanager
+def recording(device: torch.device) -> Iterator[object]:
+    """See `core.engine_interface.Digest.recording`. One thread at a time."""
+    global _recording
+    assert _recording is None, "another thread is recording"
+    tables = _recording = _Tables(device)
+    try:
+        yield tables
+    finally:
+        _recording = None
+    tables.write()
+
+
+def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Returns the rows on the device, [parts, 5] int64."""
+    if _recording is not None:
+        return _recording.take(rows)
+    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 @functools.cache

@@ -70,6 +70,7 @@ from slime.training.step.train_step import (
     train_on,
 )
 from slime.training.step.vision_encoder import Sight
+from slime.weights.send_plan import NUM_BUFFERS
 
 logger = logging.getLogger(__name__)
 
@@ -354,6 +355,8 @@ class MegatronBackend:
         """
         if self.device.type == "cuda":
             objective, later = trained_objective(self.args, self._algorithm), self._parts().num_later_bytes
+            if not self.args.offload_train:  # buckets and the memory of recorded fills are kept between weight syncs
+                later += (NUM_BUFFERS + 1) * self.args.update_weight_buffer_size
             peak = training_peak(self._context, objective, self._trainable, self.parallel_info, later)
             self._sleeper.expect_in_training(peak)
 

@@ -59,6 +59,17 @@ class SendStream:
 
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
 
+    def sent(self) -> torch.cuda.Event | None:
+        """Records an event after all sends queued so far. Called from the sending thread."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def reuse(self, sent: torch.cuda.Event | None) -> None:
+        """Makes the fill stream wait until a bucket has been sent. Called from the filling thread."""
+        import torch
+
+        if self._stream is not None and sent is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(sent)
+
     @contextmanager
     def after(self, filled: torch.cuda.Event | None) -> Iterator[None]:
         """Runs the block's GPU work on the send stream after `filled`. Called from the sending thread."""
@@ -88,12 +99,13 @@ class Delivery:
         """
         self._turns, self._peers, self._deliver, self._stream = turns, peers, deliver, stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
-        self._running: deque[Future[None]] = deque()
+        self._running: deque[Future[torch.cuda.Event | None]] = deque()
         self._good, self._heard = True, 0
         self.failure: BaseException | None = None
         """The first error in any of this rank's turns."""
+        self._began: float | None = None
         self.seconds = 0.0
-        """Time spent in `deliver`."""
+        """Time from the start of the first bucket to the end of the last one."""
 
     def __enter__(self) -> Delivery:
         return self
@@ -108,29 +120,32 @@ class Delivery:
             self._running.append(self._pool.submit(self._let_begin, 0))
 
     def wait(self, most: int) -> None:
-        """Waits until at most `most` buckets are in flight."""
+        """Waits until at most `most` buckets are in flight. GPU work queued afterwards may overwrite the others."""
         while len(self._running) > most:
-            self._running.popleft().result()
+            self._stream.reuse(self._running.popleft().result())
 
     def send(self, number: int, bucket: Bucket | None) -> None:
         """Queues a bucket for turn `number`. None: filling failed, so no rank may send anything more."""
         self._running.append(self._pool.submit(self._take_turn, number, bucket, self._stream.filled()))
 
-    def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> None:
+    def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> torch.cuda.Event | None:
+        sent = None
         try:
             if (self._turns[number - 1].sender if number else 0) != self._peers.rank:
                 self._good = self._peers.hear(number, number - self._heard) and self._good
             if bucket is None:
                 self._good = False
             elif self._good:
-                began = time.monotonic()
+                self._began = self._began or time.monotonic()
                 with self._stream.after(filled):
                     self._deliver(bucket, self._stretch(number))
-                self.seconds += time.monotonic() - began
+                    sent = self._stream.sent()
+                self.seconds = time.monotonic() - self._began
         except BaseException as error:
             self._note(error)
         self._heard = number + 1
         self._let_begin(number + 1)
+        return sent
 
     def _stretch(self, number: int) -> Sequence[Turn]:
         """Returns this rank's consecutive turns from turn `number` on, or () if it also has the turn before."""

@@ -23,6 +23,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +217,15 @@ class ExpectedDigests:
         self._digest.read([*self._unread, *(hasher for one in self._open.values() for hasher in one.hashers)])
         self._unread_bytes = 0
         self._unread.clear()
+
+    def recording(self, device: torch.device) -> AbstractContextManager[object]:
+        """See `Digest.recording`."""
+        return self._digest.recording(device)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no engine tensor waits for more of its HF tensors."""
+        return not self._open
 
     def _begin(self, name: str, *, on_cpu: bool) -> _Resident:
         held = self._table.resident[name]

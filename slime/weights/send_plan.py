@@ -19,7 +19,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
@@ -96,6 +96,7 @@ class Buffers:
         self._allocate = allocate
         self._held: list[Tensor | None] = [None] * NUM_BUFFERS
         self._number = 0
+        self._num_freed = 0
 
     def next(self, specs: Sequence[Spec]) -> Bucket:
         """Returns an unfilled bucket that reuses the second-to-last bucket's memory, which no engine may still be
@@ -108,7 +109,21 @@ class Buffers:
             self._held[place] = held = self._allocate(num_bytes)
         return Bucket.of(specs, held)
 
+    def alone(self, specs: Sequence[Spec]) -> Bucket:
+        """Returns an unfilled bucket in memory of its own, which is freed with the bucket."""
+        return Bucket.of(specs, self._allocate(sum(spec.num_bytes for spec in specs)))
+
+    def begin(self) -> None:
+        """Starts a weight sync, so that its buckets use the same memory as those of the sync before."""
+        self._number = 0
+
+    @property
+    def places(self) -> Hashable:
+        """A value that changes when the memory of a buffer is replaced."""
+        return self._num_freed, tuple(None if one is None else one.data_ptr() for one in self._held)
+
     def free(self) -> None:
+        self._num_freed += 1
         self._held = [None] * NUM_BUFFERS
 
 
@@ -215,6 +230,11 @@ class Outgoing(Protocol):
     def fill_bytes(self, turn: Turn) -> int:
         """Returns how much extra memory the sender needs to fill a turn's bucket, beyond the bucket, the parameters and
         the memory that is always left free for each bucket."""
+
+    @property
+    def places(self) -> Hashable:
+        """A value that changes when the memory of a parameter moves. None if a CUDA graph cannot repeat the work of
+        `tensors`, for example because the host reads some of it."""
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, full tensor) for a turn's bucket on its sender, and nothing on other ranks.

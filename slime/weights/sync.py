@@ -28,8 +28,9 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,8 @@ from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, send_stream
 from slime.weights.engine_layout import UNREAD_BYTES, Digests, Expected, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
-from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Turn
+from slime.weights.recorded_fills import RecordedFills, copy
+from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Spec, Turn
 from slime.weights.transports import Channel
 
 
@@ -151,25 +153,29 @@ def sync_weights(
     peers: Peers | None = None,
     pause_mode: str = "abort",
     buffers: Buffers | None = None,
+    fills: RecordedFills | None = None,
     carried: Mapping[str, str] | None = None,
 ) -> dict[str, float]:
     """Sends `version` to all engines and returns timings and sizes. Collective over all training ranks.
 
     `outgoing`: the weights, in the engine's dtype. `buffer_bytes`: bucket size. `pause_mode`: what happens to running
-    requests (`abort`, `retract` or `in_place`). `buffers`: this rank's buffers from an earlier weight sync, for reuse.
-    `carried`: see `require_equal`.
+    requests (`abort`, `retract` or `in_place`). `buffers` and `fills`: those of this rank's earlier weight syncs, for
+    reuse. `carried`: see `require_equal`.
 
     Returns, in seconds and bytes: `update_weights_time` (total), `update_weights_pause_time`,
-    `update_weights_send_time` (while a bucket was in flight), `update_weights_verify_time` (digests on the engines, and
-    their comparison), `update_weights_digest_time` (digests on the slowest training rank; overlaps sending) and
+    `update_weights_send_time` (from the first bucket to the engines' answer to the last one),
+    `update_weights_verify_time` (digests on the engines, and their comparison), `update_weights_digest_time` (digests
+    on the slowest training rank; overlaps sending) and
     `update_weights_bytes`. In GPU-seconds of the engines: `PAUSED` and `PAUSED/<cause>` (see `PauseCauses`).
 
     Raises on every rank: `WeightSyncError` if an engine's weights differ, `EngineError` or `DeadlineExceeded` if an
     engine cannot be reached.
     """
-    run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, carried)
+    fills = fills or RecordedFills(on=False)
+    run = _WeightSync(outgoing, receivers, channel, digest, version, peers or Peers(), pause_mode, fills, carried)
     run.send_all(buffers or run.buffers(), buffer_bytes)
     outcome = run.agree()
+    run.end_fills(good=not isinstance(outcome, SlimeError))
     if isinstance(outcome, SlimeError):
         channel.abandon()
         raise outcome
@@ -237,20 +243,36 @@ class _WeightSync:
         version: int,
         peers: Peers,
         pause_mode: str,
+        fills: RecordedFills,
         carried: Mapping[str, str] | None,
     ) -> None:
-        self._carried = carried
+        self._carried, self._fills = carried, fills
         self._outgoing, self._receivers, self._channel, self._version = outgoing, receivers, channel, version
         self._peers, self._pause_mode = peers, pause_mode
-        layouts = [receiver.control.layout for receiver in receivers]
-        self._expected = ExpectedDigests(outgoing.table, layouts, digest)
+        self._layouts = tuple(receiver.control.layout for receiver in receivers)
+        self._digest = digest
+        self._key: Callable[[], Hashable] = lambda: None
+        self._expected = self._no_digests()
         self._failure: SlimeError | None = None
         self._started = time.monotonic()
         self._times = dict.fromkeys(("pause", "send", "verify", "digest"), 0.0)
-        self._causes = PauseCauses(sum(layout.num_ranks for layout in layouts))
+        self._causes = PauseCauses(sum(layout.num_ranks for layout in self._layouts))
         self._begun = False
         self._sent: list[Turn] = []
+        self._replayed: list[Turn] = []
+        """This rank's turns, by how their buckets were filled."""
         self._num_bytes = 0
+
+    def _key_of(self, turns: Sequence[Turn], buffers: Buffers) -> Hashable:
+        """Returns the key of what a recorded fill contains (`RecordedFills`), or None if nothing can be recorded."""
+        places = self._outgoing.places
+        return None if places is None else (places, buffers.places, self._layouts, turns)
+
+    def end_fills(self, *, good: bool) -> None:
+        self._fills.end(self._key(), good=good)
+
+    def _no_digests(self) -> ExpectedDigests:
+        return ExpectedDigests(self._outgoing.table, self._layouts, self._digest)
 
     def buffers(self) -> Buffers:
         return Buffers(lambda num_bytes: self._channel.allocate(num_bytes, self._outgoing.device))
@@ -269,22 +291,33 @@ class _WeightSync:
             self._send_in_turn(turns, buffers, buffer_bytes)
 
     def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
+        buffers.begin()
+        self._key = functools.partial(self._key_of, turns, buffers)
+        self._fills.begin(self._key(), self._no_digests)
+        keeps, before = self._fills.keeps(self._outgoing), 0
+        recordable: dict[int, tuple[Turn, Bucket]] = {}
         with Delivery(turns, self._peers, self._deliver, send_stream(self._outgoing.device)) as delivery:
             delivery.open(self._failure is None)
-            before = 0
             for number, turn in enumerate(turns):
                 if turn.sender == self._peers.rank:
                     needs = turn.num_bytes + self._outgoing.fill_bytes(turn)
                     if max(needs, before) > limit_bytes:  # no room for another bucket in flight
                         delivery.wait(0)
-                        buffers.free()
+                        if not keeps:
+                            buffers.free()
                     delivery.wait(NUM_BUFFERS - 1)
-                    delivery.send(number, self._filled(turn, buffers))
+                    make = buffers.alone if keeps and needs > limit_bytes else buffers.next
+                    bucket = self._filled(number, turn, make)
+                    delivery.send(number, bucket)
                     before = needs
+                    if bucket is not None and needs <= limit_bytes:
+                        recordable[number] = turn, bucket
                 else:
                     self._take_part(turn)
             delivery.wait(0)
         self._failure = _first_cause([self._as_failure(delivery.failure), self._failure])
+        if self._failure is None:
+            self._fills.record(self._outgoing, recordable)
         self._times["send"] += delivery.seconds
 
     def _send_everywhere(self, turns: Sequence[Turn], buffers: Buffers) -> None:
@@ -304,10 +337,13 @@ class _WeightSync:
         for _ in self._outgoing.tensors(turn):
             raise AssertionError("only the sender of a turn gets its tensors")
 
-    def _filled(self, turn: Turn, buffers: Buffers) -> Bucket | None:
+    def _filled(self, number: int, turn: Turn, make: Callable[[Sequence[Spec]], Bucket]) -> Bucket | None:
         """Returns a bucket filled with a turn's tensors, or None after any failure."""
         made: list[Bucket] = []
-        self._guarded(lambda: made.append(buffers.next(turn.specs)))
+        if self._fills.holds(number):
+            self._replayed.append(turn)
+            return self._fills.replay(number) if self._failure is None else None
+        self._guarded(lambda: made.append(make(turn.specs)))
         return made[0] if self._fill(turn, made[0] if made else None) else None
 
     def _fill(self, turn: Turn, bucket: Bucket | None) -> bool:
@@ -328,25 +364,16 @@ class _WeightSync:
                 held.append((views[name], tensor))
                 held_bytes += tensor.nbytes
                 if held_bytes >= UNREAD_BYTES:
-                    self._guarded(self._copy, held)
+                    self._guarded(copy, held)
                     held, held_bytes = [], 0
         except SlimeError as error:  # raised after the last tensor
             self._note(error)
-        self._guarded(self._copy, held)
+        self._guarded(copy, held)
         return bucket is not None and self._failure is None
 
     def _read(self, name: str, tensor: Any) -> None:
         with self._timed("digest"):
             self._expected.add(name, tensor)
-
-    def _copy(self, held: Sequence[tuple[Any, Any]]) -> None:
-        """Copies (place in the bucket, tensor) pairs with one call, because thousands of calls take longer than the
-        copies."""
-        import torch
-
-        if held:
-            with torch.no_grad():
-                torch._foreach_copy_([place for place, _ in held], [tensor for _, tensor in held])
 
     def _deliver(self, bucket: Bucket, stretch: Sequence[Turn]) -> None:
         """Sends a bucket. `stretch`: see `Delivery`. Runs in `Delivery`'s thread."""
@@ -384,18 +411,20 @@ class _WeightSync:
         return agreed
 
     def _rank_report(self) -> _RankReport:
-        if not self._sent:
+        if not self._sent and not self._replayed:
             return _RankReport(self._failure)
         digests: list[Digests] = []
-        names = [name for turn in self._sent for name in turn.hf_names]
         with self._timed("digest"):
-            self._guarded(lambda: digests.append(self._expected.finish(names)))
+            if self._sent:
+                self._guarded(lambda: digests.append(self._expected.finish(_names(self._sent))))
+            if self._replayed:
+                self._guarded(lambda: digests.append(self._fills.digests(_names(self._replayed))))
         reports: list[Any] = []  # stays empty if the channel never began
         if self._begun:
             self._guarded(lambda: reports.append(self._channel.report()))
         report = reports[0] if reports else None
         seconds = self._times["send"], self._times["digest"]
-        return _RankReport(self._failure, digests[0] if digests else {}, report, True, *seconds)
+        return _RankReport(self._failure, merged(digests), report, True, *seconds)
 
     def _complete(self, parts: Sequence[_RankReport]) -> None:
         """Completes the transfer and verifies every tensor on every rank of every engine."""
@@ -461,6 +490,10 @@ class _WeightSync:
             yield
         finally:
             self._times[name] += time.monotonic() - began
+
+
+def _names(turns: Iterable[Turn]) -> list[str]:
+    return [name for turn in turns for name in turn.hf_names]
 
 
 def _first_cause(failures: Sequence[SlimeError | None]) -> SlimeError | None:

@@ -290,18 +290,28 @@ class Whole:
         """
         self.table, self._rank, self._senders = table, rank, senders
         self._tensors: Mapping[str, torch.Tensor] = dict(named_tensors)
+        self._turns: dict[int, tuple[Turn, ...]] = {}
         self.device = next(iter(self._tensors.values())).device
 
     def turns(self, limit_bytes: int) -> Sequence[Turn]:
         """Raises `WeightSyncError` for a tensor that the table does not name."""
+        if limit_bytes in self._turns:
+            return self._turns[limit_bytes]
         groups = [
             TensorGroup((self.table.entry_of_hf(name),), (Spec(name, tuple(tensor.shape), tensor.dtype),))
             for name, tensor in self._tensors.items()
         ]
-        return turns_of(groups, senders=self._senders, limit_bytes=limit_bytes, together=self.table.together)
+        together = self.table.together
+        made = turns_of(groups, senders=self._senders, limit_bytes=limit_bytes, together=together)
+        return self._turns.setdefault(limit_bytes, made)
 
     def fill_bytes(self, turn: Turn) -> int:
         return 0  # nothing is gathered
+
+    @property
+    def places(self) -> Any:
+        moved = tuple(tensor.data_ptr() for tensor in self._tensors.values())
+        return moved if self.device.type == "cuda" else None
 
     def tensors(self, turn: Turn) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in turn.specs if turn.sender == self._rank else ():

@@ -16,7 +16,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -93,6 +93,16 @@ class TrainerWeights:
         Positive if a parameter is larger than about half a bucket.
         """
         return max(0, *(_bytes_of(group, self._message_bytes) - self._room for group in turn.groups))
+
+    @property
+    def places(self) -> Hashable:
+        """See `Outgoing`. None on a CPU, with adapters, which are merged for every sync, and if other ranks have
+        shards, because gathering was never tried in a graph."""
+        alone = len(self._tensor_ranks) == len(self._expert_ranks) == 1
+        if self.device.type != "cuda" or self._model.adapter_scale is not None or not alone:
+            return None
+        held = {id(one.held.parameter): one.held.parameter for one in self._model.tensors.values() if one.held}
+        return tuple(parameter.data_ptr() for parameter in held.values())
 
     def _tensor_groups(self) -> Iterator[TensorGroup]:
         for run in self.table.runs:

@@ -7,7 +7,7 @@ all tensors, digests are computed before the codes and scales are copied into a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -119,6 +119,10 @@ class QuantisedOutgoing:
         return self._weights.fill_bytes(plain) + int(
             TIMES * max((n for n in weights if 2 * n > self._run_bytes), default=0)
         )
+
+    @property
+    def places(self) -> Hashable:
+        return None
 
     def _quantises(self, spec: Spec) -> bool:
         return spec.name in self._quantised.names

@@ -116,7 +116,8 @@ class Channel(ABC):
     @abstractmethod
     def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
         """Sender, or the conductor if `everywhere`: sends the prepared bucket to all engines. Must not return before
-        all engines have the bucket, because its memory is then reused."""
+        GPU work that the current stream does later may overwrite the bucket. After the last announced bucket, all
+        engines must have all of them."""
 
     def report(self) -> Any:
         """Sender: returns picklable information about its buckets for `finish`."""

@@ -100,6 +100,8 @@ class DistributedChannel(Channel):
         """Whether all engines can receive many buckets in one call."""
         self._announced: deque[Turn] = deque()
         self._call: _Call | None = None
+        self._under_way: deque[tuple[Any, Bucket]] = deque()
+        """Broadcasts that may not have finished: with NCCL, the next one is queued before one has."""
 
     def begin(self, receivers: Sequence[Receiver], *, version: int) -> None:
         if self._group is not None and tuple(receivers) == self._members:
@@ -169,8 +171,14 @@ class DistributedChannel(Channel):
         if self._call is None:
             self._call = self._begin_call(prepared, receivers, version)
         call = self._call
-        self._wait(dist.broadcast(prepared.flat, src=0, group=self._group, async_op=True), call)
+        work = dist.broadcast(prepared.flat, src=0, group=self._group, async_op=True)
         call.left.popleft()
+        self._under_way.append((work, prepared))
+        if self._backend == "nccl":
+            work.wait()  # orders later work on this stream, and does not block
+        while len(self._under_way) > (1 if call.left and self._backend == "nccl" else 0):
+            self._wait(self._under_way[0][0], call)
+            self._under_way.popleft()
         if not call.left or call.failed:
             call.answer.result()
             self._call = None
@@ -248,7 +256,8 @@ class DistributedChannel(Channel):
         """Forgets the group. Returns a function that holds the last references to the group and leaves it."""
         import torch.distributed as dist
 
-        held = [self._group, self._store]
+        held = [self._group, self._store, *self._under_way]
+        self._under_way.clear()
         name, members, call = self._group_name, self._members, self._call
         self._group, self._store, self._members, self._call = None, None, (), None
         self._announced.clear()

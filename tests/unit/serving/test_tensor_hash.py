@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.serving.tensor_hash import TILE_WORDS, TileHasher, finish_all, read_all
+from slime.serving import tensor_hash
+from slime.serving.tensor_hash import TILE_WORDS, TileHasher, finish_all, read_all, recording
 
 CONTENT = torch.randint(0, 256, (4 * TILE_WORDS * 2 + 4 * 137 + 2,), generator=torch.Generator().manual_seed(1)).to(
     torch.uint8
@@ -54,3 +56,17 @@ def test_several_that_are_finished_together_have_their_own_digests(parts: list[t
         hashers[-1].add([CONTENT[: min(cut, length)], CONTENT[min(cut, length) : length]])
         read_all([hashers[-1]])
     assert finish_all(hashers) == [hashed([], length) for _, length in parts]
+
+
+def test_tables_of_recorded_kernel_calls_are_written_in_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel calls that are repeated later read rows that nothing else writes to."""
+    monkeypatch.setattr(tensor_hash, "MAX_ROWS", 5)
+    device, rows = torch.device("cpu"), [(1, 2, 3, 4, 5), (6, 7, 8, 9, 10)]
+    with recording(device) as kept:
+        first, second = tensor_hash._table(rows, device), tensor_hash._table(rows[::-1], device)
+        with pytest.raises(ValueError, match="more than 5 rows"):
+            tensor_hash._table(rows, device)
+    assert first.tolist() == [list(row) for row in rows] and second.tolist() == first.flip(0).tolist() and kept
+    with recording(device), pytest.raises(ValueError, match="whole words"):
+        hashed([3])
+    assert hashed([3]) == WHOLE

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slime.compat.sglang_weight_stream import Loads, buckets_of
+from slime.compat.sglang_weight_stream import Loads, buckets_of, recorded
 from slime.core.engine_interface import stream_format
 from slime.core.errors import EngineError
 from slime.weights.send_plan import Bucket, Spec
 
+DTYPES = torch.float32, torch.bfloat16, torch.uint8, torch.int64
 SHAPES: dict[str, tuple[int, ...]] = {"q": (4, 6), "k": (2, 6), "v": (2, 6), "gate": (5, 6), "up": (5, 6), "norm": (6,)}
 PARTS = {"q": ("qkv", 0), "k": ("qkv", 4), "v": ("qkv", 6), "gate": ("gate_up", 0), "up": ("gate_up", 5)}
 
@@ -152,3 +156,72 @@ def test_a_bucket_of_two_dtypes_is_read_as_it_was_written() -> None:
 def test_a_call_that_lists_fewer_tensors_than_it_announces_is_refused() -> None:
     with pytest.raises(EngineError, match="announces 2 tensors, but lists 1"):
         list(buckets_of(["a"], ["float32"], [(3,)], stream_format([2])))
+
+
+class Part(NamedTuple):
+    """One copy of `size` values of a dtype, `shift` values behind the previous one on each side."""
+
+    size: int
+    shifts: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+
+
+@drawn(
+    st.lists(
+        st.builds(Part, st.integers(0, 3), st.tuples(st.integers(0, 2), st.integers(0, 2)), st.sampled_from(DTYPES)),
+        max_size=12,
+    ),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_joined_copies_do_the_same(parts: list[Part], overlap: bool, random: Random) -> None:
+    """The oracle is the list of copies in the order in which the loader made them. Offsets are in units of 8 bytes plus
+    the dtype's size, so that the copies have all alignments."""
+    flat = torch.arange(512, dtype=torch.int32).to(torch.uint8)
+    into, want = torch.zeros(512, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8)
+
+    def load(memory: Tensor) -> None:
+        places, ends = [], [0, 0]
+        for size, shifts, dtype in parts:
+            each = dtype.itemsize
+            ends = [-(-(end + shift * each) // each) * each for end, shift in zip(ends, shifts, strict=True)]
+            places.append((ends[0], ends[1] - each if overlap and ends[1] else ends[1], size * each, dtype))
+            ends = [end + size * each for end in ends]
+        random.shuffle(places)
+        for start, place, length, dtype in places:
+            memory[place : place + length].view(dtype).copy_(flat[start : start + length].view(dtype))
+
+    state = random.getstate()
+    record = recorded(flat, lambda: load(into))
+    random.setstate(state)
+    load(want)
+    assert torch.equal(into, want)
+    into.zero_()
+    for one in record.copied:
+        one.into.copy_(one.source(flat))
+    assert torch.equal(into, want)
+
+
+def test_the_experts_of_a_layer_are_three_copies() -> None:
+    """Law: the number of copies does not depend on the number of experts."""
+    num, inner, hidden = 8, 3, 4
+    up, down = nn.Parameter(torch.zeros(num, 2 * inner, hidden)), nn.Parameter(torch.zeros(num, hidden, inner))
+    specs = [Spec(f"{e}.{part}", (inner, hidden), torch.float32) for e in range(num) for part in ("gate", "up", "down")]
+    flat = torch.randn(sum(spec.num_bytes for spec in specs) // 4).view(torch.uint8)
+
+    def load() -> None:
+        for name, tensor in Bucket.of(specs, flat).tensors:
+            expert, part = name.split(".")
+            if part == "down":
+                down.data[int(expert)].copy_(tensor.view(hidden, inner))
+            else:
+                up.data[int(expert)].narrow(0, inner * (part == "up"), inner).copy_(tensor)
+
+    record = recorded(flat, load)
+    want = up.detach().clone(), down.detach().clone()
+    assert len(record.copied) <= 3 and not record.others
+    up.data.zero_()
+    down.data.zero_()
+    for one in record.copied:
+        one.into.copy_(one.source(flat))
+    assert torch.equal(up, want[0]) and torch.equal(down, want[1])
