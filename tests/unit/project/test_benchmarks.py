@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 
 from benchmarks.asynchronous import LONGEST, PROMPTS, SAMPLES, SHORTEST, WARM_UP, length_of, measure, rewards, speeds
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def test_lengths_belong_to_the_sample_and_have_a_heavy_tail() -> None:
@@ -43,3 +48,11 @@ def test_rates_are_of_the_time_after_the_warm_up() -> None:
     other = {**figures, "samples_per_s": 2 * per_step, "reward": 0.70}
     both = {"sync": [figures, figures], "other": [other, other]}
     assert "2.00x (2.00-2.00)" in speeds(both) and "-0.050 ± 0.000" in rewards(both)
+
+
+@pytest.mark.style
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*h200*.json")), ids=lambda file: file.stem)
+def test_figures_of_a_gpu_have_a_date(file: Path) -> None:
+    """A rerun that forgets the date would pass for the earlier run."""
+    dates = re.findall(r'"(?:date|when)": "(2\d{3}-\d\d-\d\d)', json.dumps(json.loads(file.read_text())))
+    assert dates, f"{file.name} does not say when it was measured"
