@@ -110,6 +110,9 @@ def _has_plain_stages(s: Any) -> bool:
     return (m["pipeline_model_parallel_size"] or 1) > 1 and (m["virtual_pipeline_model_parallel_size"] or 1) == 1
 
 
+CP_COMM_TYPES = ("all_gather", "a2a")
+"""The values of `--cp-comm-type` that the trainer supports."""
+
 _CONDITIONAL: Mapping[Need, str] = {
     Need(lambda s: s.enable_mtp_training, "--enable-mtp-training"): "mtp_num_layers mtp_loss_scaling_factor",
     Need(_balances, "--moe-aux-loss-coeff above 0"): "moe_router_load_balancing_type",
@@ -166,6 +169,10 @@ _CONDITIONAL: Mapping[Need, str] = {
     Need(_above_one("virtual_pipeline_model_parallel_size"), "--virtual-pipeline-model-parallel-size above 1"): (
         "microbatch_group_size_per_vp_stage"
     ),
+    Need(
+        lambda s: (s.megatron["context_parallel_size"] or 1) > 1 and s.megatron["cp_comm_type"] in CP_COMM_TYPES,
+        "--context-parallel-size above 1; with values other than a2a, keys and values are gathered (all_gather)",
+    ): "cp_comm_type",
     Need(_is_on("overlap_grad_reduce"), "--overlap-grad-reduce"): "bucket_size",
     Need(lambda s: s.device != "cpu", "a GPU"): "gradient_accumulation_fusion",
     Need(_is_on("optimizer_cpu_offload"), "--optimizer-cpu-offload"): "optimizer_offload_fraction",

@@ -2,9 +2,11 @@
 
 `PackedAttention` computes attention within each sequence of a packed row (`slime.ops.attention`). Under context
 parallelism, queries come from this rank's chunks and keys from the whole row (all-gather; Llama 3, arXiv:2407.21783,
-section 3.3.2), with the causal mask aligned at the end of both. If a sequence continues a shared prefix, a copy of the
-prefix's keys is prepended to its own. `RotatingAttention` is the layer around it. It is Megatron's attention, except
-that a single op (`slime.ops.qk_rotary`) computes queries and keys from the projection, using the row's rotary angles.
+section 3.3.2), with the causal mask aligned at the end of both. With `--cp-comm-type a2a`, each rank instead computes
+some heads of the whole row (all-to-all; DeepSpeed Ulysses, arXiv:2309.14509). If a sequence continues a shared prefix,
+a copy of the prefix's keys is prepended to its own. `RotatingAttention` is the layer around it. It is Megatron's
+attention, except that a single op (`slime.ops.qk_rotary`) computes queries and keys from the projection, using the
+row's rotary angles.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from slime.ops.norm import rms_norm
 from slime.ops.qk_rotary import Heads, split_and_rotate
 from slime.ops.repeats import Repeats, repeated
 from slime.ops.select import REFERENCE, is_invariant, name_of
+
+ALL_TO_ALL = "a2a"
+"""The value of `--cp-comm-type` with which context-parallel ranks split heads instead of gathering keys and values."""
 
 
 class RMSNorm(torch.nn.Module):
@@ -161,6 +166,7 @@ class PackedAttention(torch.nn.Module):
             )
         assert attention_type == "self", f"attention of type {attention_type} in layer {layer_number}"
         self.softmax_scale = softmax_scale
+        self.splits_heads = config.cp_comm_type == ALL_TO_ALL
 
     def forward(
         self,
@@ -178,6 +184,9 @@ class PackedAttention(torch.nn.Module):
         """
         packed = packed_seq_params
         assert packed is not None, "the trainer always packs its sequences"
+        if packed.shard is not None and self.splits_heads:
+            out = self._attend_with_own_heads(query, key, value, packed, packed.shard)
+            return out.reshape(query.size(0), -1)
         if packed.shard is not None:
             key, value = packed.shard.keys_and_values(key, value)
         if packed.repeats is None:
@@ -186,6 +195,19 @@ class PackedAttention(torch.nn.Module):
             with repeated((key, value), packed.repeats) as (key, value):
                 out = self._attend(query, key, value, packed)
         return out.reshape(query.size(0), -1)
+
+    def _attend_with_own_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, shard: RowShard
+    ) -> Tensor:
+        """query [T / cp, heads, d], key [T / cp, groups, d], value [T / cp, groups, d_v] -> [T / cp, heads, d_v], by
+        attention over the whole row with heads / cp heads."""
+        both = shard.by_heads(torch.cat([key, value], dim=-1))
+        key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
+        lengths, starts = shard.lengths, shard.cu_lengths
+        row = dataclasses.replace(
+            packed, query_lengths=lengths, key_lengths=lengths, cu_query=starts, cu_key=starts, repeats=None
+        )
+        return shard.by_tokens(self._attend(shard.by_heads(query), key, value, row))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d_v]."""

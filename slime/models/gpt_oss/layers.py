@@ -101,7 +101,8 @@ class SinkAttention(PackedAttention):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d]."""
         scale = query.size(-1) ** -0.5
-        sinks = (self.sinks / scale).to(query.dtype).expand(query.size(0), -1)
+        own = packed.shard.own_heads(self.sinks) if packed.shard is not None and self.splits_heads else self.sinks
+        sinks = (own / scale).to(query.dtype).expand(query.size(0), -1)
         query = torch.cat([query, functional.pad(sinks.unsqueeze(-1), (0, _MORE - 1))], dim=-1)
         key = functional.pad(key, (0, _MORE))
         sink = functional.one_hot(torch.tensor(key.size(-1) - _MORE), key.size(-1)).to(key)

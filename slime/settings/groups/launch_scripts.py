@@ -95,7 +95,8 @@ class LaunchScriptSettings:
     )
     """Experimental features of Megatron."""
     allgather_cp: bool = opt(
-        False, needs=_never("which changes nothing: context-parallel ranks always gather keys and values")
+        False,
+        needs=_never("which changes nothing: context-parallel ranks gather keys and values, unless --cp-comm-type a2a"),
     )
     """Layout of sequences over context-parallel ranks for sparse attention."""
     recompute_loss_function: bool = opt(

@@ -340,6 +340,26 @@ def prefixes_can_be_shared(args: Args) -> str | None:
     return None if problem is None else f"--use-prefix-sharing does not work with this model: {problem}; drop the flag"
 
 
+def context_ranks_can_split_heads(args: Args) -> str | None:
+    """Checks `--cp-comm-type a2a`."""
+    m = args.megatron
+    tp, cp = m["tensor_model_parallel_size"] or 1, m["context_parallel_size"] or 1
+    if m["cp_comm_type"] != "a2a" or cp == 1:
+        return None
+    instead = "use --cp-comm-type all_gather"
+    for name in ("num_attention_heads", "num_query_groups"):
+        if m[name] % (tp * cp):
+            return (
+                f"--cp-comm-type a2a splits heads over tensor- and context-parallel ranks, but {tp * cp} ranks do not "
+                f"divide {name} {m[name]} of the checkpoint; {instead}"
+            )
+    if args.use_prefix_sharing:
+        return f"--cp-comm-type a2a does not work with --use-prefix-sharing; drop one of the two, or {instead}"
+    if problem := prefix_problem_of(args.hf_checkpoint):
+        return f"--cp-comm-type a2a does not work with this model: {problem}; {instead}"
+    return None
+
+
 def only_known_modules_are_recomputed(args: Args) -> str | None:
     others = sorted({*(args.megatron["recompute_modules"] or ())} - {*RECOMPUTED})
     if not others or args.megatron["recompute_granularity"] != "selective":
@@ -420,6 +440,7 @@ RULES: tuple[Rule, ...] = (
     fused_kernels_can_run,
     trainer_can_be_true_on_policy,
     prefixes_can_be_shared,
+    context_ranks_can_split_heads,
     only_known_modules_are_recomputed,
     refuse_if(lambda s: s.megatron["fp16"] and s.megatron["bf16"], "--fp16 contradicts --bf16; set only one of them"),
     one_warm_up,

@@ -72,6 +72,8 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         # denominators of the whole step, so the gradient is a plain sum. slime's flag of this name does not set it.
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
+        # Megatron also allows a list, one value per layer, and values that slime does not use.
+        cp_comm_type="a2a" if values.get("cp_comm_type") == "a2a" else None,
         mtp_num_layers=None,  # slime implements multi-token prediction
         experimental_attention_variant=None,  # slime has its own layers; Megatron's do not support context parallelism
     )

@@ -4,7 +4,7 @@ Context parallelism is visible only to `PolicyModel` and the attention layers: e
 results of all response tokens, so all ranks compute the same losses and metrics. Softmax attention gathers keys and
 values. Recurrent layers need full sequences, but their heads are independent. As DeepSpeed Ulysses does for attention
 (arXiv:2309.14509), they use an all-to-all before the recurrence to switch from a split by tokens to a split by heads,
-and another one afterwards to switch back.
+and another one afterwards to switch back. So does softmax attention with `--cp-comm-type a2a`.
 
 Invariants
 1. Every rank computes the same loss and so has the gradients of all results. It uses only the gradients of its own

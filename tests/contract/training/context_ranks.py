@@ -45,7 +45,7 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> Any:
     return plan.packed({name: torch.from_numpy(array) for name, array in plan.arrays.items()})
 
 
-def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def compute(positions: tuple[int, ...], *, splits_heads: bool = False) -> dict[str, torch.Tensor]:
     """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
     from slime.models.common.packed_attention import PackedAttention
     from slime.training.model.log_probs import VocabShard, token_log_probs
@@ -61,7 +61,7 @@ def compute(positions: tuple[int, ...]) -> dict[str, torch.Tensor]:
         leaf.requires_grad_()
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
-    attention.softmax_scale = None
+    attention.softmax_scale, attention.splits_heads = None, splits_heads
     out = attention(leaves["query"], leaves["key"], leaves["value"], packed_seq_params=packed)
     wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
     which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
@@ -104,12 +104,12 @@ def exchange(seat: Seat) -> dict[str, torch.Tensor]:
             mpu.destroy_model_parallel()
 
 
-def compute_part(seat: Seat) -> list[dict[str, torch.Tensor]]:
+def compute_part(seat: Seat, *, splits_heads: bool = False) -> list[dict[str, torch.Tensor]]:
     """What this rank finds, for each of `PREDICTING`."""
     activate("cpu")
     with seat.world():
         mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
         try:
-            return [compute(positions) for positions in PREDICTING]
+            return [compute(positions, splits_heads=splits_heads) for positions in PREDICTING]
         finally:
             mpu.destroy_model_parallel()

@@ -3,6 +3,9 @@ is what runs through all tokens of a head."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,12 +18,18 @@ from tests.contract.training.context_ranks import (
     exchange,
     problem,
 )
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, Seat
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, ranks: Ranks) -> None:
-    by_rank = ranks.run(compute_part, size)
+def by_all_to_all(seat: Seat) -> list[dict[str, torch.Tensor]]:
+    return compute_part(seat, splits_heads=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "part"), [(2, compute_part), (2, by_all_to_all), pytest.param(4, compute_part, marks=pytest.mark.slow)]
+)
+def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, part: Callable[..., Any], ranks: Ranks) -> None:
+    by_rank = ranks.run(part, size)
     for case, positions in enumerate(PREDICTING):
         whole, parts = compute(positions), [rank[case] for rank in by_rank]
         for part in parts:

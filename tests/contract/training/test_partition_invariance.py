@@ -27,6 +27,7 @@ SP = {**TP, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
 VP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
+HEADS = {"cp_comm_type": "a2a"}
 EP = {"expert_model_parallel_size": 2}
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 OVERLAP = {"overlap_grad_reduce": True}
@@ -60,9 +61,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "pp2_uneven": _layout(2, PP, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}),
     "vp2": _layout(2, VP, OVERLAP),
     "cp2": _layout(2, CP),
+    "cp2_a2a": _layout(2, CP, HEADS),
     "tp2pp2": _layout(4, SP, PP),
     "dp2pp2": _layout(4, PP, OVERLAP),
     "pp2cp2": _layout(4, PP, CP),
+    "pp2cp2_a2a": _layout(4, PP, CP, HEADS),
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "one": _layout(1),

@@ -48,6 +48,33 @@ def test_a_run_without_groups_is_told_so(base: list[str]) -> None:
     assert not args.use_prefix_sharing and "use_prefix_sharing True, which needs several samples" in listed(args)
 
 
+SPLIT = "--actor-num-gpus-per-node 2 --context-parallel-size 2 --cp-comm-type"
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "said"),
+    [
+        ({"num_key_value_heads": 1}, "", "2 ranks do not divide num_query_groups 1"),
+        ({}, SHARED, "does not work with --use-prefix-sharing"),
+        (NEXT, "", "recurrent state"),
+    ],
+)
+def test_context_ranks_split_heads_only_where_they_can(
+    base: list[str], config: dict[str, Any], flags: str, said: str
+) -> None:
+    own = json.loads((Path(base[base.index("--hf-checkpoint") + 1]) / "config.json").read_text())
+    flags = f"{SPLIT} a2a {flags}"
+    assert parse_args([*base, *f"{SPLIT} a2a".split()]).megatron["cp_comm_type"] == "a2a"
+    message = refused([*_of(base, {**(own if "model_type" not in config else {}), **config}), *flags.split()])
+    assert said in message and "--cp-comm-type all_gather" in message
+
+
+def test_other_exchanges_between_context_ranks_are_listed(base: list[str]) -> None:
+    assert "keys and values are gathered" in listed(parse_args([*base, *f"{SPLIT} p2p".split()]))
+    assert "cp_comm_type" not in listed(parse_args([*base, *f"{SPLIT} all_gather".split()]))
+    assert "cp_comm_type" in listed(parse_args([*base, "--cp-comm-type", "a2a"])), "without other ranks"
+
+
 def test_turns_of_a_conversation_are_samples_that_begin_alike(base: list[str]) -> None:
     assert parse_args([*base, SHARED, "--loss-type", "sft_loss"]).use_prefix_sharing
 
