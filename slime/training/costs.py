@@ -544,6 +544,8 @@ def exchange_seconds(job: Job, stage: int, work: Work, *, gradients: bool = True
         out["TP"] = sent / (link(job, s.tp) * _rate("all-reduce"))
     if s.cp > 1:
         keys = HALF * max(one.gathered for one in stage_elements(job, stage))
+        if config.get("kv_lora_rank"):  # ranks gather latents, and each computes keys and values from them
+            keys = HALF * s.cp * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         out["CP"] = passes * layers * tokens * keys * (s.cp - 1) / s.cp / link(job, s.tp * s.cp)
     if s.ep > 1 and sparse:
         rows = tokens / s.tp * int(config["num_experts_per_tok"])

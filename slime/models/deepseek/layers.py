@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn.utils import skip_init
 
 from slime.core.errors import ConfigError
 from slime.core.hf_config import HfConfig
-from slime.models.common.packed_attention import PackedAttention, PackedSequences, RMSNorm, current_device
+from slime.models.common.packed_attention import PackedAttention, PackedSequences, RMSNorm, RowShard, current_device
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek.config import indexer_kinds
 from slime.ops.attention import per_sequence, to_selected, wide_product
@@ -129,10 +130,10 @@ class LatentAttention(MegatronModule):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). Keys and values share a small latent.
 
     Megatron's module with the local spec splits the down projections. Here they are replicated on tensor-parallel
-    ranks, as in the engines, and only heads are split. The core attention is `PackedAttention`, so context parallelism
-    works as in other models. Used for DeepSeek-V3 and GLM-4.7-Flash, and with a `SparseIndexer` for DeepSeek-V3.2 and
-    GLM-5: rows with a sequence of more than `index_topk` tokens then attend to the selected latents (`to_selected`),
-    which context-parallel ranks gather instead of keys and values.
+    ranks, as in the engines, and only heads are split. The core attention is `PackedAttention`, but context-parallel
+    ranks gather latents instead of keys and values (except with `--cp-comm-type a2a`). Used for DeepSeek-V3 and
+    GLM-4.7-Flash, and with a `SparseIndexer` for DeepSeek-V3.2 and GLM-5: rows with a sequence of more than
+    `index_topk` tokens then attend to the selected latents (`to_selected`).
 
     Invariants
     1. The rotary part of a key is shared by all heads, so its gradient is summed over tensor-parallel ranks.
@@ -222,13 +223,41 @@ class LatentAttention(MegatronModule):
 
     def _attend_to_all(self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, nope + rope], latent [T_local, 1, rank], turned [T, 1, rope] -> [T, heads * v]."""
+        if packed.shard is not None and not self.core_attention.splits_heads:
+            return self._attend_to_row(query, latent, turned, packed, packed.shard)
+        core = functools.partial(self.core_attention, packed_seq_params=packed)
         key_value = self.linear_kv_up_proj(latent)[0].squeeze(1).unflatten(-1, (self.heads, -1))
+        return self._causal(query, key_value, turned, core, recompute=self.recompute_core)
 
-        def core(*qkv: Tensor) -> Tensor:
-            out: Tensor = self.core_attention(*qkv, packed_seq_params=packed)
-            return out
+    def _attend_to_row(
+        self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences, shard: RowShard
+    ) -> Tensor:
+        """Like `_attend_to_all`, under context parallelism. Ranks gather latents, which are much smaller than the keys
+        and values of all heads, and each computes the keys and values of the row. Recomputation includes both."""
+        core = functools.partial(self.core_attention, packed_seq_params=dataclasses.replace(packed, shard=None))
 
-        return self._causal(query, key_value, turned, core)
+        def attend(query: Tensor, latent: Tensor, turned: Tensor) -> Tensor:
+            key_value, turned = self._keys_of_row(latent, turned, shard)
+            return self._causal(query, key_value, turned, core, recompute=False)
+
+        out: Tensor = (
+            checkpoint(attend, False, query, latent, turned) if self.recompute_core else attend(query, latent, turned)
+        )
+        return out
+
+    def _keys_of_row(self, latent: Tensor, turned: Tensor, shard: RowShard) -> tuple[Tensor, Tensor]:
+        """latent [T_local, 1, rank], turned [T, 1, rope] of this rank's tokens -> [K, heads, nope + v] and [K, 1, rope]
+        of all keys that they attend to."""
+        parallel = self.config.sequence_parallel
+        if parallel:  # the gradient comes back whole from the scattering below
+            latent = gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=False)
+        keys = shard.of_keys(torch.cat([latent, turned], dim=-1))
+        latent, turned = keys.split([self.kv_rank, self.rope], dim=-1)
+        if parallel:
+            missing = -keys.size(0) % self.config.tensor_model_parallel_size
+            latent = scatter_to_sequence_parallel_region(functional.pad(latent, (0, 0, 0, 0, 0, missing)))
+        key_value = self.linear_kv_up_proj(latent)[0][: keys.size(0)].squeeze(1)
+        return key_value.unflatten(-1, (self.heads, -1)), turned
 
     def _attend_to_selected(
         self, query: Tensor, latent: Tensor, turned: Tensor, packed: PackedSequences, selected: Sequence[Tensor | None]
@@ -249,10 +278,12 @@ class LatentAttention(MegatronModule):
             core = functools.partial(
                 per_sequence, query_lengths=[q.size(0)], key_lengths=[kv.size(0)], scale=self.scale
             )
-            out.append(self._causal(q, key_value, turned, core))
+            out.append(self._causal(q, key_value, turned, core, recompute=self.recompute_core))
         return torch.cat(out)
 
-    def _causal(self, query: Tensor, key_value: Tensor, turned: Tensor, core: Callable[..., Tensor]) -> Tensor:
+    def _causal(
+        self, query: Tensor, key_value: Tensor, turned: Tensor, core: Callable[..., Tensor], *, recompute: bool
+    ) -> Tensor:
         """key_value [K, heads, nope + v], turned [K, 1, rope] -> the output of `core` for query, key and value, [T,
         heads * v]."""
         key, value = key_value.split([self.nope, self.value], dim=-1)
@@ -260,7 +291,7 @@ class LatentAttention(MegatronModule):
         missing = query.size(-1) - self.value if query.is_cuda else 0  # GPU kernels need equal head sizes
         if missing > 0:
             value = functional.pad(value, [0, missing])
-        out: Tensor = checkpoint(core, False, query, key, value) if self.recompute_core else core(query, key, value)
+        out: Tensor = checkpoint(core, False, query, key, value) if recompute else core(query, key, value)
         return out.view(query.size(0), self.heads, -1)[..., : self.value].flatten(1)
 
     def _of_all_tokens(self, x: Tensor) -> Tensor:

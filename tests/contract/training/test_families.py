@@ -47,7 +47,7 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2ep2": (4, {**PP, **EP, **ALL_TO_ALL}),
     "cp2": (2, CP),
 }
-OWN_HEADS = {"cp2_a2a": (2, {**CP, "cp_comm_type": "a2a"})}
+SPLIT = {"cp2_a2a": (2, {**CP, "cp_comm_type": "a2a"}), "sp2cp2": (4, {**SP, **CP})}
 """For a family with a value of another size than the key, one with sinks and windows, and a plain one."""
 QUICK = ("deepseek_v3", "sp2ep2")
 """With everything that there is to split; the others are slow."""
@@ -56,7 +56,7 @@ QUICK = ("deepseek_v3", "sp2ep2")
 def layouts_of(family: str) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layouts in which a family is tried."""
     layouts = EXPERTS if family in WITH_EXPERTS else DENSE
-    return layouts | OWN_HEADS if family in ("deepseek_v3", "gpt_oss", "glm4") else layouts
+    return layouts | SPLIT if family in ("deepseek_v3", "gpt_oss", "glm4") else layouts
 
 
 class Runs:
