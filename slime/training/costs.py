@@ -360,10 +360,14 @@ def training_memory(job: Job, stage: int) -> Memory:
 
 
 def fixed_memory(job: Job) -> Memory:
-    """Returns what a training process keeps besides tensors: the CUDA context, kernels, workspaces, communicators."""
+    """Returns what a training process keeps besides the tensors of training: the CUDA context, kernels, workspaces,
+    communicators and, if it does not lend its GPU, the buckets of the weight sync and what fills them."""
     s = job.sizes
     groups = sum(n > 1 for n in (s.tp, s.cp, s.pp, s.ep, job.dp, job.expert_dp)) + (job.world > 1)
-    return Memory({"CUDA context": RATES["context"].value, "NCCL": groups * RATES["communicator"].value})
+    kept = {"CUDA context": RATES["context"].value, "NCCL": groups * RATES["communicator"].value}
+    if not job.colocated:
+        kept["buckets of the weight sync"] = float((NUM_BUFFERS + 1) * job.bucket_bytes)
+    return Memory(kept)
 
 
 def host_memory(job: Job, stage: int) -> float:

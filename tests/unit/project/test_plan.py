@@ -126,6 +126,8 @@ def test_waiting_and_recomputing_take_time_and_memory_where_they_should() -> Non
     assert costs.train_seconds(again) > costs.train_seconds(plain)
     near, far = job("4b", world=8), job("4b", world=16)
     assert costs.update_seconds(far, 0)["DP"] > 4 * costs.update_seconds(near, 0)["DP"], "between hosts"
+    alone, lends = (costs.fixed_memory(job("4b", colocated=colocated)).total for colocated in (False, True))
+    assert alone - lends == 3 * job("4b").bucket_bytes > 0, "a trainer with a GPU of its own keeps its buckets"
     assert costs.check_sizes(job("4b", world=2).with_sizes(ParallelSizes(tp=3))) is not None
 
 
