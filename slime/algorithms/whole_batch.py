@@ -10,7 +10,7 @@ distillation, whitening, and users' functions (`--custom-advantage-function-path
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -50,16 +50,24 @@ class RolloutView:
     """[R] values of the critic; None without a critic."""
     kl: Arrays | None
     """[R] KL to the reference; None without --kl-coef."""
+    scores: Callable[[], npt.NDArray[np.float64]]
+    """Computes the rewards [S] as the estimator compares them."""
 
     def as_dict(self) -> dict[str, Any]:
         samples = self.batch.samples
+        sampled = [s.rollout_log_probs for s in samples if s.rollout_log_probs is not None]
         return {
             "tokens": _tensors([s.tokens.astype(np.int64) for s in samples]),
             "total_lengths": [s.num_tokens for s in samples],
             "response_lengths": [s.response_length for s in samples],
-            "rewards": [s.reward for s in samples],
+            "rewards": self.scores().tolist(),
+            "raw_reward": [s.reward for s in samples],
+            "truncated": [int(s.truncated) for s in samples],
             "group_index": [s.group_index for s in samples],
             "index": [s.index for s in samples],
+            "sample_indices": [s.index for s in samples],
+            "rollout_ids": list(self.batch.executions),
+            "rollout_log_probs": _tensors(sampled) if len(sampled) == len(samples) else None,
             "loss_masks": _tensors(self.masks),
             "log_probs": _tensors(self.log_probs.old),
             "ref_log_probs": _tensors(self.log_probs.ref),
@@ -67,6 +75,17 @@ class RolloutView:
             "values": _tensors(self.values),
             "kl": _tensors(self.kl),
         }
+
+    def require_only_advantages(self, data: dict[str, Any], flag: str) -> None:
+        """Raises `HookError` if the function changed what training does not read back from `data`."""
+        own = self.as_dict()
+        for name in ("tokens", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "values"):
+            if not _same(data.get(name), own[name]):
+                raise HookError(
+                    f"{flag} changed rollout_data[{name!r}], which training does not read back; change only advantages "
+                    "and returns, and give tokens that must not be trained an advantage of 0 (docs/migration.md, row "
+                    "--rollout-data-postprocess-path)"
+                )
 
     def estimate_in(self, data: dict[str, Any], flag: str) -> Estimate:
         """Reads the advantages and, with a critic, the returns that the user function given by `flag` set in `data`."""
@@ -80,6 +99,7 @@ def custom_advantages(args: Args, view: RolloutView) -> Estimate:
     assert args.custom_advantage_function_path is not None, "the caller checked it"
     data = view.as_dict()
     load_hook(args.custom_advantage_function_path, "advantage")(for_hook(args), data)
+    view.require_only_advantages(data, "--custom-advantage-function-path")
     return view.estimate_in(data, "--custom-advantage-function-path")
 
 
@@ -87,6 +107,7 @@ def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
     assert args.rollout_data_postprocess_path is not None, "the caller checked it"
     data = view.as_dict() | {"advantages": _tensors(made.advantages), "returns": _tensors(made.returns)}
     load_hook(args.rollout_data_postprocess_path, "data_postprocess")(for_hook(args), view.batch.rollout_id, data)
+    view.require_only_advantages(data, "--rollout-data-postprocess-path")
     return view.estimate_in(data, "--rollout-data-postprocess-path")
 
 
@@ -95,6 +116,16 @@ def _tensors(arrays: Sequence[Any] | None) -> list[Tensor] | None:
     import torch
 
     return None if arrays is None else [torch.from_numpy(np.array(x)) for x in arrays]
+
+
+def _same(found: Any, own: list[Tensor] | None) -> bool:
+    """Returns whether the tensors of each sample are equal; NaN equals NaN. What is missing changes nothing."""
+    if found is None or own is None:
+        return True
+    if not isinstance(found, (list, tuple)) or len(found) != len(own):
+        return False
+    pairs = zip(found, own, strict=True)
+    return all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in pairs)
 
 
 def _checked(values: Any, name: str, masks: Arrays, flag: str) -> Arrays:
@@ -237,11 +268,12 @@ def advantages_and_returns(
         zeros = Spread(np.zeros(len(masks)), masks)
         return AdvantagesAndReturns(zeros, zeros if values is not None else None)
     kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
-    view = RolloutView(batch, masks, log_probs, values, kl)
+    rewarded = _rewarded(batch, masks, log_probs, values, kl, float(args.kl_coef))
+    view = RolloutView(batch, masks, log_probs, values, kl, lambda: algorithm.estimator.scores(rewarded))
     if args.custom_advantage_function_path:
         made = custom_advantages(args, view)
     else:
-        made = algorithm.estimator.estimate(_rewarded(batch, masks, log_probs, values, kl, float(args.kl_coef)))
+        made = algorithm.estimator.estimate(rewarded)
     advantages = made.advantages
     if args.use_opd:
         teacher = _teacher(batch.samples, args, log_probs)

@@ -121,6 +121,10 @@ class AdvantageEstimator(ABC):
     def estimate(self, batch: RewardedBatch) -> Estimate:
         """Computes advantages, before distillation and whitening. All ranks must get the same result."""
 
+    def scores(self, batch: RewardedBatch) -> Array:
+        """Returns the rewards [S] that advantages are made of: normalised if the estimator compares within groups."""
+        return batch.rewards
+
     def check(self, args: Args) -> str | None:
         """Returns an error message if the settings conflict, else None. Called before the run starts."""
         return None

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch, Spread
 from slime.algorithms.advantages.returns import spread_advantage
-from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import Need, always, derived, opt
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class GroupEstimator(AdvantageEstimator):
             else "rewards are compared within a group"
         ),
         off_names=("--disable-rewards-normalization",),
-        needs=OWN_ADVANTAGES,
         asks=always,
     )
     """Subtract the mean reward of the group. Off with --custom-reward-post-process-path or
@@ -76,11 +74,13 @@ class GroupEstimator(AdvantageEstimator):
             "and normalize in the hook"
         )
 
-    def estimate(self, batch: RewardedBatch) -> Estimate:
+    def scores(self, batch: RewardedBatch) -> Array:
         if self.rewards_normalization:
-            scores = self.compared(batch.rewards, batch.groups, batch.executions)
-        else:
-            scores = np.nan_to_num(batch.rewards, nan=0.0)
+            return self.compared(batch.rewards, batch.groups, batch.executions)
+        return np.nan_to_num(batch.rewards, nan=0.0)
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        scores = self.scores(batch)
         masks, kl, coef = batch.masks, batch.kl, batch.kl_coef
         if kl is None or not coef:
             return Estimate(Spread(np.asarray(scores, np.float64), masks))
@@ -112,7 +112,7 @@ STD_EPSILON = 1e-6
 Scale = Literal["group", "batch", "none"]
 """The samples over which the standard deviation is computed."""
 
-_COMPARES = (OWN_ADVANTAGES, Need(lambda s: s.rewards_normalization, "rewards_normalization"))
+_COMPARES = (Need(lambda s: s.rewards_normalization, "rewards_normalization"),)
 
 
 @ESTIMATORS.register("grpo")

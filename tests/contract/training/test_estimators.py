@@ -162,7 +162,8 @@ def test_functions_of_the_user(tiny_qwen3: Path, tmp_path: Path, make_backend: M
 
     advantages = f"{file}:own_advantages"
     raw = gradients(rewards_normalization=False)
-    same(gradients(custom_advantage_function_path=advantages), raw)
+    same(gradients(custom_advantage_function_path=advantages, rewards_normalization=False), raw)
+    same(gradients(custom_advantage_function_path=advantages), gradients())
     # On policy the clipped loss has the gradient of -A log p.
     custom = {"loss_type": "custom_loss", "custom_loss_function_path": f"{file}:own_loss"}
     same(gradients(rewards_normalization=False, **custom), raw)

@@ -101,10 +101,8 @@ IDLE = [
     ("--disable-rewards-normalization --advantage-scale batch", "advantage_scale batch"),
     ("--disable-rewards-normalization --advantage-epsilon 1e-4", "advantage_epsilon 0.0001"),
     ("--advantage-scale none --advantage-epsilon 1e-4", "which needs advantage_scale group or batch"),
-    (f"{HOOK} --advantage-scale batch", "--custom-advantage-function-path replaces it"),
     (f"{HOOK} --advantage-estimator ppo --lambd 0.9", "--custom-advantage-function-path replaces it"),
     (f"{HOOK} --advantage-estimator ppo --gamma 0.9", "--custom-advantage-function-path replaces it"),
-    (f"{HOOK} --disable-rewards-normalization", "--custom-advantage-function-path replaces it"),
     ("--value-clip 0.1", "which needs advantage_estimator ppo"),
     ("--opd-kl-coef 0.5", "which needs --use-opd"),
     # Reference and aggregation.
