@@ -161,9 +161,16 @@ def check_hooks(args: Args) -> None:
     problems = []
     for path, kind in _configured(args):
         try:
-            load_hook(path, kind)
+            hook = load_hook(path, kind)
         except HookError as error:
             problems.append(str(error))
+            continue
+        if kind == "loss" and not args.custom_loss_logits and "logits" in inspect.signature(hook).parameters:
+            problems.append(
+                f"--custom-loss-function-path {path} has a parameter named logits, but a loss gets log-probs by "
+                "default; add --custom-loss-logits, or name the parameter log_probs (docs/migration.md, row "
+                "--custom-loss-function-path)"
+            )
     if problems:
         raise HookError("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
 

@@ -327,7 +327,7 @@ RECORD = "enable_return_routed_experts"
 
 def _has_old_pass(s: Any) -> bool:
     """Returns whether the trainer runs a forward pass of the policy before it trains on a batch (`MegatronBackend`)."""
-    hooks = s.custom_advantage_function_path or s.rollout_data_postprocess_path
+    hooks = s.custom_advantage_function_path or s.rollout_data_postprocess_path or s.custom_loss_logits
     read = s.kl_coef or s.use_opd or hooks or estimator_of(s).reads_log_probs
     several = s.use_dynamic_global_batch_size or s.num_steps_per_rollout > 1
     return bool(several or read or s.keep_old_actor)

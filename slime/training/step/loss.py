@@ -171,6 +171,7 @@ class CustomObjective(LogProbs):
             answer, source = output.logits.unsqueeze(0), output.logits
             whole = batch.tokens[: sum(batch.total_lengths)]
             data.update(total_lengths=list(batch.total_lengths), unconcat_tokens=list(whole.split(batch.total_lengths)))
+            data.update(_by_sample(batch))
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted(unmasked(values, batch.mask), batch)
@@ -186,6 +187,23 @@ class CustomObjective(LogProbs):
         sums["loss"] = loss.detach().double()
         # If the user's loss is not finite, it cannot be attributed to a token, so every token gets the loss.
         return LossParts(loss, loss.detach().expand_as(log_probs), sums)
+
+
+def _by_sample(batch: MicroBatch) -> dict[str, list[Tensor] | None]:
+    """Returns the fields [R] that a loss over logits reads, as lists with one tensor per sample, in the names of
+    public losses too. None if they are not computed.
+    """
+    found = {
+        "advantages": batch.advantages,
+        "returns": batch.returns,
+        "rollout_log_probs": batch.rollout_log_probs,
+        "log_probs": batch.old_log_probs,
+        "old_log_probs": batch.old_log_probs,
+        "ref_log_probs": batch.ref_log_probs,
+        "values": batch.old_values,
+        "old_values": batch.old_values,
+    }
+    return {name: None if x is None else list(x.split(batch.lengths)) for name, x in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,9 +111,9 @@ class OtherPolicies:
 def needs_old_pass(args: Args, algorithm: Algorithm, prepared: PreparedBatch) -> bool:
     """Returns whether the policy's log-probs before the update need a separate pass.
 
-    If there is only one step, the training pass computes them, unless advantages depend on them.
+    If there is only one step, the training pass computes them, unless advantages or a loss over logits read them.
     """
     several = len(prepared.schedule.steps) > 1
-    hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path
+    hooks = args.custom_advantage_function_path or args.rollout_data_postprocess_path or args.custom_loss_logits
     read = args.kl_coef or args.use_opd or hooks or algorithm.estimator.reads_log_probs
     return several or bool(read)

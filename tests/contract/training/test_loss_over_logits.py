@@ -101,3 +101,33 @@ def test_a_loss_without_a_gradient_is_an_error(tiny_qwen3: Path, make_backend: C
     own = {**OVER_LOGITS, "custom_loss_function_path": f"{__file__}:detached"}
     with pytest.raises(Exception, match="the loss has no gradient for trained tokens"):
         make_backend(tiny_qwen3, **own).train(random_batch())
+
+
+def policy_gradient(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """PPO as losses of the public slime write it: lists with one tensor per sample, joined or walked together."""
+    end, new = 0, []
+    fields = (batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], batch["advantages"])
+    for tokens, total, response, advantages in zip(*fields, strict=True):
+        end += total
+        scores = torch.log_softmax(logits[0, end - response - 1 : end - 1].float() / args.rollout_temperature, -1)
+        new.append(scores.gather(-1, tokens[-response:, None])[:, 0])
+        assert len(advantages) == response
+    ratio = torch.exp(torch.cat(new) - torch.cat(batch["log_probs"], dim=0))
+    loss = sum_of_sample_mean(-torch.cat(batch["advantages"], dim=0) * ratio)
+    return loss, {"mine": loss.detach()}
+
+
+def test_a_policy_loss_of_the_public_form_is_the_policy_loss(
+    tiny_qwen3: Path, make_backend: Callable[..., Any]
+) -> None:
+    """Law: fields of the batch are lists with one tensor per sample, as public losses read them, old log-probs too."""
+    own = {**OVER_LOGITS, "custom_loss_function_path": f"{__file__}:policy_gradient"}
+    found = []
+    for settings in ({}, own):
+        backend = make_backend(tiny_qwen3, **settings)
+        found.append((backend.gradients(random_batch()), backend.train(random_batch())))
+    (want, ours), (got, public) = found
+    require_same_gradients(got, want)
+    assert public["train/mine"] == pytest.approx(ours["train/pg_loss"], abs=1e-6)

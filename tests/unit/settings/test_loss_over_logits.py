@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slime.core.errors import HookError
 from slime.settings import parse_args
+from slime.settings.hook_contracts import check_hooks
 from tests.support.command_line import listed, refused
 
 OWN = ["--loss-type", "custom_loss", "--custom-loss-function-path", "own.loss", "--custom-loss-logits"]
@@ -13,6 +15,14 @@ OWN = ["--loss-type", "custom_loss", "--custom-loss-function-path", "own.loss", 
 def test_logits_are_for_a_function_of_the_user(base: list[str]) -> None:
     assert parse_args([*base, *OWN, "--strict"]).custom_loss_logits
     assert "--custom-loss-function-path" in listed(parse_args([*base, "--custom-loss-logits"]))
+
+
+def test_a_public_loss_over_logits_needs_the_flag(base: list[str]) -> None:
+    """Law: a function whose parameter is called logits is never handed log-probs; the refusal names the row."""
+    own = [*base, *OWN[:3], "examples.own_algorithm:cross_entropy"]
+    with pytest.raises(HookError, match=r"add --custom-loss-logits.*migration\.md, row --custom-loss-function-path"):
+        check_hooks(parse_args(own))
+    check_hooks(parse_args([*own, "--custom-loss-logits"]))
 
 
 @pytest.mark.parametrize(
