@@ -109,6 +109,10 @@ class DataBuffer:
         """Issues groups as lists of samples, for users' rollout functions."""
         return [list(group.samples) for group in self.get_groups(num_samples)]
 
+    def __call__(self, num_samples: int) -> list[list[Sample]]:
+        """Issues groups as `get_samples` does, which the public slime passes to --rollout-all-samples-process-path."""
+        return self.get_samples(num_samples)
+
     def _new_groups(self, n: int) -> list[Group]:
         groups = []
         for _ in range(n):

@@ -118,9 +118,14 @@ class DataSourceBuffer(DataBuffer):
 
 
 def behind_buffer(source: SampleSource, buffer_filter: object = None) -> DataBuffer:
-    """Creates the buffer for a source that produces samples. Raises `HookError` with `--buffer-filter-path`."""
-    if buffer_filter is not None:
+    """Creates the buffer for a source that produces samples.
+
+    Raises `HookError` with `--buffer-filter-path`, unless the source has an attribute `buffer_filter`, with which it
+    filters its own buffer.
+    """
+    if buffer_filter is not None and getattr(source, "buffer_filter", None) is None:
         raise HookError(
-            "--buffer-filter-path has no effect with a custom data source, which chooses groups in get_samples; drop it"
+            "--buffer-filter-path has no effect with a custom data source, which chooses groups in get_samples; drop "
+            "it, or derive the source from slime.rollout.data_source.RolloutDataSourceWithBuffer"
         )
     return DataSourceBuffer(source)

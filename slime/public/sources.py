@@ -21,6 +21,7 @@ from slime.data.dataset import load_prompts
 from slime.data.first_rows import grader_of_prompts
 from slime.rollout.factories import load_tokenizer
 from slime.settings import Args
+from slime.settings.hook_contracts import load_hook
 
 
 class RolloutDataSource:
@@ -90,10 +91,13 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         super().__init__(args)
         self.buffer: list[list[Sample]] = []
         """Returned groups, oldest first."""
+        path = args.buffer_filter_path
+        self.buffer_filter = pop_first if path is None else load_hook(path, "buffer_filter")
+        """Takes groups out of `buffer`, in place, and returns them."""
         self._metadata: dict[str, Any] = {}
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        taken = pop_first(self.args, None, self.buffer, num_samples)
+        taken = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
         return taken + super().get_samples(num_samples - len(taken))
 
     def get_buffer_length(self) -> int:

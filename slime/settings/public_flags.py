@@ -74,6 +74,9 @@ DIFFERENT: Mapping[str, str] = {
     "`--eval-config` with keys that name no setting": "listed as read by nothing, or refused if one is similar",
     "`--eval-prompt-data` without `--eval-interval`": "reported as having no effect",
     "`--eval-prompt-data` under `--loss-type sft_loss`": "the held-out loss",
+    "`--custom-config-path` with a key that a flag sets to another value": (
+        "refused, because only one of them would count; drop one, or put `--override` before the flag"
+    ),
     "`--custom-config-path` with keys that name no setting": (
         "your own settings, available as `args.name` if the run uses a function of your own; the run lists them when "
         "it starts"
@@ -128,17 +131,22 @@ DIFFERENT: Mapping[str, str] = {
         "distributed; for engines that share GPUs with the trainer, shared memory (tensor or mixed)"
     ),
     "`--custom-loss-function-path`": (
-        "gets log-probs, or with `--custom-loss-logits` the logits `[1, T, V]`. In the batch, `unconcat_tokens`, "
-        "`total_lengths`, `response_lengths` and `loss_masks` are lists with one entry per sample. `advantages` and "
-        "similar fields are flat tensors over all response tokens; split them by `response_lengths`. The old "
-        "`log_probs` are named `old_log_probs` ([customization.md](customization.md#advantages-and-losses))"
+        "with `--custom-loss-logits`, gets the logits `[1, T, V]` and the public batch: `advantages`, `returns`, "
+        "`log_probs`, `ref_log_probs`, `rollout_log_probs` and `values` are lists with one tensor per sample. A "
+        "function with a parameter named `logits` is refused without this flag. By default, a function gets log-probs, "
+        "and these fields are flat tensors ([customization.md](customization.md#fields-of-the-batch))"
     ),
     "`--custom-rm-path`": (
         "called in a separate process with one sample at a time, even for a fan-out (with `--group-rm`: all samples "
         "of a prompt); `--reward-timeout-s` limits each call"
     ),
-    "`--rollout-all-samples-process-path`": "the third argument is the data source, whose `get_samples` can be called",
-    "`--rollout-data-postprocess-path`": "only changes to `advantages` and `returns` take effect",
+    "`--rollout-all-samples-process-path`": (
+        "the third argument is the data source; calling it, as in the public slime, or its `get_samples` returns groups"
+    ),
+    "`--rollout-data-postprocess-path`": (
+        "only changes to `advantages` and `returns` take effect; changed tokens, masks or log-probs end the run. Give "
+        "tokens that must not be trained an advantage of 0"
+    ),
     "`--mtp-loss-scaling-factor`": "the default is 0.1",
     "`--normalize-advantages`": "on by default with `reinforce_plus_plus` and `reinforce_plus_plus_baseline`",
     "`--profile-target`, `--memory-snapshot-dir`": (

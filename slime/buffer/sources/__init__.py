@@ -81,7 +81,7 @@ class SampleSource(DataSource):
         """Returns the number of prompts per epoch."""
 
     def open(self, context: SourceContext) -> DataBuffer:
-        """Raises `HookError` with `--buffer-filter-path`."""
+        """Raises `HookError` with `--buffer-filter-path`, unless the source filters its own buffer."""
         from slime.buffer.data_source import behind_buffer
 
         return behind_buffer(self, context.buffer_filter)
@@ -136,7 +136,7 @@ class UserClass(DataSource):
         return "--data-source user_class needs a class; set --data-source-path to its import path"
 
     def open(self, context: SourceContext) -> DataBuffer:
-        """Raises `HookError` if a method of the class is missing, or with `--buffer-filter-path`."""
+        """Raises `HookError` if a method of the class is missing, or for a `--buffer-filter-path` without effect."""
         from slime.buffer.data_source import behind_buffer
         from slime.settings import for_hook, load_hook
 

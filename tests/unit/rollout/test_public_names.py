@@ -25,6 +25,7 @@ from slime.public.names import ALIASES
 from slime.rollout.context import num_threads_asking
 from slime.rollout.factories import load_tokenizer
 from slime.rollout.manager import RolloutManager
+from slime.settings.hook_contracts import load_hook
 from tests.support import public_plugin
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import served
@@ -236,6 +237,39 @@ def test_a_data_source_of_the_public_name_serves_what_came_back_first(tmp_path: 
     again.load(3)
     assert again.get_metadata() == {"round": 2} and again.get_buffer_length() == 1
     assert [g[0].prompt for g in again.get_samples(2)] == [first[0][0].prompt, "2+2="], "its buffer, and the next row"
+
+
+def test_the_buffer_of_a_derived_source_is_served_through_the_filter(tmp_path: Path) -> None:
+    """Law: --buffer-filter-path chooses from the buffer of a public data source too, which the run then accepts."""
+    (tmp_path / "own.py").write_text(
+        "from slime.rollout.data_source import RolloutDataSourceWithBuffer\n"
+        "class Own(RolloutDataSourceWithBuffer):\n"
+        "    pass\n"
+        "def newest(args, rollout_id, buffer, num_samples):\n"
+        "    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]\n"
+    )
+    words = ("--data-source-path", f"{tmp_path}/own.py:Own", "--buffer-filter-path", f"{tmp_path}/own.py:newest")
+    source = load_hook(words[1], "data_source")(rollout_args(tmp_path, *words))
+    first = source.get_samples(2)
+    source.add_samples(list(first))
+    assert [id(group) for group in source.get_samples(2)] == [id(first[1]), id(first[0])]
+    batch, _ = a_step(plugin_args(tmp_path, *words))
+    assert len({s.group_index for s in batch.samples}) == 4
+
+
+def test_the_third_argument_for_all_samples_returns_groups(tmp_path: Path) -> None:
+    """Law: a hook of the public form calls its third argument, and the groups that it gets are accounted for."""
+    (tmp_path / "own.py").write_text(
+        "SEEN = []\n"
+        "def see(args, all_groups, get_samples):\n"
+        "    (group,) = get_samples(1)\n"
+        "    SEEN.append((len(all_groups), len(group), group[0].prompt))\n"
+    )
+    path = f"{tmp_path}/own.py:see"
+    batch, _ = a_step(plugin_args(tmp_path, "--rollout-all-samples-process-path", path))
+    assert len({s.group_index for s in batch.samples}) == 4
+    seen = load_hook(path, "all_samples").__globals__["SEEN"]
+    assert seen == [(4, 2, "4+4=")]
 
 
 def test_what_old_rollout_functions_return_is_wrapped() -> None:
