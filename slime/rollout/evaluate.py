@@ -259,9 +259,17 @@ async def rollout_by_function(context: RolloutContext, rollout_id: int, source: 
             told = f"{path} returned {type(output).__name__}"
             raise HookError(f"{told}; a rollout function must return RolloutFnTrainOutput")
         groups = [flatten(group) for group in output.samples]
+        _finish([sample for group in groups for sample in group])
         refused = refuse_unsampled(context.args, rollout_id, groups)
     metrics = {**sample_metrics(context.args, groups), **refused}
     return RolloutFnTrainOutput(groups, {**metrics, **(output.metrics or {})})
+
+
+def _finish(samples: Sequence[Sample]) -> None:
+    """Marks what a rollout function returned with a response and a reward as complete, even if it left the status."""
+    for sample in samples:
+        if sample.status is Status.PENDING and sample.response_length > 0 and sample.reward is not None:
+            sample.status = Status.COMPLETED
 
 
 async def evaluate_by_function(context: RolloutContext, rollout_id: int, source: object) -> RolloutFnEvalOutput:

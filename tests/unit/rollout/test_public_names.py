@@ -272,6 +272,22 @@ def test_the_third_argument_for_all_samples_returns_groups(tmp_path: Path) -> No
     assert seen == [(4, 2, "4+4=")]
 
 
+def test_a_rollout_function_may_leave_the_status(tmp_path: Path) -> None:
+    """Law: as in the public slime's fine-tuning, a returned sample with response and reward is complete."""
+    (tmp_path / "own.py").write_text(
+        "def rollout(args, rollout_id, data_buffer, evaluation=False):\n"
+        "    groups = data_buffer.get_samples(args.rollout_batch_size)\n"
+        "    for sample in (sample for group in groups for sample in group):\n"
+        "        sample.tokens, sample.response_length, sample.loss_mask = [5, 6, 7, 8], 3, [0, 1, 1]\n"
+        "        sample.reward = 0\n"
+        "    return groups\n"
+    )
+    own = ("--rollout-function-path", f"{tmp_path}/own.py:rollout", "--train-unsampled-tokens")
+    batch, _ = a_step(rollout_args(tmp_path, *own))
+    assert [s.loss_mask.tolist() for s in batch.samples] == [[0, 1, 1]] * 8
+    assert not any(s.truncated for s in batch.samples)
+
+
 def test_what_old_rollout_functions_return_is_wrapped() -> None:
     from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 
