@@ -268,7 +268,7 @@ def advantages_and_returns(
         zeros = Spread(np.zeros(len(masks)), masks)
         return AdvantagesAndReturns(zeros, zeros if values is not None else None)
     kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
-    rewarded = _rewarded(batch, masks, log_probs, values, kl, float(args.kl_coef))
+    rewarded = _rewarded(batch, log_probs, values, kl, float(args.kl_coef))
     view = RolloutView(batch, masks, log_probs, values, kl, lambda: algorithm.estimator.scores(rewarded))
     if args.custom_advantage_function_path:
         made = custom_advantages(args, view)
@@ -295,13 +295,19 @@ def advantages_and_returns(
     return AdvantagesAndReturns(advantages, made.returns, metrics | _of_advantages(found))
 
 
+def _masks_from_cache(samples: Sequence[TrainSample]) -> Arrays:
+    """Returns the masks. Those of only ones are views of one array, so each sample's is not read from memory again."""
+    whole = [s.mask_totals.is_binary and s.mask_totals.num_trained == s.response_length for s in samples]
+    ones = np.ones(max((s.response_length for s in samples), default=0), np.float32)
+    return tuple(ones[: s.response_length] if w else s.loss_mask for s, w in zip(samples, whole, strict=True))
+
+
 def _distilled(advantages: Arrays, student: Arrays, teacher: Arrays, masks: Arrays, coef: float) -> Computed:
     return Computed(len(masks), lambda p: distilled(advantages[p], student[p], teacher[p], masks[p], coef))
 
 
 def _rewarded(
     batch: TrainBatch,
-    masks: Arrays,
     log_probs: BatchLogProbs,
     values: Arrays | None,
     kl: Arrays | None,
@@ -311,7 +317,7 @@ def _rewarded(
         rewards=np.asarray([s.reward for s in batch.samples], np.float64),
         groups=np.asarray([s.group_index for s in batch.samples], np.int64),
         executions=np.asarray(batch.executions, np.int64),
-        masks=masks,
+        masks=_masks_from_cache(batch.samples),
         log_probs=log_probs.student,
         ref_log_probs=log_probs.ref,
         kl=kl,

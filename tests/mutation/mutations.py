@@ -52,8 +52,10 @@ ALGORITHMS: dict[str, Mutation] = {
     "one-pass variance": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "return math.fsum(float(np.square(part - mean).sum()) for part in parts)",
-        "every = values.astype(np.float32)\n"
+        "    whole = math.fsum(float(part @ part) for part in parts)\n    if whole - total * mean >= whole / 64:\n"
+        "        return whole - total * mean\n"
+        "    return math.fsum(float(np.square(part - mean).sum()) for part in parts)",
+        "    every = values.astype(np.float32)\n"
         "    return float(np.square(every).mean() - np.float32(mean) ** 2) * len(values)",
     ),
     "GAE through masked tokens": Mutation(
@@ -65,8 +67,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "GAE bootstraps the last token": Mutation(
         "algorithms",
         "algorithms/advantages/ppo.py",
-        "rewards[:-1] += gamma * value[1:]",
-        "rewards += gamma * np.append(value[1:], value[-1:])",
+        "np.multiply(value[1:], gamma * (1 - lambd), out=x[:-1])",
+        "np.multiply(np.append(value[1:], value[-1:]), gamma * (1 - lambd), out=x)",
     ),
     "returns discounted through observations": Mutation(
         "algorithms",
@@ -77,8 +79,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "score at the last token, trained or not": Mutation(
         "algorithms",
         "algorithms/advantages/returns.py",
-        "out[len(mask) - 1 - trained[::-1].argmax()] += reward",
-        "out[-1] += reward",
+        "out[last] += rewards",
+        "out[-1] += rewards",
     ),
     "KL in the reward is a bonus": Mutation(
         "algorithms", "algorithms/advantages/returns.py", "float(advantage) - kl_coef *", "float(advantage) + kl_coef *"

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 Arrays = Sequence[npt.NDArray[Any]]
 """One array [R] per sample of the batch, where R is the sample's number of response tokens."""
+Trained = npt.NDArray[np.bool_]
+"""[R] whether each token is trained."""
 
 
 class Computed(Sequence[Array]):
@@ -161,8 +163,14 @@ def where_trained(values: Sequence[npt.NDArray[Any]], masks: Arrays) -> tuple[np
 
 def kept(values: npt.NDArray[Any], mask: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Returns values [R] with zeros where masked: `values` itself if all tokens are trained."""
-    trained = np.asarray(mask) > 0
+    trained = is_trained(mask)
     return values if trained.all() else np.where(trained, values, 0.0)
+
+
+def is_trained(mask: npt.NDArray[Any]) -> Trained:
+    """Returns [R] whether each token is trained. `mask`: weights, or this function's own result."""
+    mask = np.asarray(mask)
+    return mask if mask.dtype == np.bool_ else mask > 0
 
 
 def spread(value: float, mask: npt.NDArray[Any]) -> Array:

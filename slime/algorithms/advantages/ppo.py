@@ -1,7 +1,8 @@
 """PPO advantages: generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438) as an exact chunked scan.
 
 delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lambd * A_{t+1}; return = A + V. V and A are 0 after the
-last token.
+last token. So the returns follow R_t = r_t + gamma * (1 - lambd) * V_{t+1} + gamma * lambd * R_{t+1}, which is what is
+computed; A = R - V.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, kept
-from slime.algorithms.advantages.returns import CHUNK_TOKENS, ReturnSettings, reverse_scan, rewards_of_tokens
+from slime.algorithms.advantages import ESTIMATORS, Array, CriticEstimator, Estimate, RewardedBatch, is_trained, kept
+from slime.algorithms.advantages.returns import (
+    CHUNK_TOKENS,
+    ReturnSettings,
+    TokenRewards,
+    add_rewards,
+    reverse_scan,
+    rewards_of_tokens,
+)
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
@@ -33,12 +41,13 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
         observations = self.observation_returns
         assert observations != "reset", "rejected by `check`"
         through: Literal["skip", "through"] = observations
-        rewards, values, masks = rewards_of_tokens(batch), batch.values, batch.masks
+        rewards, values = rewards_of_tokens(batch), batch.values
 
         @lru_cache(maxsize=1)  # advantages and returns of a sample are mostly read one after the other
         def both(p: int) -> tuple[Array, Array]:
-            made = generalized_advantages(rewards[p], values[p], masks[p], self.gamma, self.lambd, through)
-            return kept(made[0], masks[p]), kept(made[1], masks[p])
+            trained = is_trained(batch.masks[p])
+            made = generalized_advantages(rewards(p), values[p], trained, self.gamma, self.lambd, through)
+            return made if through == "skip" else (kept(made[0], trained), kept(made[1], trained))
 
         return Estimate(batch.computed(lambda p: both(p)[0]), batch.computed(lambda p: both(p)[1]))
 
@@ -49,7 +58,7 @@ class ProximalAdvantages(ReturnSettings, CriticEstimator):
 
 
 def generalized_advantages(
-    token_rewards: npt.NDArray[Any],
+    token_rewards: TokenRewards,
     values: npt.NDArray[Any],
     mask: npt.NDArray[Any],
     gamma: float,
@@ -57,28 +66,29 @@ def generalized_advantages(
     observations: Literal["skip", "through"] = "skip",
     chunk: int = CHUNK_TOKENS,
 ) -> tuple[Array, Array]:
-    """Returns (advantages [R], returns [R]) of one sample. All inputs are [R].
+    """Returns (advantages [R], returns [R]) of one sample. `values` and `mask` are [R].
 
     skip: observation tokens are not time steps; V_{t+1} is the value at the next trained token, and both results are 0
     at observation tokens. through: every token is a time step with its own value.
     """
-    trained = np.asarray(mask) > 0
+    trained = is_trained(mask)
     if observations == "through":
         steps = np.ones_like(trained)
     elif observations == "skip":
         steps = trained
     else:
         assert_never(observations)
-    rewards, value = kept(np.asarray(token_rewards, np.float64), trained), np.asarray(values, np.float64)
-    if whole := bool(steps.all()):
-        rewards, value = np.array(rewards), value
-    else:
-        rewards, value = rewards[steps], value[steps]
-    rewards -= value
-    rewards[:-1] += gamma * value[1:]  # the value after the last token is 0
-    found = reverse_scan(rewards, gamma * lambd, chunk)
+    value, whole = np.asarray(values, np.float64), bool(steps.all())
+    if not whole:
+        value = value[steps]
+        token_rewards = token_rewards if isinstance(token_rewards, float) else np.asarray(token_rewards)[steps]
+    x = np.empty(len(value))
+    x[-1:] = 0.0  # the value after the last token is 0
+    np.multiply(value[1:], gamma * (1 - lambd), out=x[:-1])
+    add_rewards(x, token_rewards, trained[steps] if not whole else trained)
+    found = reverse_scan(x, gamma * lambd, chunk)
     if whole:
-        return found, found + value
+        return np.subtract(found, value, out=x), found
     advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
-    advantages[steps], returns[steps] = found, found + value
+    advantages[steps], returns[steps] = found - value, found
     return advantages, returns

@@ -15,10 +15,18 @@ from slime.algorithms.advantages import (
     Estimate,
     RewardedBatch,
     Spread,
+    is_trained,
     kept,
 )
 from slime.algorithms.advantages.grpo import GroupEstimator, group_advantages
-from slime.algorithms.advantages.returns import Observations, ReturnSettings, reverse_scan, rewards_of_tokens
+from slime.algorithms.advantages.returns import (
+    Observations,
+    ReturnSettings,
+    TokenRewards,
+    add_rewards,
+    reverse_scan,
+    rewards_of_tokens,
+)
 
 
 @ESTIMATORS.register("reinforce_plus_plus")
@@ -33,17 +41,20 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
         if gamma == 1.0 and observations != "reset" and (batch.kl is None or not batch.kl_coef):
             return Estimate(Spread(np.nan_to_num(batch.rewards, nan=0.0), masks))  # the reward comes after every token
         rewards = rewards_of_tokens(batch)
-        return Estimate(
-            batch.computed(lambda p: kept(discounted_returns(rewards[p], masks[p], gamma, observations), masks[p]))
-        )
+
+        def one(p: int) -> Array:
+            trained = is_trained(masks[p])
+            return kept(discounted_returns(rewards(p), trained, gamma, observations), trained)
+
+        return Estimate(batch.computed(one))
 
 
 def discounted_returns(
-    token_rewards: npt.NDArray[Any], mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
+    token_rewards: TokenRewards, mask: npt.NDArray[Any], gamma: float, observations: Observations = "skip"
 ) -> Array:
     """Computes R_t = r_t + gamma * R_{t+1} over a sample [R]. Values at masked positions are meaningless."""
-    trained = np.asarray(mask) > 0
-    rewards = kept(np.asarray(token_rewards, np.float64), trained)
+    trained = is_trained(mask)
+    rewards = add_rewards(np.zeros(len(trained)), token_rewards, trained)
     if observations == "through" or (observations == "skip" and trained.all()):
         return reverse_scan(rewards, gamma)
     if observations == "skip":

@@ -16,7 +16,17 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import Array, Arrays, Computed, RewardedBatch, Spread, kept, spread
+from slime.algorithms.advantages import (
+    Array,
+    Arrays,
+    Computed,
+    RewardedBatch,
+    Spread,
+    Trained,
+    is_trained,
+    kept,
+    spread,
+)
 from slime.core.errors import DataError
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
@@ -33,10 +43,20 @@ class ReturnSettings:
     steps (through), or end the discounted sum at them (reset, reinforce_plus_plus only)."""
 
 
-def rewards_of_tokens(batch: RewardedBatch) -> Computed:
-    """Returns the token rewards [R] of each sample, including the KL penalty. Unscored samples get a reward of 0."""
-    rewards, kl_S = np.where(np.isnan(batch.rewards), 0.0, batch.rewards), batch.kl_S
-    return batch.computed(lambda p: token_rewards(float(rewards[p]), batch.masks[p], kl_S[p], batch.kl_coef))
+TokenRewards = npt.NDArray[Any] | float
+"""[R] rewards of a sample's tokens; or the reward of its last trained token, if those of all others are 0."""
+
+
+def rewards_of_tokens(batch: RewardedBatch) -> Callable[[int], TokenRewards]:
+    """Returns a function from the position of a sample to its token rewards, including the KL penalty. Unscored samples
+    get a reward of 0."""
+    rewards, kl_S, coef = np.where(np.isnan(batch.rewards), 0.0, batch.rewards), batch.kl_S, batch.kl_coef
+
+    def one(p: int) -> TokenRewards:
+        reward, kl = float(rewards[p]), kl_S[p]
+        return reward if kl is None or not coef else token_rewards(reward, batch.masks[p], kl, coef)
+
+    return one
 
 
 def token_rewards(
@@ -46,12 +66,20 @@ def token_rewards(
 
     Raises `DataError` if the reward is not finite: an unscored sample must be masked first.
     """
-    if not math.isfinite(reward):
-        raise DataError(f"the reward {reward} is not finite; mask unscored samples before computing returns")
     out = np.zeros(len(mask)) if kl is None or not kl_coef else spread_advantage(0.0, mask, kl, kl_coef)
-    trained = np.asarray(mask) > 0
-    if trained.any():
-        out[len(mask) - 1 - trained[::-1].argmax()] += reward
+    return add_rewards(out, reward, is_trained(mask))
+
+
+def add_rewards(out: Array, rewards: TokenRewards, trained: Trained) -> Array:
+    """Adds the rewards of trained tokens to `out` [R] in place, and returns it. Raises the error of `token_rewards`."""
+    if not isinstance(rewards, float):
+        out += kept(np.asarray(rewards, np.float64), trained)
+        return out
+    if not math.isfinite(rewards):
+        raise DataError(f"the reward {rewards} is not finite; mask unscored samples before computing returns")
+    last = trained.tobytes().rfind(b"\1")  # NumPy would read all tokens
+    if last >= 0:
+        out[last] += rewards
     return out
 
 
@@ -68,38 +96,38 @@ def spread_advantage(
 
 
 Floats = npt.NDArray[np.float64]
-CHUNK_TOKENS = 32
+CHUNK_TOKENS = 16
+SHORT_TOKENS = 128
+"""Up to this length, one product with a matrix takes less time than chunks."""
 
 
 def reverse_scan(x: Floats, decay: float, chunk: int = CHUNK_TOKENS) -> Floats:
-    """Computes y_t = x_t + decay * y_{t+1} [R], exactly, in float64.
+    """Computes y_t = x_t + decay * y_{t+1} [R], exactly, in float64. Overwrites `x` [R].
 
     Within a chunk, the recursion is a product with a triangular matrix of powers of `decay`, computed for all chunks at
-    once. The results at the starts of chunks follow the same recursion, with decay^chunk from one to the next.
+    once. The results at the starts of chunks follow the same recursion, with decay^chunk from one to the next. They are
+    computed first, and each is added to the last x of the chunk before it. The first chunk may be shorter.
     """
     assert chunk > 1, chunk
-    num = -(-len(x) // chunk)
-    padded = x
-    if len(x) != num * chunk:
-        padded = np.zeros(num * chunk, np.float64)
-        padded[: len(x)] = x  # trailing zeros do not change the recursion
-    powers, to_next = _powers(float(decay), chunk)
-    out: Floats = padded.reshape(num, chunk) @ powers
-    if num > 1:
-        starts = reverse_scan(out[:, 0], decay**chunk, chunk)
-        out[:-1] += starts[1:, None] * to_next
-    return out.reshape(-1)[: len(x)]
+    if len(x) <= SHORT_TOKENS:
+        return x @ _powers(float(decay), SHORT_TOKENS)[: len(x), : len(x)]
+    powers, out, head = _powers(float(decay), chunk), np.empty(len(x)), len(x) % chunk
+    chunks = x[head:].reshape(-1, chunk)
+    starts = reverse_scan(chunks @ powers[:, 0], decay**chunk, chunk)
+    chunks[:-1, -1] += decay * starts[1:]
+    np.matmul(chunks, powers, out=out[head:].reshape(-1, chunk))
+    if head:
+        x[head - 1] += decay * starts[:1].sum()
+        np.matmul(x[:head], powers[:head, :head], out=out[:head])
+    return out
 
 
 @lru_cache(maxsize=64)
-def _powers(decay: float, chunk: int) -> tuple[Floats, Floats]:
-    """Returns the matrix [chunk, chunk] with decay^(i - j) at row i, column j <= i, and zeros above the diagonal; and
-    decay^(chunk - j) [chunk], the weight of the next chunk's start."""
+def _powers(decay: float, chunk: int) -> Floats:
+    """Returns the matrix [chunk, chunk] with decay^(i - j) at row i, column j <= i, and zeros above the diagonal."""
     index = np.arange(chunk)
     exponent = index[:, None] - index[None, :]
-    matrix: Floats = np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
-    to_next: Floats = np.power(decay, np.arange(chunk, 0.0, -1.0), dtype=np.float64)
-    return matrix, to_next
+    return np.where(exponent >= 0, decay ** np.maximum(exponent, 0), 0.0)
 
 
 def distilled(
@@ -198,7 +226,7 @@ def moments(
             trained = np.asarray(values[p], np.float64)
             trained = trained if nums[p] == len(masks[p]) else trained[np.asarray(masks[p]) > 0]
             total = float(trained.sum())
-            found[:4, p] = total, _squares(trained, total / nums[p]), trained.min(), trained.max()
+            found[:4, p] = total, _squares(trained, total), trained.min(), trained.max()
         found[4:, p] = [arrays[p].sum() for arrays in beside]
     if beside or not even:
         found = together.add(found)
@@ -220,9 +248,16 @@ BLOCK_TOKENS = 8192
 """The size of temporary arrays that stay in a core's cache."""
 
 
-def _squares(values: Floats, mean: float) -> float:
-    """Returns the sum of squared differences from `mean`."""
-    parts = (values[start : start + BLOCK_TOKENS] for start in range(0, len(values), BLOCK_TOKENS))
+def _squares(values: Floats, total: float) -> float:
+    """Returns the sum of squared differences from the mean. `total`: the sum of `values`.
+
+    If the mean is small against the deviations, the sum of squares loses at most six bits to it and one pass is enough.
+    """
+    mean, starts = total / len(values), range(0, len(values), BLOCK_TOKENS)
+    parts = [values[start : start + BLOCK_TOKENS] for start in starts]
+    whole = math.fsum(float(part @ part) for part in parts)
+    if whole - total * mean >= whole / 64:
+        return whole - total * mean
     return math.fsum(float(np.square(part - mean).sum()) for part in parts)
 
 
