@@ -102,31 +102,32 @@ class RankWeightSync:
         self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
         self._fills = RecordedFills(on=backend.device.type == "cuda" and not self._args.offload_train)
 
-    def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
+    def sync_weights(self, engines: Sequence[EngineInfo], pause_mode: str) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
-        If a delta sync fails, retries once with the full weights. Raises `WeightSyncError` on all ranks.
+        `pause_mode`: what happens to running requests (`abort`, `retract` or `in_place`). If a delta sync fails,
+        retries once with the full weights. Raises `WeightSyncError` on all ranks.
         """
         known = self._known
         keys = [(info.url, info.incarnation) for info in engines]
         self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
         self._backend.require_weights()
         try:
-            metrics = self._send()
+            metrics = self._send(pause_mode)
         except SlimeError as error:
             if isinstance(error, DeadlineExceeded):  # either all ranks raise this, or the process group is broken
                 raise
             if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether a retry helps
                 raise
             logger.warning("%s; retrying with the full weights", error)
-            metrics = self._send()
+            metrics = self._send(pause_mode)
         finally:
             if self._backend.device.type == "cuda" and self._args.offload_train:  # engines need the memory
                 self.free()
         self._backend.note_synced()
         return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
 
-    def _send(self) -> dict[str, float]:
+    def _send(self, pause_mode: str) -> dict[str, float]:
         self._messages.begin()
         return sync_weights(
             self._outgoing,
@@ -136,7 +137,7 @@ class RankWeightSync:
             version=self._backend.weight_version,
             buffer_bytes=self._args.update_weight_buffer_size,
             peers=self._peers,
-            pause_mode=self._args.pause_generation_mode,
+            pause_mode=pause_mode,
             buffers=self._buffers,
             fills=self._fills,
             carried=self._carried,

@@ -102,9 +102,9 @@ class TrainActor:
             address=self._address,
         )
 
-    def sync_weights(self, engines: Sequence[EngineInfo]) -> dict[str, float]:
+    def sync_weights(self, engines: Sequence[EngineInfo], pause_mode: str) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns metrics and version."""
-        metrics: dict[str, float] = self._weight_sync.sync_weights(engines)
+        metrics: dict[str, float] = self._weight_sync.sync_weights(engines, pause_mode)
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     @ray.method(concurrency_group="tell")

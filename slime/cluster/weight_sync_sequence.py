@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import enum
 import logging
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import assert_never
 
 from slime.cluster.engine_tracker import MEMORY_LIMIT_S, WEIGHT_VERSION, Actors, EngineInfo
 from slime.core.errors import SlimeError
@@ -31,7 +31,7 @@ from slime.fleet.supervisor import Engine
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
-from slime.settings.conditions import lends_at_start
+from slime.settings.conditions import lends_at_start, pause_modes
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from slime.weights.sync import PAUSED
 from slime.weights.transports import TRANSPORTS
@@ -138,19 +138,52 @@ class EndRequests(enum.Enum):
     """All syncs. The engines would abort the requests themselves, but only after a second."""
 
     @classmethod
-    def of(cls, args: Args) -> EndRequests:
-        """Returns the policy for a run. Only the `--fully-async` worker generates during a weight sync, and perhaps a
-        thread of the user's rollout function.
+    def of(cls, args: Args, mode: str) -> EndRequests:
+        """Returns the policy for weight syncs that pause engines with `mode`. Only the `--fully-async` worker generates
+        during a weight sync, and perhaps a thread of the user's rollout function.
         """
         if not args.fully_async and args.rollout_function_path in (DEFAULT_ROLLOUT, SFT_ROLLOUT):
             return cls.NEVER
-        match args.pause_generation_mode:
-            case "abort":
-                return cls.ALWAYS
-            case "retract" | "in_place":
-                return cls.FOR_SAVES
-            case _ as never:
-                assert_never(never)
+        return cls.ALWAYS if mode == "abort" else cls.FOR_SAVES
+
+
+NUM_TRIES = 3
+"""Measured weight syncs of each mode before `PauseChoice` decides."""
+
+
+class PauseChoice:
+    """Chooses the pause mode of each weight sync (`--pause-generation-mode auto`).
+
+    The first weight syncs take turns among the modes; the one with the lowest median cost is kept. The modes differ
+    only in this cost: after `abort` and after `retract`, engines prefill the same tokens again, those of all running
+    requests, and weights are sent and verified alike. So the cost is the time to pause, to flush and to resume.
+    """
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        """`modes`: those that the run allows, the preferred one first. Engines are prepared for all of them."""
+        self._costs: dict[str, list[float]] = {mode: [] for mode in modes}
+        self.mode = modes[0]
+        """Of the next weight sync."""
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of a weight sync with `mode`, during which requests could run and no engine was lost."""
+        if min(map(len, self._costs.values())) == NUM_TRIES or len(self._costs) == 1:
+            return
+        causes = ("abort", "flush", "admission")
+        self._costs[self.mode].append(sum(metrics[f"perf/{PAUSED}/{cause}"] for cause in causes))
+        self.mode = min(self._costs, key=lambda mode: len(self._costs[mode]))
+        if len(self._costs[self.mode]) < NUM_TRIES:
+            return
+        medians = {mode: statistics.median(costs) for mode, costs in self._costs.items()}
+        self.mode = min(medians, key=lambda mode: medians[mode])
+        measured = ", ".join(f"{mode} {median:.3f}" for mode, median in medians.items())
+        logger.info(
+            "--pause-generation-mode auto: weight syncs use %s from now on, because pausing and resuming engines cost "
+            "the least with it (median GPU-seconds of %d weight syncs: %s)",
+            self.mode,
+            NUM_TRIES,
+            measured,
+        )
 
 
 def with_pauses(
@@ -168,7 +201,7 @@ def with_pauses(
 class WeightSyncSequence:
     def __init__(self, args: Args, actors: Actors, *, memory: MemoryHandOver, tracker: Tracker) -> None:
         self._actors, self._memory, self._tracker = actors, memory, tracker
-        self._ends_requests = EndRequests.of(args)
+        self._args, self._pauses = args, PauseChoice(pause_modes(args))
         self._saves = args.save is not None
         self._engines = actors.engines
         sends_to_all = not args.debug_rollout_only and TRANSPORTS.get(args.update_weight_transport).groups_engines
@@ -213,14 +246,15 @@ class WeightSyncSequence:
             logger.info("engines %s are serving again with version %d", [e.index for e in self._takers], self._version)
 
     def _ends(self, *, for_save: bool) -> bool:
-        return self._ends_requests is EndRequests.ALWAYS or (self._ends_requests is EndRequests.FOR_SAVES and for_save)
+        ends = EndRequests.of(self._args, self._pauses.mode)
+        return ends is EndRequests.ALWAYS or (ends is EndRequests.FOR_SAVES and for_save)
 
     def _send(self, ends_requests: bool, *, hand_back: bool) -> None:
         """Runs steps 2 to 4, and repeats step 3 whenever an engine is lost.
 
         `hand_back`: return the tokens of aborted requests to the Data Buffer.
         """
-        began = time.monotonic()
+        began, served = time.monotonic(), self._version > 0
         if ends_requests:
             tended = self._engines.tended  # lost engines must be detected, because their requests never finish
             self._actors.on_rollout(
@@ -235,7 +269,10 @@ class WeightSyncSequence:
             self._actors.on_rollout("resume", for_what="requests to continue", limit_s=REQUESTS_LIMIT_S)
         if metrics[0]:
             more = {"abort": ended_s, "transfer": lost_s, "admission": time.monotonic() - resumed}
-            self._tracker.add(with_pauses(metrics[0], more, self._engines.infos(self._takers)))
+            found = with_pauses(metrics[0], more, self._engines.infos(self._takers))
+            self._tracker.add(found)
+            if served and not hand_back and not lost_s:
+                self._pauses.note(found)
 
     def _try(self, engines: Sequence[Engine] | None) -> list[dict[str, float]]:
         """Attempts one weight sync to `engines`, by default all responding ones.
@@ -245,7 +282,7 @@ class WeightSyncSequence:
         takers = self._takers = self._engines.begin_sync(engines)
         infos = self._engines.infos(takers)
         try:
-            metrics = self._actors.on_trainers("sync_weights", infos, on_poll=self._tended(takers))
+            metrics = self._actors.on_trainers("sync_weights", infos, self._pauses.mode, on_poll=self._tended(takers))
         except SlimeError as error:
             if not self._engines.failed_sync(takers, error):
                 raise

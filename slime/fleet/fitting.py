@@ -22,6 +22,7 @@ from slime.models import layout_problem, table_for
 from slime.models.common.table import FamilyTable
 from slime.serving.watch import KEYS, ServerFacts
 from slime.settings import Args
+from slime.settings.conditions import requests_continue
 from slime.settings.groups.engines import ALGORITHM, UNVERIFIED, kept_prefixes
 from slime.settings.topology_yaml import layout_of
 
@@ -79,7 +80,7 @@ class Wanted:
             config=config,
             table=table_for(config),
             settings={"dtype": "bfloat16", **given},
-            labels=args.pause_generation_mode != "abort",
+            labels=requests_continue(args),
             experts=bool(args.sglang.get("enable_return_routed_experts")),
             trains=not args.debug_rollout_only,
         )

@@ -29,6 +29,7 @@ from slime.rollout.context import Models
 from slime.rollout.evaluate import EvalDataset
 from slime.rollout.user_functions import load
 from slime.settings import Args
+from slime.settings.conditions import requests_continue
 from slime.settings.eval_config import eval_datasets
 from slime.settings.topology_yaml import topology_of
 
@@ -134,7 +135,7 @@ def engine_client(
         max_concurrency=args.sglang_server_concurrency,
         vocab_size=_vocab_size(args.hf_checkpoint),
         keys=keys,
-        token_versions=args.pause_generation_mode != "abort",
+        token_versions=requests_continue(args),
         experts=_expert_format(args),
         end=end_of_text(args.hf_checkpoint, tokenizer),
         shared=bool(args.rollout_external_engine_addrs),

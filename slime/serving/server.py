@@ -45,7 +45,7 @@ from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import ADMIN_KEY_ENV, API_KEY_ENV, SECRET_FLAGS_ENV, TOKEN_VERSIONS_FLAG
 from slime.serving.leased_ports import DERIVED_OFFSETS, LeasedServer, lease_ports, request
 from slime.settings import Args
-from slime.settings.conditions import lends_at_start
+from slime.settings.conditions import lends_at_start, requests_continue
 from slime.settings.schema import SECRETS
 from slime.settings.topology_yaml import LAYOUT_SETTINGS, STAGES_ENV, contradictions, layout_of, server_settings
 from slime.weights.expert_runs import LOADER as EXPERT_LOADER
@@ -302,7 +302,7 @@ class ServerSpec:
             num_threads=num_threads,
             api_key=extra.pop("api_key", None) or keys.use,
             admin_key=extra.pop("admin_api_key", None) or keys.admin,
-            token_versions=args.pause_generation_mode != "abort",
+            token_versions=requests_continue(args),
             trainer_kernels=args.kernels if args.true_on_policy and model_path in (None, args.hf_checkpoint) else None,
             worker=worker,
             extra=extra,

@@ -51,6 +51,19 @@ def minimises_custom_loss(s: Any) -> bool:
     return bool(s.loss_type == "custom_loss")
 
 
+def pause_modes(s: Any) -> tuple[str, ...]:
+    """Returns the modes in which weight syncs may pause engines: several if the run chooses among them (auto)."""
+    if s.pause_generation_mode != "auto":
+        return (s.pause_generation_mode,)
+    return ("abort", "retract") if s.fully_async else ("abort",)
+
+
+def requests_continue(s: Any) -> bool:
+    """Returns whether requests may continue through weight syncs, so that engines must label each token's version and
+    separate prefixes by weights."""
+    return pause_modes(s) != ("abort",)
+
+
 def computes_advantages(s: Any) -> bool:
     """Returns whether the run turns rewards into advantages."""
     return not fine_tunes(s) and bool(s.compute_advantages_and_returns)

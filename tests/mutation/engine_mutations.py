@@ -270,7 +270,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "version=self._backend.weight_version - 1,",
     ),
     "requests end at every weight sync": Mutation(
-        "wiring", "cluster/rank_weight_sync.py", "            pause_mode=self._args.pause_generation_mode,\n", ""
+        "wiring", "cluster/rank_weight_sync.py", "            pause_mode=pause_mode,\n", ""
     ),
     "a new engine is as lost as the old one": Mutation(
         "wiring",
@@ -437,7 +437,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "random_seed=int(args.rollout_seed)",
     ),
     "no token tells its version": Mutation(
-        "server", "serving/server.py", 'token_versions=args.pause_generation_mode != "abort"', "token_versions=False"
+        "server", "serving/server.py", "token_versions=requests_continue(args)", "token_versions=False"
     ),
     "streams repeat what they have said": Mutation(
         "server",

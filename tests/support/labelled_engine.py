@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from slime.cluster.weight_sync_sequence import PauseChoice
 from slime.core.sample import Sample
 from slime.core.topology import ONE_RANK
 from slime.models import table_for
@@ -65,7 +66,8 @@ class LabelledEngine:
 
     def __init__(self, url: str, model_path: Path, pause_mode: str = "abort") -> None:
         """`pause_mode`: what a weight sync does to requests under way; the server tells the version of each token."""
-        self.url, self._pause_mode = url, pause_mode
+        self.url = url
+        self.pauses = PauseChoice(("abort", "retract") if pause_mode == "auto" else (pause_mode,))
         self.client = EngineClient(url, request_timeout_s=60, token_versions=pause_mode != "abort")
         self.version = 0
         self.pause_s: list[float] = []
@@ -78,7 +80,7 @@ class LabelledEngine:
         if scope is not None:
             await self.client.pause(scope)
         try:
-            await asyncio.to_thread(self._sync, labelled(self._state, version), version, self._pause_mode)
+            await asyncio.to_thread(self._sync, labelled(self._state, version), version, self.pauses.mode)
         finally:
             self.client.resume()
         self.version = version
@@ -101,6 +103,8 @@ class LabelledEngine:
             pause_mode=pause_mode,
         )
         self.pause_s.append(metrics["update_weights_pause_time"])
+        if version > 1:
+            self.pauses.note({f"perf/{name}": value for name, value in metrics.items()})
 
     async def num_running(self) -> int:
         """An abort needs a moment to reach the scheduler."""

@@ -25,7 +25,7 @@ from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config
 from slime.core.processes import is_loopback
 from slime.core.topology import PAIRED, EngineGroup, EngineLayout, ServedModel
-from slime.settings.conditions import shares_gpus
+from slime.settings.conditions import requests_continue, shares_gpus
 from slime.settings.fields import Need, Passed, Rule, internal, is_not_zero, opt, refuse_if
 from slime.settings.flags import COUNT, PORT, SECONDS, host_form, require_key
 from slime.settings.schema import layout_problem_of, mtp_problem_of
@@ -248,7 +248,7 @@ def engines_need_a_gpu(args: Args) -> str | None:
 def engines_pause(args: Args) -> str | None:
     """If requests continue with new weights, chunked prefill and pipeline stages are not supported."""
     mode = args.pause_generation_mode
-    if mode == "abort":
+    if not requests_continue(args):
         return None
     for engines in _engines(args):
         if not engines.model.trained:
@@ -352,7 +352,7 @@ def pairs_work(args: Args) -> str | None:
 
 
 def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
-    if model.trained and args.pause_generation_mode != "abort":
+    if model.trained and requests_continue(args):
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
             "a KV cache of old weights could reach an engine with new weights, and tokens would get the wrong version; "
@@ -432,7 +432,7 @@ def _flag(name: str, value: Any) -> str:
 
 def engines_forget_old_weights(args: Args) -> str | None:
     """A prefix computed with old weights must never be used with new ones."""
-    divided = args.pause_generation_mode != "abort"
+    divided = requests_continue(args)
     for engines in synced_engines(args):
         for problem in kept_prefixes(engines.sglang, divided=divided):
             return engines.told(f"--sglang-{problem.removeprefix('--')}")
@@ -614,7 +614,7 @@ def _against(args: Args, sglang: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         yield "--device cpu", "SGLang's drafts need GPU kernels; drop --sglang-speculative-..."
     if int(sglang.get("pp_size") or 1) > 1:
         yield f"sglang_pp_size {sglang['pp_size']}", "SGLang's drafts do not support pipeline stages; drop it"
-    if args.pause_generation_mode != "abort":
+    if requests_continue(args):
         yield (
             f"--pause-generation-mode {args.pause_generation_mode}",
             "engines do not report a version per token for several tokens of one pass; use abort",

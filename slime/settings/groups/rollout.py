@@ -266,11 +266,12 @@ class ScheduleSettings:
     """Maximum number of versions (trained steps) by which the weights that sampled a token can lag behind the weights
     being trained. Groups with older tokens start over. Finished groups beyond a batch are kept for the next step.
     Default: 2 with --fully-async. Otherwise, a step trains on what it sampled and what --partial-rollout continues."""
-    pause_generation_mode: Literal["abort", "retract", "in_place"] = opt("abort", needs=_PAUSES)
+    pause_generation_mode: Literal["abort", "retract", "in_place", "auto"] = opt("abort", needs=_PAUSES)
     """How a weight sync treats running requests (fully_async). abort: requests are aborted and resubmitted with their
     tokens. retract: requests continue with the new weights after a new prefill of all tokens. in_place: requests
-    continue with the KV cache of the old weights. The weight sync before a checkpoint always aborts requests, so that
-    the checkpoint contains their tokens."""
+    continue with the KV cache of the old weights. auto: the first weight syncs alternate between abort and retract, and
+    the run keeps the one that pauses the engines for less time. The weight sync before a checkpoint always aborts
+    requests, so that the checkpoint contains their tokens."""
 
 
 PASSED: tuple[Passed, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 import pytest
 
 from slime.cluster.engine_tracker import EngineInfo
-from slime.cluster.weight_sync_sequence import EndRequests, MemoryHandOver, WeightSyncSequence, with_pauses
+from slime.cluster.weight_sync_sequence import (
+    NUM_TRIES,
+    EndRequests,
+    MemoryHandOver,
+    PauseChoice,
+    WeightSyncSequence,
+    with_pauses,
+)
 from slime.core.errors import EngineError, WeightSyncError
 from slime.core.topology import EngineLayout
+from slime.settings.conditions import pause_modes, requests_continue
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT
 from tests.support.recording import RecordingActors, RecordingRun
 from train_async import fully_async, one_step_off
@@ -153,6 +162,83 @@ def test_requests_end_where_nothing_else_would_keep_their_tokens(
     assert actors.log == ([pause, SYNC, RESUME, ADMIT] if pause else [SYNC, ADMIT])
 
 
+def paused(abort: float, transfer: float = 1.0) -> dict[str, float]:
+    """The metrics of a weight sync with these GPU-seconds."""
+    causes = {"abort": abort, "flush": 0.01, "transfer": transfer, "verify": 0.1, "admission": 0.02}
+    return {PAUSED: sum(causes.values()), **{f"{PAUSED}/{cause}": seconds for cause, seconds in causes.items()}}
+
+
+PAUSED = "perf/paused_token_seconds"
+
+
+@pytest.mark.parametrize("cheap, dear", [("abort", "retract"), ("retract", "abort")])
+def test_auto_tries_each_mode_in_turn_and_keeps_the_one_that_pauses_for_less_time(
+    cheap: str, dear: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither one slow weight sync nor the time of the transfer, which the mode does not change, decides."""
+    caplog.set_level(logging.INFO)
+    choice, tried = PauseChoice(("abort", "retract")), []
+    for turn in range(2 * NUM_TRIES):
+        tried.append(choice.mode)
+        usual = 0.1 if choice.mode == cheap else 0.5
+        choice.note(paused(9.0 if turn < 2 and choice.mode == cheap else usual, 5.0 if choice.mode == cheap else 1.0))
+        assert turn == 2 * NUM_TRIES - 1 or not caplog.messages
+    assert tried == ["abort", "retract"] * NUM_TRIES and choice.mode == cheap
+    (said,) = caplog.messages
+    assert f"weight syncs use {cheap} from now on" in said and f"{cheap} 0.130" in said and f"{dear} 0.530" in said
+    choice.note(paused(99.0))
+    assert choice.mode == cheap and len(caplog.messages) == 1, "it decides once"
+
+
+def test_a_mode_that_was_asked_for_is_kept_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    choice = PauseChoice(("retract",))
+    for _ in range(2 * NUM_TRIES):
+        choice.note(paused(1.0))
+    assert choice.mode == "retract" and not caplog.messages
+
+
+class MeasuringActors(RecordingActors):
+    """Notes the mode of each weight sync. Retracting costs less."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.modes: list[str] = []
+        engine = EngineInfo(0, "http://0", EngineLayout(), (0,))
+        setattr(self.engines, "infos", lambda engines: [engine])  # noqa: B010
+
+    def on_trainers(self, method: str, *arguments: Any, **named: Any) -> list[dict[str, float]]:
+        self.modes.append(arguments[1])
+        found = super().on_trainers(method, *arguments, **named)
+        return [each | paused(0.5 if arguments[1] == "abort" else 0.1) for each in found]
+
+
+def test_with_auto_requests_end_where_the_mode_of_the_weight_sync_aborts_them() -> None:
+    """The first weight sync, before which nothing was served, and those before a save say nothing about a mode."""
+    actors, turns = MeasuringActors(), ["abort", "retract"] * NUM_TRIES
+    weight_sync, _, _ = sequence(actors, fully_async=True, pause_generation_mode="auto")
+    for for_save in (False, True, *[False] * len(turns), False, True):
+        weight_sync.run(for_save=for_save)
+    assert actors.modes == ["abort", "abort", *turns, "retract", "retract"]
+    assert actors.log.count(PAUSE) == 1 + NUM_TRIES and actors.log.count(HAND_BACK) == 2
+
+
+def test_engines_are_prepared_for_each_mode_that_the_run_may_use() -> None:
+    def of(mode: str, fully_async: bool) -> tuple[tuple[str, ...], bool]:
+        args: Any = SimpleNamespace(fully_async=fully_async, pause_generation_mode=mode)
+        return pause_modes(args), requests_continue(args)
+
+    assert of("auto", True) == (("abort", "retract"), True) and of("auto", False) == (("abort",), False)
+    assert of("in_place", True) == (("in_place",), True) and of("abort", True) == (("abort",), False)
+
+
+def test_where_no_request_runs_auto_aborts() -> None:
+    actors = MeasuringActors()
+    weight_sync, _, _ = sequence(actors, pause_generation_mode="auto")
+    for _ in range(4 * NUM_TRIES):
+        weight_sync.run(for_save=False)
+    assert set(actors.modes) == {"abort"}
+
+
 def test_after_an_error_nothing_is_served() -> None:
     class Failing(RecordingActors):
         def on_trainers(
@@ -265,8 +351,8 @@ def test_without_engines_nothing_happens_and_without_trainers_there_are_no_metri
 
 def test_each_policy_has_its_settings() -> None:
     def of(fully_async: bool, mode: str, path: str = DEFAULT_ROLLOUT) -> EndRequests:
-        args: Any = SimpleNamespace(fully_async=fully_async, pause_generation_mode=mode, rollout_function_path=path)
-        return EndRequests.of(args)
+        args: Any = SimpleNamespace(fully_async=fully_async, rollout_function_path=path)
+        return EndRequests.of(args, mode)
 
     assert of(False, "abort", SFT_ROLLOUT) is EndRequests.NEVER
     assert of(False, "abort", "own.keeps_a_thread") is EndRequests.ALWAYS

@@ -208,7 +208,8 @@ def alone() -> Iterator[None]:
 def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: by the mode and in buckets of the settings, the trainer's version, to the process that there is now."""
+    """Law: by the mode that the driver asks for and in buckets of the settings, the trainer's version, to the process
+    that there is now."""
     flags = ("--fully-async", "--pause-generation-mode", "retract", "--update-weight-buffer-size", "4096")
     args = rollout_args(tmp_path, *flags, "--sglang-dtype", "float32", synchronous=False)
     (table, state), wire = model(), FakeWire()
@@ -237,7 +238,7 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     )
     rank = RankWeightSync(args, backend, rank=0, slots=[0], address="127.0.0.1")
     old, new = (EngineInfo(0, "http://a", ONE_RANK, (1,), KEYS.control, incarnation) for incarnation in (0, 1))
-    metrics = rank.sync_weights([old])
+    metrics = rank.sync_weights([old], "retract")
     engine, limit_s, key = made[0]
     num_bytes = sum(tensor.numel() * 4 for tensor in state.values())
     updates = engine.log.count("update")
@@ -245,12 +246,12 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     assert num_bytes / 4096 <= updates < num_bytes / 4096 * 3 and set(versions) == {5}
     assert (limit_s, key) == (args.weight_sync_timeout_s, KEYS.control) and noted == ["asked", "synced"]
     assert metrics["perf/update_weights_bytes"] == num_bytes
-    rank.sync_weights([old])
+    rank.sync_weights([old], "retract")
     assert len(made) == 1
-    rank.sync_weights([new])
+    rank.sync_weights([new], "retract")
     assert len(made) == 2, "another process is at that address"
     rank.give_up("http://a", 0)
-    rank.sync_weights([new])
+    rank.sync_weights([new], "retract")
     (receiver,) = rank._known.values()
     assert not receiver.is_lost(), "the one before it was"
     rank.give_up("http://a", 1)
@@ -259,8 +260,9 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     told: dict[str, Any] = {}
     monkeypatch.setattr(rank_weight_sync, "sync_weights", lambda outgoing, **named: told.update(named) or {})
     rank._carried = {"visual": "a digest"}
-    rank.sync_weights([new])
+    rank.sync_weights([new], "retract")
     assert (told.get("carried"), told["version"]) == ({"visual": "a digest"}, 5), "what engines loaded themselves"
+    assert told.get("pause_mode") == "retract"
 
 
 @pytest.fixture
@@ -338,7 +340,7 @@ def test_whether_a_failed_weight_sync_is_sent_again_is_what_the_conductor_says(
     said["word"] = heals
     went_on = False
     with suppress(WeightSyncError):
-        rank.sync_weights([])
+        rank.sync_weights([], "abort")
         went_on = True
     assert (went_on, sent) == (heals, [5] * (1 + heals))
 
@@ -547,9 +549,9 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     assert wanted.items() <= train_actor.os.environ.items()
     rank.give_up("http://a", 1)  # before there is a weight sync
     rank._backend = SimpleNamespace(weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0)
-    rank._weight_sync = Noting("sync", said, sync_weights=lambda engines: {"seconds": 1.0})
+    rank._weight_sync = Noting("sync", said, sync_weights=lambda engines, mode: {"seconds": 1.0})
     rank.train("batch")
-    assert rank.sync_weights([]) == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
+    assert rank.sync_weights([], "abort") == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
     rank.give_up("http://a", 1)
     assert said == [("give_up", "sync", "http://a", 1)]
     monkeypatch.setattr("slime.training.state.checkpoint.verify", lambda path, share: said.append((str(path), share)))

@@ -47,6 +47,10 @@ REFUSALS = [
         "--rollout-num-gpus-per-engine 2 --sglang-pp-size 2 --pause-generation-mode retract --fully-async",
         "with sglang_pp_size 2",
     ),
+    (
+        "--rollout-num-gpus-per-engine 2 --sglang-pp-size 2 --pause-generation-mode auto --fully-async",
+        "--pause-generation-mode auto does not work with sglang_pp_size 2",
+    ),
     ("--sglang-moe-a2a-backend deepep", "not hold the tensors that the trainer verifies"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "expected gradient of k1 as a loss is zero"),
     ("--n-samples-per-prompt 1", "every advantage is zero"),

@@ -16,7 +16,7 @@ STORES = (
     "--sglang-radix-cache-backend flexkv",
 )
 UNDIVIDED = ("--sglang-enable-hierarchical-cache", "--sglang-enable-streaming-session")
-MODES = ("abort", "retract", "in_place")
+MODES = ("abort", "retract", "in_place", "auto")
 
 
 def paused(base: list[str], mode: str) -> list[str]:
