@@ -310,8 +310,9 @@ class _WeightSync:
                     bucket = self._filled(number, turn, make)
                     delivery.send(number, bucket)
                     before = needs
-                    if bucket is not None and needs <= limit_bytes:
+                    if keeps and bucket is not None and needs <= limit_bytes:
                         recordable[number] = turn, bucket
+                    del bucket  # else `buffers.free` would free nothing
                 else:
                     self._take_part(turn)
             delivery.wait(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from slime.core.errors import DeadlineExceeded, EngineError, WeightSyncError
 from slime.core.topology import ONE_RANK, EngineLayout
@@ -20,7 +22,7 @@ from slime.models.common.table import FamilyTable
 from slime.serving.payloads import digest
 from slime.weights import receivers as receivers_module
 from slime.weights.receivers import Peers, Receiver, on_all
-from slime.weights.send_plan import Turn
+from slime.weights.send_plan import Buffers, Turn
 from slime.weights.sync import CAUSES, PAUSED, PauseCauses, sync_weights
 from slime.weights.transports import Channel, Transport
 from slime.weights.transports.disk import DiskTransport
@@ -70,6 +72,23 @@ def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> 
         drains = ["flush"] if mode == "abort" else []  # requests that stay keep a cache from being flushed
         assert steps == [f"pause {mode}", *drains, "begin", "update", "checksums", "end", "resume"]
     assert metrics["update_weights_bytes"] == sum(t.numel() * 4 for t in state.values())
+
+
+def test_a_bucket_above_the_limit_is_alone_in_memory() -> None:
+    table, state = model()
+    wire, made = FakeWire(), list[StorageWeakRef]()
+    alone = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        gc.collect()
+        if num_bytes > 4096:
+            alone.append(all(memory.expired() for memory in made))
+        flat = torch.empty(num_bytes, dtype=torch.uint8)
+        made.append(StorageWeakRef(flat.untyped_storage()))
+        return flat
+
+    run(table, state, [FakeEngine("http://a", table, wire)], wire, buffers=Buffers(allocate))
+    assert len(made) > 3 and alone and all(alone), alone
 
 
 def test_every_departure_is_named_and_no_engine_resumes() -> None:
