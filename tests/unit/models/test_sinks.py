@@ -21,6 +21,7 @@ HEADS, GROUPS, SIZE = 4, 2, 8
 def core(window: int | None) -> Any:
     config: Any = SimpleNamespace(
         attention_dropout=0.0,
+        cp_comm_type=None,
         use_cpu_initialization=True,
         num_attention_heads=HEADS,
         tensor_model_parallel_size=1,
