@@ -39,17 +39,33 @@ class _Recording:
 
 def fill(outgoing: Outgoing, turn: Turn, bucket: Bucket, expected: ExpectedDigests) -> None:
     """Adds a turn's tensors to `expected` and copies them into `bucket`."""
-    views, held_bytes = dict(bucket.tensors), 0
+    fill_with(outgoing.tensors(turn), bucket, expected.add, copy)
+    expected.read()
+
+
+def fill_with(
+    tensors: Iterable[tuple[str, Any]],
+    bucket: Bucket | None,
+    add: Callable[[str, Any], object],
+    copy: Callable[[list[tuple[Any, Any]]], object],
+) -> None:
+    """Calls `add` for each tensor of the bucket, and `copy` for many (place in the bucket, tensor) pairs at a time.
+
+    Takes all tensors even without a bucket, because other ranks wait in the same collectives.
+    """
+    views = dict(bucket.tensors) if bucket is not None else {}
     held: list[tuple[Any, Any]] = []
-    for name, tensor in outgoing.tensors(turn):
-        expected.add(name, tensor)
+    held_bytes = 0
+    for name, tensor in tensors:
+        if name not in views:
+            continue
+        add(name, tensor)
         held.append((views[name], tensor))
         held_bytes += tensor.nbytes
         if held_bytes >= UNREAD_BYTES:
             copy(held)
             held, held_bytes = [], 0
     copy(held)
-    expected.read()
 
 
 def copy(held: list[tuple[Any, Any]]) -> None:
@@ -75,17 +91,14 @@ class RecordedFills:
         self._expected: ExpectedDigests | None = None
         self._tables: object = None
 
-    def keeps(self, outgoing: Outgoing) -> bool:
-        """Returns whether the buckets must stay where they are."""
-        return self._on and outgoing.places is not None
-
-    def begin(self, key: Hashable, make: Callable[[], ExpectedDigests]) -> None:
+    def begin(self, key: Hashable, make: Callable[[], ExpectedDigests]) -> bool:
         """Starts a weight sync. `key`: see invariant 1; None if nothing can be recorded. `make` creates digests of no
-        tensors yet."""
+        tensors yet. Returns whether the buckets must stay where they are."""
         if key != self._key:
             self.forget()
         if self.records:
             self._expected = make()
+        return self._on and key is not None
 
     def forget(self) -> None:
         """Frees all graphs and their memory."""

@@ -41,9 +41,9 @@ from slime.core.text import listed
 from slime.core.topology import EngineLayout
 from slime.models.common.table import FamilyTable
 from slime.weights.delivery import Delivery, send_stream
-from slime.weights.engine_layout import UNREAD_BYTES, Digests, Expected, ExpectedDigests, merged, require_all
+from slime.weights.engine_layout import Digests, Expected, ExpectedDigests, merged, require_all
 from slime.weights.receivers import Peers, Receiver, on_all
-from slime.weights.recorded_fills import RecordedFills, copy
+from slime.weights.recorded_fills import RecordedFills, copy, fill_with
 from slime.weights.send_plan import NUM_BUFFERS, Bucket, Buffers, Outgoing, Spec, Turn
 from slime.weights.transports import Channel
 
@@ -293,8 +293,7 @@ class _WeightSync:
     def _send_in_turn(self, turns: Sequence[Turn], buffers: Buffers, limit_bytes: int) -> None:
         buffers.begin()
         self._key = functools.partial(self._key_of, turns, buffers)
-        self._fills.begin(self._key(), self._no_digests)
-        keeps, before = self._fills.keeps(self._outgoing), 0
+        keeps, before = self._fills.begin(self._key(), self._no_digests), 0
         recordable: dict[int, tuple[Turn, Bucket]] = {}
         with Delivery(turns, self._peers, self._deliver, send_stream(self._outgoing.device)) as delivery:
             delivery.open(self._failure is None)
@@ -354,22 +353,11 @@ class _WeightSync:
         It iterates over all tensors even after a failure, because other ranks wait in the same collectives.
         """
         self._sent.append(turn)
-        views = dict(bucket.tensors) if bucket is not None else {}
-        held: list[tuple[Any, Any]] = []
-        held_bytes = 0
+        add, copy_all = (functools.partial(self._guarded, step) for step in (self._read, copy))
         try:
-            for name, tensor in self._outgoing.tensors(turn):
-                if name not in views:
-                    continue
-                self._guarded(self._read, name, tensor)
-                held.append((views[name], tensor))
-                held_bytes += tensor.nbytes
-                if held_bytes >= UNREAD_BYTES:
-                    self._guarded(copy, held)
-                    held, held_bytes = [], 0
+            fill_with(self._outgoing.tensors(turn), bucket, add, copy_all)
         except SlimeError as error:  # raised after the last tensor
             self._note(error)
-        self._guarded(copy, held)
         return bucket is not None and self._failure is None
 
     def _read(self, name: str, tensor: Any) -> None:

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import ParallelSizes
 from slime.models.common.mtp import with_mtp
+from slime.models.common.packed_attention import ALL_TO_ALL
 from slime.settings.args import Args
 from slime.settings.megatron import FIXED
 from slime.settings.schema import flags_of_owner
@@ -73,7 +74,7 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         calculate_per_token_loss=True,
         virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
         # Megatron also allows a list, one value per layer, and values that slime does not use.
-        cp_comm_type="a2a" if values.get("cp_comm_type") == "a2a" else None,
+        cp_comm_type=ALL_TO_ALL if values.get("cp_comm_type") == ALL_TO_ALL else None,
         mtp_num_layers=None,  # slime implements multi-token prediction
         experimental_attention_variant=None,  # slime has its own layers; Megatron's do not support context parallelism
     )
