@@ -100,6 +100,9 @@ class Delivery:
         self._turns, self._peers, self._deliver, self._stream = turns, peers, deliver, stream
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-send")
         self._running: deque[Future[torch.cuda.Event | None]] = deque()
+        self._queued: deque[Bucket | None] = deque()
+        """Apart from the futures, because the thread keeps the arguments of a call for a moment after its result is
+        there: memory that the filling thread frees and allocates again would exist twice."""
         self._good, self._heard = True, 0
         self.failure: BaseException | None = None
         """The first error in any of this rank's turns."""
@@ -126,10 +129,11 @@ class Delivery:
 
     def send(self, number: int, bucket: Bucket | None) -> None:
         """Queues a bucket for turn `number`. None: filling failed, so no rank may send anything more."""
-        self._running.append(self._pool.submit(self._take_turn, number, bucket, self._stream.filled()))
+        self._queued.append(bucket)
+        self._running.append(self._pool.submit(self._take_turn, number, self._stream.filled()))
 
-    def _take_turn(self, number: int, bucket: Bucket | None, filled: Any) -> torch.cuda.Event | None:
-        sent = None
+    def _take_turn(self, number: int, filled: Any) -> torch.cuda.Event | None:
+        bucket, sent = self._queued.popleft(), None
         try:
             if (self._turns[number - 1].sender if number else 0) != self._peers.rank:
                 self._good = self._peers.hear(number, number - self._heard) and self._good

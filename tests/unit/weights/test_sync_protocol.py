@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures.thread import _WorkItem
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,14 @@ def test_the_protocol_pauses_drains_updates_verifies_then_resumes(mode: str) -> 
     assert metrics["update_weights_bytes"] == sum(t.numel() * 4 for t in state.values())
 
 
-def test_a_bucket_above_the_limit_is_alone_in_memory() -> None:
+def test_a_bucket_above_the_limit_is_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_item = _WorkItem.run
+
+    def run_slowly(*args: Any) -> None:
+        run_item(*args)
+        time.sleep(0.05)  # the result is there, and the sending thread still holds the arguments of the call
+
+    monkeypatch.setattr(_WorkItem, "run", run_slowly)
     table, state = model()
     wire, made = FakeWire(), list[StorageWeakRef]()
     alone = []
@@ -87,7 +95,11 @@ def test_a_bucket_above_the_limit_is_alone_in_memory() -> None:
         made.append(StorageWeakRef(flat.untyped_storage()))
         return flat
 
-    run(table, state, [FakeEngine("http://a", table, wire)], wire, buffers=Buffers(allocate))
+    gc.freeze()  # makes gc.collect quicker than the sending thread
+    try:
+        run(table, state, [FakeEngine("http://a", table, wire)], wire, buffers=Buffers(allocate))
+    finally:
+        gc.unfreeze()
     assert len(made) > 3 and alone and all(alone), alone
 
 
