@@ -45,7 +45,7 @@ from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys, shorten
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
-from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient
+from slime.rollout.client.engine_client import REQUEST_SCOPE, STREAMED_INTERVAL, EngineClient
 from slime.rollout.context import RolloutContext, current, offered
 from slime.rollout.generate import LIMITS
 from slime.rollout.guard import beside
@@ -420,10 +420,18 @@ def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[
     return column.expanded(pictures.written(ids), found), pictures
 
 
+REPEATED = 64
+"""A chunk of a stream adds at least one token per `REPEATED` tokens that it repeats, so a long answer costs 64 times its
+length instead of its square."""
+
+
 async def generation_parts(
     client: EngineClient, payload: Mapping[str, Any], headers: Mapping[str, str]
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Like `generation_of`, but yields the answer so far after each chunk, as SGLang's stream does."""
+    """Like `generation_of`, but yields the answer so far after each chunk, as SGLang's stream does.
+
+    Because each chunk repeats the whole answer, chunks of a long answer are longer.
+    """
     if payload.get("image_data"):
         raise HookError("a request with image_data cannot be streamed; drop stream")
     ids, params, session = _request(client, payload, headers)
@@ -432,13 +440,15 @@ async def generation_parts(
         yield _worded(ids, so_far)
         return
     parts: list[Generation] = []
-    async with aclosing(client.stream(ids, params, session_id=session, returns_partial=True)) as stream:
-        before: Generation | None = None
+    seen = num = 0
+    asked: dict[str, Any] = {"session_id": session, "returns_partial": True, "interval": STREAMED_INTERVAL}
+    async with aclosing(client.stream(ids, params, **asked)) as stream:
         async for part in stream:
-            if before is not None:
+            if num > seen + num // REPEATED:
                 yield _worded(ids, joined(parts), ended=False)
+                seen = num
             parts.append(part)
-            before = part
+            num += len(part.tokens)
     yield _worded(ids, joined(parts))
 
 

@@ -29,7 +29,7 @@ import json
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -40,13 +40,14 @@ from aiohttp import web
 
 from slime.agent.messages import Message, ToolCall
 from slime.agent.parsers import FORMATS, AnswerReader, Parsed, format_of
-from slime.agent.session import Session
+from slime.agent.session import Branch, Session
 from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.processes import http_url
 from slime.core.sample import Sample
 from slime.rollout.client.call import Generation, joined
+from slime.rollout.client.engine_client import STREAM_INTERVAL, STREAMED_INTERVAL
 from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
 from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.guard import HEARTBEAT, Heartbeat
@@ -99,8 +100,20 @@ class Engine(Protocol):
     """The methods of `slime.rollout.client.engine_client.EngineClient` that a turn uses."""
 
     def stream(
-        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], *, session_id: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        experts_from: int = 0,
+        interval: int = 1,
     ) -> AsyncGenerator[Generation, None]: ...
+
+
+DECODED_AT_ONCE = 512
+"""Tokens of a whole answer that are decoded together, in about a tenth of a millisecond."""
+CONTEXT_IDS = 8
+"""How many preceding ids are decoded with new ones."""
 
 
 @dataclass(slots=True)
@@ -135,15 +148,13 @@ class Turn:
             num_prompt, parts = len(prompt), list[Generation]()
             params = self._params(num_prompt)
             if params["max_new_tokens"] > 0:
-                text = Decoder(self.decode)
-                async with aclosing(engine.stream(list(prompt), params, session_id=self.session_id)) as stream:
+                text = Words(self.decode, self.end_ids, reader.ends, 1 if self.request.streams else DECODED_AT_ONCE)
+                async with aclosing(self._stream(engine, opened.branch, params)) as stream:
                     async for part in stream:
                         parts.append(part)
-                        ended = bool(part.tokens) and part.tokens[-1] in self.end_ids
-                        ended = ended and self.decode(part.tokens[-1:]) not in reader.ends
-                        words = part.tokens[:-1] if ended else part.tokens
-                        for event in events_of(reader.feed(text.more(words))):
-                            yield event
+                        if words := text.more(part.tokens):
+                            for event in events_of(reader.feed(words)):
+                                yield event
                 rest = text.end()
                 for event in events_of(reader.feed(rest) if rest else ()):
                     yield event
@@ -158,6 +169,16 @@ class Turn:
             raise
         self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed, trained=self.trained)
         yield answer
+
+    def _stream(self, engine: Engine, branch: Branch, params: Mapping[str, Any]) -> AsyncGenerator[Generation, None]:
+        """Requests the answer: in long events if nobody reads them, and with the experts that the branch lacks."""
+        return engine.stream(
+            branch.tokens,
+            params,
+            session_id=self.session_id,
+            experts_from=0 if branch.experts is None else branch.experts.end,
+            interval=STREAMED_INTERVAL if self.request.streams else STREAM_INTERVAL,
+        )
 
     def _params(self, num_prompt: int) -> dict[str, Any]:
         most, asked = self.params["max_new_tokens"], self.request.max_tokens
@@ -188,26 +209,60 @@ class Turn:
 class Decoder:
     """Decodes ids incrementally. An incomplete character at the end of a chunk is held back until the next chunk.
 
-    Invariant: the joined chunks are the text of all ids. Each id is decoded several times, because a tokenizer needs
-    some preceding ids to know whether a space precedes it.
+    Invariant: the joined chunks are the text of all ids. A few ids are decoded with each chunk once more, because a
+    tokenizer needs some preceding ids to know whether a space precedes it.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode, self._ids = decode, list[int]()
-        self._before, self._done = 0, 0
+        """The ids of `_known` and those that are not decoded yet."""
+        self._num_known, self._known = 0, ""
 
     def more(self, ids: Sequence[int]) -> str:
         self._ids += ids
-        known = self._decode(self._ids[self._before : self._done])
-        text = self._decode(self._ids[self._before :])
+        text = self._decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
-        self._before, self._done = self._done, len(self._ids)
-        return text[len(known) :]
+        new = text[len(self._known) :]
+        kept = self._ids[-CONTEXT_IDS:]
+        known = self._decode(kept)
+        if "\ufffd" in known:  # it may begin inside a character
+            kept = self._ids[self._num_known :]
+            known = self._decode(kept)
+        self._ids, self._num_known, self._known = kept, len(kept), known
+        return new
 
     def end(self) -> str:
-        known = self._decode(self._ids[self._before : self._done])
-        return self._decode(self._ids[self._before :])[len(known) :]
+        return self._decode(self._ids)[len(self._known) :]
+
+
+class Words:
+    """The text of an answer as its ids arrive, without the token that ends it. Does not depend on how ids are split."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], end_ids: Collection[int], kept: Collection[str], least: int
+    ) -> None:
+        """`kept`: end tokens that stay in the text. `least`: number of ids to decode at once, before the end."""
+        self._text, self._decode = Decoder(decode), decode
+        self._end_ids, self._kept, self._least = end_ids, kept, least
+        self._ids: list[int] = []
+        """Ids that are not decoded yet."""
+
+    def more(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        if len(self._ids) < self._least:
+            return ""
+        held = self._ids[-1:] if self._ids[-1] in self._end_ids else []
+        new = self._ids[: len(self._ids) - len(held)]
+        self._ids = held
+        return self._text.more(new) if new else ""
+
+    def end(self) -> str:
+        """Returns the rest of the text."""
+        ids = self._ids
+        if ids and ids[-1] in self._end_ids and self._decode(ids[-1:]) not in self._kept:
+            ids = ids[:-1]
+        return (self._text.more(ids) if ids else "") + self._text.end()
 
 
 def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:

@@ -64,6 +64,10 @@ STREAM_INTERVAL = 64
 more. (Even without streaming, these processes exchange a message every 50 tokens.) Tokens that an engine had not sent
 before it died are sampled again.
 """
+STREAMED_INTERVAL = 8
+"""Tokens per event for people and programs that read an answer while it is sampled. An engine sends the first token at
+once, whatever the interval.
+"""
 IDS_IN_A_TURN = 32 * 1024
 """Number of prompt ids to check or send per event-loop iteration: about a millisecond of work."""
 IDS_OF_A_REQUEST = 1024
