@@ -421,8 +421,8 @@ def _with_images(ids: list[int], images: Any, context: RolloutContext) -> tuple[
 
 
 REPEATED = 64
-"""A chunk of a stream adds at least one token per `REPEATED` tokens that it repeats, so a long answer costs 64 times its
-length instead of its square."""
+"""A chunk of a stream adds at least one token per `REPEATED` tokens that it repeats, so a long answer costs 64 times
+its length instead of its square."""
 
 
 async def generation_parts(
