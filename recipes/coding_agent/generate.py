@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from slime.agent.execution import Execution, execution
-from slime.agent.harness import Harness, HarnessResult
-from slime.agent.harness.builtin import ClaudeCodeHarness, CodexHarness, CommandHarness, OpenCodeHarness
+from slime.agent.harness import ClaudeCodeHarness, CodexHarness, CommandHarness, Harness, HarnessResult, OpenCodeHarness
 from slime.agent.sandbox import SANDBOXES, CommandFailed, Sandbox
 from slime.core.errors import ConfigError, Unconfined
 from slime.core.sample import Sample, Status

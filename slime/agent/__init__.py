@@ -8,6 +8,7 @@ sends token ids to an engine, and the session becomes training samples in which 
     session.py         the conversations of an execution as a tree of branches, and the samples built from it
     adapters/          the servers that agents connect to: a common core, and one file per wire format
     execution.py       the adapter of a run
+    chat.py            the same conversations without HTTP, for generate functions
     sandbox/           where an agent's commands run
-    harness/           agent programs, configured for an adapter
+    harness.py         agent programs, configured for an adapter
 """

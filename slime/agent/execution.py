@@ -59,13 +59,17 @@ class Execution:
         If no response can be trained on, returns a copy of `base` with status FAILED.
         """
         self.finished = True
-        made = self.adapter.finish_session(self.key, base, reward, metadata)
-        if not made:
-            failed = base.copy()
-            failed.status = Status.FAILED
-            failed.failure = "the agent ended without a response that can be trained on"
-            made = [failed]
+        return or_failed(base, self.adapter.finish_session(self.key, base, reward, metadata))
+
+
+def or_failed(base: Sample, made: list[Sample]) -> list[Sample]:
+    """Returns the samples of an execution, or a FAILED copy of `base` if there are none."""
+    if made:
         return made
+    failed = base.copy()
+    failed.status = Status.FAILED
+    failed.failure = "the agent ended without a response that can be trained on"
+    return [failed]
 
 
 @asynccontextmanager
@@ -125,20 +129,13 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
         raise ConfigError("agent conversations require a tokenizer; set --hf-checkpoint")
-    chat = ChatRenderer(tokenizer, kwargs=args.apply_chat_template_kwargs)
-    ends = sorted(end_of_text(args.hf_checkpoint, tokenizer).token_ids)
-    try:
-        report = probe(chat, ends, args.agent_tool_format)
-        report.require_plain_turns()
-    except DataError as error:  # a retry would not help
-        raise ConfigError(str(error)) from error
-    if report.failing:
-        logger.warning("with this chat template, these features fork conversations: %s", ", ".join(report.failing))
+    kwargs, tool_format = args.apply_chat_template_kwargs, args.agent_tool_format
+    template = conversation_template(args.hf_checkpoint, tokenizer, kwargs, tool_format)
     adapter = AgentAdapter(
         client,
-        ConversationTemplate(chat, ends),
-        decode=chat.decode,
-        tool_format=args.agent_tool_format,
+        template,
+        decode=template.chat.decode,
+        tool_format=tool_format,
         sampling={},
         agent_sampling=args.agent_sampling,
     )
@@ -155,3 +152,23 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
 async def _ended(client: EngineClient, adapter: AgentAdapter) -> None:
     _ADAPTERS.pop(client, None)
     await adapter.close()
+
+
+def conversation_template(
+    checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any], tool_format: str | None
+) -> ConversationTemplate:
+    """Returns a checkpoint's chat template for conversations. `kwargs`: its arguments. `tool_format`: how the model
+    writes calls; None: derived from the template.
+
+    Raises `ConfigError` if the template is not append-only. Warns about features that fork conversations.
+    """
+    chat = ChatRenderer(tokenizer, kwargs=kwargs)
+    ends = sorted(end_of_text(checkpoint, tokenizer).token_ids)
+    try:
+        report = probe(chat, ends, tool_format)
+        report.require_plain_turns()
+    except DataError as error:  # a retry would not help
+        raise ConfigError(str(error)) from error
+    if report.failing:
+        logger.warning("with this chat template, these features fork conversations: %s", ", ".join(report.failing))
+    return ConversationTemplate(chat, ends)

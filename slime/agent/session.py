@@ -129,8 +129,9 @@ class Branch:
         """Returns the last sampled token of a turn; None if the turn is empty."""
         return self.tokens[turn.end - 1] if turn.start < turn.end else None
 
-    def upto(self, turn: Turn, *, why: str, number: int, without_end: bool = False) -> Branch:
-        """Forks this branch, which has index `number`, after a turn. `without_end` drops the turn's last token."""
+    def upto(self, turn: Turn, *, why: str, number: int | None, without_end: bool = False) -> Branch:
+        """Forks this branch after a turn. `number`: its index; None in another session. `without_end` drops the turn's
+        last token."""
         end = turn.end - without_end
         turns = self.turns[: self.turns.index(turn)]
         return Branch(
@@ -186,13 +187,21 @@ class Session:
         """The branch of the latest answer."""
         self._template = template
 
+    def fork(self) -> Session:
+        """Returns a session that continues from the same conversations. Its samples contain only its own turns."""
+        other = Session(self._template)
+        for branch in self.branches:
+            if branch.turns:
+                other.branches.append(branch.upto(branch.turns[-1], why="fork", number=None))
+        return other
+
     def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
         """Finds or creates the branch for a request, appends the new messages, and marks the branch busy.
 
         `thinks`: the wire format carries thinking, so missing thinking was dropped by the agent. Raises `DataError` if
         the chat template rejects the messages.
         """
-        named = json.dumps(list(tools), sort_keys=True) if tools else ""
+        named = name_of_tools(tools)
         branch, number, turn, why = self._where(messages, named, thinks)
         opened = None
         if branch is not None and turn is not None:
@@ -228,9 +237,14 @@ class Session:
             self.branches.remove(branch)
             self.forks[branch.why] -= branch.why != FIRST
 
+    def tools_of(self, messages: Sequence[Message]) -> str:
+        """Returns the tools (`name_of_tools`) of the conversation that these messages continue; "" if there is none."""
+        agreed = [(_agreement(branch.messages, messages, False)[0], branch.tools) for branch in self.branches]
+        return max(agreed, key=lambda one: one[0], default=(0, ""))[1] if any(same for same, _ in agreed) else ""
+
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
         """Returns the number of prompt tokens for this request. Changes nothing."""
-        named = json.dumps(list(tools), sort_keys=True) if tools else ""
+        named = name_of_tools(tools)
         branch, _, turn, _ = self._where(messages, named, thinks=False)
         if branch is not None and turn is not None:
             before, last = branch.messages[: turn.num_messages], branch.last_of(turn)
@@ -371,6 +385,11 @@ class Session:
         sample.metadata[TURN_COUNTS] = {"turns": len(own)}
         sample.validate()
         return sample
+
+
+def name_of_tools(tools: Sequence[Any]) -> str:
+    """Returns a list of tools as JSON; "" without tools."""
+    return json.dumps(list(tools), sort_keys=True) if tools else ""
 
 
 def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:

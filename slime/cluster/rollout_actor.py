@@ -28,6 +28,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.agent.chat import ModelChats
 from slime.cluster.remote_arrays import set_apart
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import introduce, translated
@@ -63,7 +64,9 @@ class EpisodeActor:
         allow_many_connections()
         stall = stall_file(log_dir, number)
         stall.unlink(missing_ok=True)  # left by this worker's previous process
-        self._calls = InOrder(EpisodeWorker(args, args.rollout_num_workers, keys=keys, last_words=stall))
+        self._calls = InOrder(
+            EpisodeWorker(args, args.rollout_num_workers, keys=keys, last_words=stall, open_chats=ModelChats)
+        )
         collect_garbage_rarely()
 
     async def call(self, number: int, method: str, *arguments: Any) -> Any:
@@ -193,7 +196,7 @@ class RolloutActor:
         allow_many_connections()
         self._workers = worker_fleet(args, log_dir, keys) if num_engines else None
         engines: list[str] | None = [] if num_engines else None
-        self._manager = RolloutManager(args, engines=engines, keys=keys, workers=self._workers)
+        self._manager = RolloutManager(args, engines=engines, keys=keys, workers=self._workers, open_chats=ModelChats)
         collect_garbage_rarely()
 
     async def ready(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import Pictures
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.teacher_client import TeacherClient
-from slime.rollout.types import Progress
+from slime.rollout.types import Chat, Progress
 from slime.settings import Args
 
 if TYPE_CHECKING:
@@ -89,7 +89,31 @@ class RolloutContext:
             )
         return self.client
 
+    @property
+    def chat(self) -> Chat:
+        """The running execution's conversations with the policy. Raises `HookError` outside a generate function, and
+        without engines or a tokenizer.
+        """
+        running = EXECUTION.get()
+        if running is None:
+            raise HookError("current().chat belongs to one execution; use it in a generate function or a sample hook")
+        if running.chat is None:
+            client = self.engine()
+            if client.chats is None:
+                raise HookError("current().chat needs a tokenizer; set --hf-checkpoint")
+            running.chat = client.chats.open(client, running.params)
+        return running.chat
 
+
+@dataclass(slots=True)
+class RunningExecution:
+    params: Mapping[str, Any]
+    """The run's sampling parameters for this execution."""
+    chat: Chat | None = None
+    """Opened by the first use."""
+
+
+EXECUTION: ContextVar[RunningExecution | None] = ContextVar("slime_execution", default=None)
 _CURRENT: ContextVar[RolloutContext | None] = ContextVar("slime_rollout_context", default=None)
 
 

@@ -48,7 +48,7 @@ from slime.core.errors import (
 from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
 from slime.rollout.client.engine_client import REQUEST_SCOPE
-from slime.rollout.context import RolloutContext
+from slime.rollout.context import EXECUTION, RolloutContext, RunningExecution
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
 from slime.rollout.sample_metrics import count_empty_turns, count_siblings
@@ -231,12 +231,16 @@ async def _generate_and_score(
         if sample.generate_function_path:
             hook = load(sample.generate_function_path, "generate") or hook
         fresh = seeded(args, params, sample.index or 0)
-        with traced("generate", function=name_of(hook)):
-            result = await supervised(
-                _by_user(context, hook, sample, fresh, evaluation=evaluation),
-                what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
-                limit_s=args.execution_timeout_s,
-            )
+        running = EXECUTION.set(RunningExecution(dict(fresh)))  # user code may change its own
+        try:
+            with traced("generate", function=name_of(hook)):
+                result = await supervised(
+                    _by_user(context, hook, sample, fresh, evaluation=evaluation),
+                    what=f"execution {sample.index} of group {sample.group_index} in {name_of(hook)}",
+                    limit_s=args.execution_timeout_s,
+                )
+        finally:
+            EXECUTION.reset(running)
     statuses = {s.status for s in result}
     if Status.FAILED in statuses:
         reason = next(s.failure for s in result if s.status is Status.FAILED)

@@ -27,6 +27,7 @@ from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.client.teacher_client import TeacherClient
 from slime.rollout.context import Models
 from slime.rollout.evaluate import EvalDataset
+from slime.rollout.types import OpenChats
 from slime.rollout.user_functions import load
 from slime.settings import Args
 from slime.settings.conditions import requests_continue
@@ -87,19 +88,26 @@ def tell_shared_rows(source: DataBuffer, datasets: Sequence[EvalDataset]) -> Non
             logger.warning(text, shared, len(one.rows), one.config.name, extra=TELL_DRIVER)
 
 
-def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys) -> Models:
+def model_clients(args: Args, tokenizer: Any, *, keys: EngineKeys, open_chats: OpenChats | None = None) -> Models:
     """Creates a client for each served model, by name; engines are added later. `tokenizer`: the policy's tokenizer."""
-    return Models(
-        {
-            model.name: engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
-            if model.trained or model.path == args.hf_checkpoint
-            else _frozen_client(args, model, keys)
-            for model in topology_of(args).models
-        }
-    )
+    return Models({model.name: _client(args, model, tokenizer, keys, open_chats) for model in topology_of(args).models})
 
 
-def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineClient:
+def _client(
+    args: Args, model: ServedModel, tokenizer: Any, keys: EngineKeys, open_chats: OpenChats | None
+) -> EngineClient:
+    if model.trained or model.path == args.hf_checkpoint:
+        client = engine_client(args, (), tokenizer, keys=keys, pairs=model.in_pairs, trained=model.trained)
+        path, kwargs = args.hf_checkpoint, args.apply_chat_template_kwargs
+    else:
+        path, kwargs, tokenizer = model.path, {}, tokenizer_of(model.path)
+        client = _frozen_client(args, model, tokenizer, keys)
+    if open_chats is not None and tokenizer is not None:
+        client.chats = open_chats(path, tokenizer, kwargs)
+    return client
+
+
+def _frozen_client(args: Args, model: ServedModel, tokenizer: Any, keys: EngineKeys) -> EngineClient:
     """Creates the client of a model with its own checkpoint, whose responses are never trained on."""
     path = model.path
     return EngineClient(
@@ -108,7 +116,7 @@ def _frozen_client(args: Args, model: ServedModel, keys: EngineKeys) -> EngineCl
         max_concurrency=args.sglang_server_concurrency,
         vocab_size=_vocab_size(path),
         keys=keys,
-        end=end_of_text(path, tokenizer_of(path)),
+        end=end_of_text(path, tokenizer),
         pairs=model.in_pairs,
         trained=False,
     )

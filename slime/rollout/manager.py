@@ -46,7 +46,7 @@ from slime.rollout.schedules import SCHEDULES
 from slime.rollout.sft import HeldOut, check_datasets, held_out_batches
 from slime.rollout.traces import traffic_metrics
 from slime.rollout.train_batch import BatchAccount, to_train_batch
-from slime.rollout.types import Progress, RolloutFnTrainOutput
+from slime.rollout.types import OpenChats, Progress, RolloutFnTrainOutput
 from slime.rollout.user_functions import in_time, is_logged_by_user
 from slime.rollout.workers.episodes import LocalEpisodes
 from slime.rollout.workers.worker_fleet import WorkerFleet
@@ -115,11 +115,12 @@ class RolloutManager:
         engines: Sequence[str] | None,
         keys: EngineKeys = NO_KEYS,
         workers: WorkerFleet | None = None,
+        open_chats: OpenChats | None = None,
     ) -> None:
         """Loads the tokenizer and the data.
 
         `engines`: addresses of the policy's initial engines; None if no model has engines. `keys`: API keys. `workers`:
-        processes that run the groups; None: they run in this process.
+        processes that run the groups; None: they run in this process. `open_chats`: makes `current().chat` work.
 
         Raises `DataError`, `HookError`, `ConfigError`.
         """
@@ -134,7 +135,9 @@ class RolloutManager:
             check_datasets(args, self._tokenizer, self._source, self._loss_datasets)
         if args.dump_details and self._tokenizer is not None:
             self._tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
-        self._clients = Models() if engines is None else model_clients(args, self._tokenizer, keys=keys)
+        self._clients = (
+            Models() if engines is None else model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
+        )
         self._loopback = LoopbackRouter(args, self._clients, keys)
         policy = topology_of(args).main
         self._client = self._clients[policy.name] if policy is not None and self._clients else None

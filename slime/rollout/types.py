@@ -1,14 +1,19 @@
-"""Results of rollout functions and filters, and the progress that the driver displays."""
+"""Results of rollout functions and filters, conversations as generate functions see them, and the progress that the
+driver displays.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.core.sample import Sample
 from slime.observability.samples import ShownSample
+
+if TYPE_CHECKING:
+    from slime.rollout.client.engine_client import EngineClient
 
 SampleGroup = list[Sample]
 """All samples of one prompt, with fan-outs flattened."""
@@ -53,6 +58,95 @@ class DynamicFilterOutput:
     """Counted as `rollout/dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
     """With `keep=False`: keep the group anyway if accepted and running groups cannot fill the step without it."""
+
+
+Messages = str | Sequence[Mapping[str, Any]]
+"""A conversation in the form of OpenAI's chat completions: `{"role": ..., "content": ...}`. A string is one message
+from the user."""
+
+
+Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
+"""Tools in OpenAI's form, or Python functions with type hints and a Google-style docstring that describes each argument
+(`transformers.utils.get_json_schema`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A tool call in a reply."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def result(self, text: str) -> dict[str, Any]:
+        """Returns the message that answers the call."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A model's answer to a conversation."""
+
+    text: str
+    """The text without thinking, calls and control tokens."""
+    thinking: str
+    calls: tuple[FunctionCall, ...]
+    finish_reason: str
+    """stop | length | calls. "length" without any token: a limit on tokens or turns left no room for this turn."""
+    message: dict[str, Any]
+    """The answer as a message; append it to the conversation."""
+    num_prompt_tokens: int
+    num_tokens: int
+    """Number of sampled tokens."""
+    ill_formed: bool = False
+    """Whether a call could not be parsed; it is part of `text`."""
+
+
+class Chat(Protocol):
+    """The conversations of one execution with the policy (`RolloutContext.chat`)."""
+
+    async def ask(self, messages: Messages, *, tools: Tools | None = None, **sampling: Any) -> Reply:
+        """Sends the whole conversation so far and returns the policy's next turn. Its tokens are kept for `samples`.
+
+        A conversation that continues an earlier one of this chat reuses its tokens; any other one starts a branch.
+        Calls may run concurrently. `tools`: None keeps those of the conversation so far. `sampling`: `max_new_tokens`
+        can lower the run's limit. If another parameter differs from the run's, the turn is not trained on.
+
+        Raises `DataError` if a message has another form or the chat template rejects the conversation, `ConfigError`
+        if the chat template is not append-only or has no tools that can be parsed, and the errors of
+        `EngineClient.generate`.
+        """
+
+    async def run(self, reply: Reply, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+        """Calls the functions that a reply asks for, by name, and returns the messages that answer the calls.
+
+        A function may be async; others run in threads. An exception, or a call of another function, becomes the result
+        "error: ...", which the model sees. Calls and errors are counted in the samples' tool metrics.
+        """
+
+    def fork(self) -> Chat:
+        """Returns a second chat that knows the same conversations. Its `samples` contain only its own turns."""
+
+    def samples(
+        self, base: Sample, reward: float | Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> list[Sample]:
+        """Returns one sample for each branch with turns of its own to train. `reward`: reward of every sample; None: a
+        grader scores each. If nothing can be trained on, returns a copy of `base` with status FAILED.
+        """
+
+
+class Chats(Protocol):
+    """Conversations with one model. Implemented in the room `agent`, which this room may not import."""
+
+    def open(self, client: EngineClient, params: Mapping[str, Any]) -> Chat:
+        """Opens the chat of an execution. `params`: the run's sampling parameters."""
+
+    async def ask(self, client: EngineClient, messages: Messages, tools: Tools, sampling: Mapping[str, Any]) -> Reply:
+        """Answers one conversation that is never trained on."""
+
+
+OpenChats = Callable[[str, Any, Mapping[str, Any]], Chats]
+"""(checkpoint, its tokenizer, arguments for the chat template) -> conversations with the model."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,11 @@ from tests.support.e2e import ROOT, RUN_LIMIT_S, environment
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("name", "siblings"), [("agent_search", 1), ("agent_python_tool", 1), ("multi_agent", 5)])
+EXAMPLES = [("agent_search", 1), ("agent_python_tool", 1), ("multi_agent", 5)]
+EXAMPLES += [("chat_tools", 1), ("chat_search", 1), ("chat_judge", 1)]
+
+
+@pytest.mark.parametrize(("name", "siblings"), EXAMPLES)
 def test_the_one_command(name: str, siblings: int, tiny_qwen3: Path, tmp_path: Path) -> None:
     """Law: a random model's sessions are trained: every execution of the step, with all its siblings."""
     few = ["--num-rollout", "1", "--rollout-max-response-len", "16", "--device", "cpu"]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from slime.agent.chat import ModelChats
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.manager import RolloutManager
 from slime.settings import parse_args
@@ -86,7 +87,7 @@ async def with_manager(
 ) -> Any:
     """Runs `work` on a manager whose engine is the fake one."""
     async with serve(engine):
-        manager = RolloutManager(args, engines=[engine.url], keys=keys)
+        manager = RolloutManager(args, engines=[engine.url], keys=keys, open_chats=ModelChats)
         try:
             return await work(manager)
         finally:

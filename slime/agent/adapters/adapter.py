@@ -355,6 +355,14 @@ SAMPLES_ALL = {
 """SGLang's defaults for sampling parameters."""
 
 
+def with_sampling(params: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Returns the run's parameters with others on top, and whether they still are the run's, so that the turn can be
+    trained on.
+    """
+    trained = all(value == params.get(name, SAMPLES_ALL.get(name)) for name, value in own.items())
+    return {**params, **own}, trained
+
+
 @dataclass(slots=True)
 class OpenSession:
     session: Session
@@ -586,14 +594,13 @@ class Adapter:
             turn = self._turn(found, request, http)
             if request.streams:
                 return await _streamed(wire, turn.events(self._engine), request, http)
-            answer = await _last(turn.events(self._engine))
+            answer = await last_event(turn.events(self._engine))
             return _json(wire.response(answer, request))
         finally:
             found.running.discard(task)
 
     def _turn(self, found: OpenSession, request: Request, http: web.Request) -> Turn:
-        params = {**found.params, **(request.sampling if self._agent_sampling else {})}
-        trained = all(value == found.params.get(name, SAMPLES_ALL.get(name)) for name, value in params.items())
+        params, trained = with_sampling(found.params, request.sampling if self._agent_sampling else {})
         return Turn(
             session=found.session,
             session_id=f"{id(found):x}",
@@ -618,7 +625,8 @@ async def _body(http: web.Request) -> Mapping[str, Any]:
     return body
 
 
-async def _last(events: AsyncGenerator[Event, None]) -> Answer:
+async def last_event(events: AsyncGenerator[Event, None]) -> Answer:
+    """Returns the answer at the end of a turn's events."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Answer):

@@ -33,7 +33,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.core.errors import EngineError, TakenBack
+from slime.core.errors import EngineError, HookError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
 from slime.rollout.client.call import Call, EndOfText, Generation, Pictures, Refused, check_request, require_joinable
@@ -45,6 +45,7 @@ from slime.rollout.client.wire import Events, Wire
 from slime.rollout.guard import waiting
 from slime.rollout.traces import Sums, Traffic
 from slime.rollout.transcript import STRAYS, TRANSCRIPT
+from slime.rollout.types import Chats, Messages, Reply, Tools
 
 __all__ = ["REQUEST_SCOPE", "EngineClient", "RequestScope"]
 
@@ -102,6 +103,8 @@ class EngineClient:
         `pairs`: the engines are prefill and decode engines. `trained`: completions may be trained on, so transcripts
         record them.
         """
+        self.chats: Chats | None = None
+        """Conversations with the model; None if it has no tokenizer."""
         self._vocab_size = vocab_size
         self._token_versions, self._experts, self._end = token_versions, experts, end
         self._wire, self._shared, self._trained = Wire(keys), shared, trained
@@ -179,6 +182,19 @@ class EngineClient:
                     previous = part
         _require_whole(job, returns_partial)
         yield job.call.last_part(previous)
+
+    async def chat(self, messages: Messages, *, tools: Tools = (), **sampling: Any) -> Reply:
+        """Returns the model's answer to a conversation, with its own chat template. The answer is never trained on; for
+        turns of the policy that are, see `RolloutContext.chat`.
+
+        `sampling`: SGLang's sampling parameters; by default, at most 2,048 tokens, greedy.
+
+        Raises `HookError` if the model has no tokenizer, `DataError` if its chat template rejects the conversation, and
+        the errors of `generate`.
+        """
+        if self.chats is None:
+            raise HookError("chat needs a tokenizer; set --hf-checkpoint, or a model_path in --sglang-config")
+        return await self.chats.ask(self, messages, tools, sampling)
 
     # ---- engines ---------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from slime.rollout.factories import grader_pool, load_tokenizer, model_clients, 
 from slime.rollout.guard import END_LIMIT_S, Watchdog, beside, end_tasks, num_left_behind
 from slime.rollout.loopback_router import LoopbackRouter
 from slime.rollout.traces import Sums
-from slime.rollout.types import Progress
+from slime.rollout.types import OpenChats, Progress
 from slime.rollout.user_functions import RolloutHooks
 from slime.rollout.workers.episodes import Done, Work, work_on
 from slime.settings import Args
@@ -51,17 +51,23 @@ class EpisodeWorker:
     """A worker. Built once per process, before or after its event loop starts."""
 
     def __init__(
-        self, args: Args, num_workers: int, *, keys: EngineKeys = NO_KEYS, last_words: Path | None = None
+        self,
+        args: Args,
+        num_workers: int,
+        *,
+        keys: EngineKeys = NO_KEYS,
+        last_words: Path | None = None,
+        open_chats: OpenChats | None = None,
     ) -> None:
         """`num_workers`: number of workers that share the engines and graders. `last_words`: the watchdog's file; None:
-        no watchdog.
+        no watchdog. `open_chats`: makes `current().chat` work.
 
         Raises `ConfigError`, `HookError`.
         """
         self._args = args = share_of(args, num_workers)
         self._hooks = RolloutHooks.load(args)
         self._tokenizer = load_tokenizer(args)
-        self._models = model_clients(args, self._tokenizer, keys=keys)
+        self._models = model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
         self._loopback = LoopbackRouter(args, self._models, keys)
         policy = topology_of(args).main
         self._client = self._models[policy.name] if policy is not None else None

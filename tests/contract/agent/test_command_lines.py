@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from slime.agent.harness import Harness
-from slime.agent.harness.builtin import ClaudeCodeHarness, CodexHarness, OpenCodeHarness
+from slime.agent.harness import ClaudeCodeHarness, CodexHarness, Harness, OpenCodeHarness
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
 from slime.core.sample import Sample

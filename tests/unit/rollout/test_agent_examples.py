@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples import agent_python_tool, agent_search, multi_agent
+from examples import agent_python_tool, agent_search, chat_judge, chat_search, chat_tools, multi_agent
 from slime.algorithms.advantages.grpo import iter_groups
 from slime.core.sample import Sample
 from slime.rollout.manager import RolloutManager
@@ -58,7 +58,7 @@ def rolled_out(tmp_path: Path, example: Any, row: dict[str, Any], speaks: Callab
     return batch, metrics, engine
 
 
-def call(name: str, **arguments: str) -> str:
+def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -82,6 +82,47 @@ def test_a_search_is_found_and_its_answer_graded(tmp_path: Path) -> None:
         assert passage in engine.tokenizer.decode(response[sample.loss_mask == 0])
         assert sample.reward == pytest.approx(2 / (3 + 1)), "F1 of a word among three"
     assert metrics["rollout/tool_calls/mean"] == 2 and metrics["rollout/tool_error_ratio"] == 0.5
+
+
+def test_a_function_is_a_tool_of_three_turns(tmp_path: Path) -> None:
+    """Law: sampled ids are trained, results are context, and an error of the function is a result that counts."""
+    turns = [call("add", a=2, b=3), call("add", c=1), "It is 5.0"]
+    row = {"prompt": "What is 2 + 3?", "label": "5"}
+    batch, metrics, engine = rolled_out(tmp_path, chat_tools, row, lambda text: turns[text.count("<tool_response>")])
+    assert len(batch.samples) == 2
+    for sample in batch.samples:
+        response = sample.tokens[-sample.response_length :]
+        assert response[sample.loss_mask > 0].tolist() == sampled_ids(engine, turns)
+        context = engine.tokenizer.decode(response[sample.loss_mask == 0])
+        assert "<tool_response>\n5" in context and "error: add() got an unexpected keyword argument" in context
+        assert sample.reward == 1.0
+    assert metrics["rollout/tool_calls/mean"] == 2 and metrics["rollout/tool_error_ratio"] == 0.5
+
+
+def test_a_judge_scores_and_is_not_trained(tmp_path: Path) -> None:
+    turns = {"Say yes or no": "Yes."}
+    row = {"prompt": "What is 2 + 3?", "label": "5"}
+
+    def speaks(asked: str) -> str:
+        return next((said for part, said in turns.items() if part in asked), "It is 5")
+
+    batch, _, engine = rolled_out(tmp_path, chat_judge, row, speaks)
+    assert len(batch.samples) == 2 and [sample.reward for sample in batch.samples] == [1.0, 1.0]
+    for sample in batch.samples:
+        response = sample.tokens[-sample.response_length :]
+        assert response.tolist() == sampled_ids(engine, ["It is 5"]) and sample.loss_mask.all()
+    judged = [body["sampling_params"] for body in engine.requests if body["sampling_params"]["max_new_tokens"] == 4]
+    assert len(judged) == 2 and {one["temperature"] for one in judged} == {0.0}
+
+
+def test_a_search_function_in_a_chat(tmp_path: Path) -> None:
+    row, (name, town, _) = agent_search.rows()[0], agent_search.people()[0]
+    turns = [call("search", query=name), f"In {town}."]
+    batch, _, engine = rolled_out(tmp_path, chat_search, row, lambda text: turns[text.count("<tool_response>")])
+    for sample in batch.samples:
+        response = sample.tokens[-sample.response_length :]
+        assert response[sample.loss_mask > 0].tolist() == sampled_ids(engine, turns)
+        assert sample.reward == pytest.approx(2 / 3), "F1 of a word among two"
 
 
 def test_the_index_ranks_by_rare_words() -> None:
