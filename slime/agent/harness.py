@@ -3,8 +3,8 @@
     result = await ClaudeCodeHarness().run(sandbox, "Fix the bug.", url=adapter_url, key=key, folder="/work")
 
 A harness defines the package to install, the files and environment variables that restrict the program to the adapter,
-and the command line for a prompt. Harnesses have no access to sessions or samples. There is one for Claude Code, one for Codex,
-one for opencode, and one for any other command line.
+and the command line for a prompt. Harnesses have no access to sessions or samples. There are harnesses for Claude
+Code, Codex, opencode, and any other command line.
 """
 
 from __future__ import annotations
