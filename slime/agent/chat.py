@@ -67,8 +67,7 @@ class _Form:
             trained=trained,
             limits=limits,
             decode=self.template.chat.decode,
-            reader=self.format.reader,
-            call_id=self.format.call_id,
+            format=self.format,
             end_ids=self.template.end_ids,
         )
 
@@ -189,7 +188,7 @@ def _messages(given: Messages) -> tuple[Message, ...]:
     if isinstance(given, str):
         return (Message("user", given),)
     try:
-        return tuple(map(message_of, given))
+        return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(given))
     except BadRequest as error:
         raise DataError(str(error)) from error
 

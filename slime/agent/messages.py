@@ -1,19 +1,23 @@
 """The common form of conversations, shared by all wire formats, chat templates and comparisons of histories.
 
 Invariants
-1. Two messages are equal (`key`) if and only if a chat template cannot tell them apart. Call ids that clients make up
-   are kept for the template, but are not part of `key`.
+1. Two messages are the same (`Message.same`) if they say the same: clients write numbers, white space and JSON in their
+   own way. Call ids that clients make up are kept for the template, but are not compared.
 2. The arguments of a call are the JSON text of an object with sorted keys and no spaces. Text that is not a JSON object
    stays as the model wrote it.
+3. No text holds a lone surrogate, which is not Unicode: it becomes U+FFFD.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -30,6 +34,12 @@ class ToolCall:
         """The arguments as an object, for templates; malformed arguments are stored under `_raw_arguments`."""
         value = _object(self.arguments)
         return {"_raw_arguments": self.arguments} if value is None else value
+
+    def same(self, other: ToolCall) -> bool:
+        """Whether both call the same function with equal arguments."""
+        if self.name != other.name:
+            return False
+        return self.arguments == other.arguments or comparable(self.arguments) == comparable(other.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +71,58 @@ class Message:
             out["name"] = self.name
         return out
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Identity for comparisons. Excludes thinking, which clients need not send back."""
-        return (self.role, self.text.strip(), tuple((c.name, c.arguments) for c in self.calls))
+    def same(self, other: Message) -> bool:
+        """Whether both say the same. Ignores thinking (see `thought`), which clients need not send back.
+
+        The text of an assistant may differ in white space, since the session keeps the sampled tokens in any case.
+        """
+        if self.role != other.role or len(self.calls) != len(other.calls):
+            return False
+        ours, theirs = self.text.strip(), other.text.strip()
+        if ours != theirs and not (self.role == "assistant" and ours.split() == theirs.split()):
+            return False
+        return all(a.same(b) for a, b in zip(self.calls, other.calls, strict=True))
+
+    def thought(self) -> list[str]:
+        """Returns the words of the thinking."""
+        return (self.reasoning or "").split()
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:
     """Returns the canonical JSON text of an object (invariant 2); any other text is returned unchanged."""
-    if isinstance(given, str):
-        value = _object(given)
-        if value is None:
-            return given
-    else:
-        value = dict(given or {})
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    value = _object(given) if isinstance(given, str) else dict(given or {})
+    if value is None:
+        return str(given)
+    return _SURROGATES.sub("\ufffd", json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+
+
+def comparable(arguments: str) -> str:
+    """Returns a text that is equal for all forms in which clients write the same arguments.
+
+    JavaScript has one type of numbers, doubles: it writes 1.0 as 1, 1e3 as 1000, and rounds integers above 2^53. It
+    writes numbers that are not finite as null.
+    """
+    value = _object(arguments)
+    return arguments.strip() if value is None else json.dumps(_in_doubles(value), sort_keys=True)
+
+
+def _in_doubles(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_doubles(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_in_doubles(one) for one in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+        return number + 0.0 if math.isfinite(number) else None  # -0.0 becomes 0.0, as in JavaScript
+    return value
 
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

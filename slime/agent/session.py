@@ -6,13 +6,16 @@ counted by reason:
 
     retry        the agent repeats a request; the earlier answer keeps its branch
     edited       the history contains a known turn, but continues differently after it
-    thinking     the agent sends back an answer without its thinking
     foreign      the history contains an assistant message that this session did not sample
     tools        the list of tools is different
     compaction   the beginning is the same, but sampled turns are missing
     sub-agent    the beginning is different
     template     the chat template does not append the new messages (`NotAppended`)
     ending       the model ended its turn with a different end token than the template's
+
+Most clients do not send thinking back. The history still agrees: the sampled tokens, with their thinking, stay the
+context of what follows, and the branch counts such turns (`Branch.unthought`). Other thinking than was sampled is an
+edit.
 
 A session turns requests into prompts, and sampled tokens into samples. It never waits.
 
@@ -78,6 +81,8 @@ class Branch:
     num_shared_turns: int = 0
     parent: int | None = None
     """Index of the branch that this one was forked from; None if they share no tokens."""
+    unthought: set[int] = field(default_factory=set)
+    """Positions in `messages` of answers that the agent sent back without their thinking."""
     busy: bool = False
     """Whether a turn is currently being sampled."""
 
@@ -183,6 +188,10 @@ class Session:
         """Whether the run cancelled a turn, which makes the execution incomplete."""
         self.hit_limit = False
         """Whether a limit ended the execution. If so, the sample of the branch `_last` is truncated."""
+        self.context_full = False
+        """Whether the latest request did not fit into the context. If the execution ends there, `_last` is truncated,
+        as at other limits; an agent that shortens its history goes on.
+        """
         self._last: Branch | None = None
         """The branch of the latest answer."""
         self._template = template
@@ -195,16 +204,16 @@ class Session:
                 other.branches.append(branch.upto(branch.turns[-1], why="fork", number=None))
         return other
 
-    def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, thinks: bool = False) -> Opened:
+    def open_turn(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Opened:
         """Finds or creates the branch for a request, appends the new messages, and marks the branch busy.
 
-        `thinks`: the wire format carries thinking, so missing thinking was dropped by the agent. Raises `DataError` if
-        the chat template rejects the messages.
+        Raises `DataError` if the chat template rejects the messages.
         """
         named = name_of_tools(tools)
-        branch, number, turn, why = self._where(messages, named, thinks)
+        branch, number, turn, why = self._where(messages, named)
         opened = None
         if branch is not None and turn is not None:
+            branch.unthought |= _unthought(branch.messages[: turn.num_messages], messages)
             opened = self._behind(branch, number, turn, why, messages, tools)
             why = why or "template"
         if opened is None:
@@ -223,7 +232,7 @@ class Session:
     ) -> None:
         """Adds the model's answer. `trained`: whether it was sampled with the run's parameters."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
-        opened.branch.busy = False
+        opened.branch.busy = self.context_full = False
         self._last = opened.branch
 
     def drop_turn(self, opened: Opened) -> None:
@@ -239,13 +248,13 @@ class Session:
 
     def tools_of(self, messages: Sequence[Message]) -> str:
         """Returns the tools (`name_of_tools`) of the conversation that these messages continue; "" if there is none."""
-        agreed = [(_agreement(branch.messages, messages, False)[0], branch.tools) for branch in self.branches]
+        agreed = [(_agreement(branch.messages, messages), branch.tools) for branch in self.branches]
         return max(agreed, key=lambda one: one[0], default=(0, ""))[1] if any(same for same, _ in agreed) else ""
 
     def num_prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
         """Returns the number of prompt tokens for this request. Changes nothing."""
         named = name_of_tools(tools)
-        branch, _, turn, _ = self._where(messages, named, thinks=False)
+        branch, _, turn, _ = self._where(messages, named)
         if branch is not None and turn is not None:
             before, last = branch.messages[: turn.num_messages], branch.last_of(turn)
             with contextlib.suppress(NotAppended):
@@ -254,16 +263,12 @@ class Session:
                 return turn.end - suffix.other_end + len(suffix.ids)
         return len(self._template.prompt(messages, tools).ids)
 
-    def _where(
-        self, messages: Sequence[Message], tools: str, thinks: bool
-    ) -> tuple[Branch | None, int, Turn | None, str]:
+    def _where(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, int, Turn | None, str]:
         """Returns (branch, its index, the turn that the request continues, the reason for a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
         seen = 0
-        dropped = False
         for number, branch in enumerate(self.branches):
-            same, without = _agreement(branch.messages, messages, thinks)
-            dropped = dropped or without
+            same = _agreement(branch.messages, messages)
             seen = max(seen, same)
             if branch.tools != tools:
                 continue
@@ -280,16 +285,14 @@ class Session:
             _, goes_on_, branch, turn, number = best
             if goes_on_:
                 return branch, number, turn, ""
-            again = _agreement(branch.messages, messages, False)[0] >= len(messages)
-            return branch, number, turn, "thinking" if dropped else "retry" if again or branch.busy else "edited"
+            again = _agreement(branch.messages, messages) >= len(messages)
+            return branch, number, turn, "retry" if again or branch.busy else "edited"
         if not self.branches:
             return None, 0, None, ""
-        return None, 0, None, self._reason(messages, tools, seen, dropped)
+        return None, 0, None, self._reason(messages, tools, seen)
 
-    def _reason(self, messages: Sequence[Message], tools: str, seen: int, dropped: bool) -> str:
+    def _reason(self, messages: Sequence[Message], tools: str, seen: int) -> str:
         """Returns the reason for a new branch that shares no tokens with others."""
-        if dropped:
-            return "thinking"
         if not seen:
             return "sub-agent"
         if all(branch.tools != tools for branch in self.branches):
@@ -352,7 +355,7 @@ class Session:
         made = [self._sample(base, branch, decode) for branch in kept]
         if made:
             self._book_counts(base, made[0])
-        if self.hit_limit and self._last in kept:
+        if (self.hit_limit or self.context_full) and self._last in kept:
             made[kept.index(self._last)].status = Status.TRUNCATED
         for sample in made:
             sample.reward = dict(reward) if isinstance(reward, Mapping) else reward
@@ -380,6 +383,7 @@ class Session:
             "turns": len(own),
             "ill_formed_calls": sum(turn.ill_formed for turn in own),
             "otherwise_sampled": sum(not turn.trained for turn in own),
+            "thinking_dropped": sum(turn.num_messages - 1 in branch.unthought for turn in own),
             "origins": branch.spans(),
         }
         sample.metadata[TURN_COUNTS] = {"turns": len(own)}
@@ -392,11 +396,15 @@ def name_of_tools(tools: Sequence[Any]) -> str:
     return json.dumps(list(tools), sort_keys=True) if tools else ""
 
 
-def _agreement(known: Sequence[Message], given: Sequence[Message], thinks: bool) -> tuple[int, bool]:
-    """Returns (length of the common prefix in messages, whether the next message differs only by dropped thinking)."""
+def _agreement(known: Sequence[Message], given: Sequence[Message]) -> int:
+    """Returns the length of the common prefix in messages."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
-        if ours.key != theirs.key:
-            return i, False
-        if thinks and ours.role == "assistant" and (ours.reasoning or "").strip() != (theirs.reasoning or "").strip():
-            return i, True
-    return min(len(known), len(given)), False
+        if not ours.same(theirs) or (theirs.reasoning and theirs.thought() not in ([], ours.thought())):
+            return i
+    return min(len(known), len(given))
+
+
+def _unthought(known: Sequence[Message], given: Sequence[Message]) -> set[int]:
+    """Returns the positions of messages that came back without their thinking."""
+    both = enumerate(zip(known, given, strict=False))
+    return {i for i, (ours, theirs) in both if ours.reasoning and not theirs.reasoning and ours.thought()}

@@ -67,6 +67,13 @@ class Limits:
     def are_spent(self) -> bool:
         return self.max_total_response_len is not None and self._left_in_all() <= 0
 
+    @property
+    def longest_prompt(self) -> int | None:
+        """The most tokens that a prompt may have if a response is to fit into the context; None: no limit."""
+        served = None if self.served is None else self.served - MARGIN - 1
+        own = None if self.max_context_len is None else self.max_context_len - 1
+        return min((num for num in (served, own) if num is not None), default=None)
+
     def next_answer(self, most: int, num_read: int, begun: int = 0) -> int:
         """Returns how many tokens a request with a prompt of `num_read` tokens may sample.
 

@@ -148,7 +148,7 @@ class Player:
     def ask(self, history: list[Message], tools: Any) -> Message | None:
         """One request; None if the template refuses it, or if its answer was lost on the way."""
         try:
-            opened = self.session.open_turn(history, tools, thinks=True)
+            opened = self.session.open_turn(history, tools)
         except DataError:
             self.refused += 1
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ class ScriptedModel(FakeEngine):
         said = self.tokenizer.encode(self.script.popleft(), add_special_tokens=False)
         ids = [*said, self.tokenizer.convert_tokens_to_ids(END)]
         most = body["sampling_params"]["max_new_tokens"]
+        ids = self._upto_stop(ids, body["sampling_params"].get("stop") or ())
         kept, sampled = ids[:most], self._sampled.get(body["rid"], [])
         for token in kept:
             if stop.is_set():
@@ -51,6 +52,13 @@ class ScriptedModel(FakeEngine):
                 "output_token_logprobs": [[-0.5, token, None] for token in kept],
             },
         }
+
+    def _upto_stop(self, ids: list[int], stops: Sequence[str]) -> list[int]:
+        """As SGLang with `no_stop_trim`: the token that completes a stop string is the last."""
+        for num in range(1, len(ids)):
+            if any(stop in self.tokenizer.decode(ids[:num]) for stop in stops):
+                return ids[:num]
+        return ids
 
 
 @dataclass

@@ -17,7 +17,8 @@ Invariants
    the token limit.
 3. A session that is finished or dropped is removed immediately, and its running requests are cancelled.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
-5. The agent sees exactly what was sampled. Text that may begin a tool call is buffered until that is certain.
+5. The agent sees exactly what was sampled, up to its own stop strings. Text that may begin a tool call or a stop string
+   is buffered until that is certain.
 6. A turn that is cancelled before its end leaves no trace in the session.
 """
 
@@ -38,8 +39,9 @@ from typing import Any, ClassVar, Protocol
 import orjson
 from aiohttp import web
 
+from slime.agent.adapters.fields import GUIDED, BadRequest, Fields
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import FORMATS, AnswerReader, Parsed, format_of
+from slime.agent.parsers import FORMATS, Parsed, ToolFormat, begins, format_of
 from slime.agent.session import Branch, Session
 from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
@@ -64,11 +66,14 @@ class Request:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters that the agent requests, such as the temperature."""
     stop: tuple[str, ...] = ()
+    """The agent's stop strings. The text that the agent sees ends before the first of them."""
     streams: bool = False
     model: str = ""
     """The agent's name for the model, echoed in the response."""
-    thinks: bool = False
-    """Whether the wire format carries thinking in requests as well as in responses."""
+    schema: str = ""
+    """A JSON schema that the answer must satisfy; empty if it may be any text."""
+    counts: bool = True
+    """Whether a stream reports the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +96,19 @@ class Answer:
     sampled_tokens: int
     cached_tokens: int
     ill_formed: bool
+    stop: str | None = None
+    """The agent's stop string that ended the response; None if something else did."""
 
 
 Event = Thought | Text | Answer
+
+
+class ContextFull(DataError):
+    """The prompt leaves no room for a response. Agents that shorten their history recognise the error of their API."""
+
+    def __init__(self, num_prompt: int, most: int) -> None:
+        super().__init__(f"the prompt has {num_prompt} tokens, but may have at most {most}")
+        self.num_prompt, self.most = num_prompt, most
 
 
 class Engine(Protocol):
@@ -129,22 +144,26 @@ class Turn:
     """Token limits of the execution, per conversation and in total."""
     decode: Callable[[Sequence[int]], str]
     """Converts ids to text, including control tokens."""
-    reader: Callable[[Sequence[Any], str], AnswerReader]
-    """(tools, end of the prompt) -> a reader for the response."""
-    call_id: Callable[[str, int], str]
-    """(function, number of the call in its conversation) -> the call's id."""
+    format: ToolFormat
+    """How the model writes thinking and calls."""
     end_ids: frozenset[int]
     """Tokens that end a response. They are stripped from its text unless the reader needs them."""
+    full_is_error: bool = False
+    """Whether a full context is an error, as in the APIs, and not an empty answer."""
 
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
         """Yields the response as it arrives; the last event is an `Answer`.
 
-        Raises `DataError` if the chat template rejects the conversation. Errors of the client are propagated.
+        Raises `DataError` if the chat template rejects the conversation, and `ContextFull` (see `full_is_error`). Errors
+        of the client are propagated.
         """
-        opened = self.session.open_turn(self.request.messages, self.request.tools, thinks=self.request.thinks)
+        opened = self.session.open_turn(self.request.messages, self.request.tools)
         try:
-            prompt = opened.branch.tokens
-            reader = self.reader(self.request.tools, self.decode(prompt[-16:]))
+            prompt, until = opened.branch.tokens, UntilStop(self.request.stop)
+            prompt_end = self.decode(prompt[-16:])
+            if self.request.schema and not self.format.can_constrain(prompt_end):
+                raise DataError("an answer in JSON is not supported, because the model thinks before it answers")
+            reader = self.format.reader(self.request.tools, prompt_end)
             num_prompt, parts = len(prompt), list[Generation]()
             params = self._params(num_prompt)
             if params["max_new_tokens"] > 0:
@@ -152,17 +171,17 @@ class Turn:
                 async with aclosing(self._stream(engine, opened.branch, params)) as stream:
                     async for part in stream:
                         parts.append(part)
-                        if words := text.more(part.tokens):
+                        if words := until.more(text.more(part.tokens)):
                             for event in events_of(reader.feed(words)):
                                 yield event
-                rest = text.end()
+                rest = until.more(text.end()) + until.end()
                 for event in events_of(reader.feed(rest) if rest else ()):
                     yield event
             whole = joined(parts)
             held, parsed = reader.end()
             for event in events_of(held):
                 yield event
-            answer = self._answer(whole, parsed, num_prompt)
+            answer = self._answer(whole, parsed, num_prompt, until.found)
         except BaseException as problem:
             self.session.aborted = self.session.aborted or isinstance(problem, TakenBack)
             self.session.drop_turn(opened)
@@ -183,26 +202,32 @@ class Turn:
     def _params(self, num_prompt: int) -> dict[str, Any]:
         most, asked = self.params["max_new_tokens"], self.request.max_tokens
         most = self.limits.next_answer(most if asked is None else min(most, asked), num_prompt)
+        longest = self.limits.longest_prompt
+        if self.full_is_error and longest is not None and num_prompt > longest:
+            self.session.context_full = True
+            raise ContextFull(num_prompt, longest)
         params = {**self.params, "max_new_tokens": most}
         if self.request.stop:
             own = params.get("stop") or ()
             params["stop"] = [*([own] if isinstance(own, str) else own), *self.request.stop]
         return params
 
-    def _answer(self, whole: Generation, parsed: Parsed, num_prompt: int) -> Answer:
+    def _answer(self, whole: Generation, parsed: Parsed, num_prompt: int, stop: str | None) -> Answer:
         before = sum(len(message.calls) for message in self.request.messages)
         calls = tuple(
-            ToolCall(self.call_id(name, number), name, arguments)
+            ToolCall(self.format.call_id(name, number), name, arguments)
             for number, (name, arguments) in enumerate(parsed.calls, before)
         )
+        finish = "stop" if stop is not None else whole.finish_reason
         return Answer(
             id=secrets.token_hex(12),
             message=Message("assistant", parsed.text, parsed.reasoning, calls),
-            finish="calls" if calls and whole.finish_reason == "stop" else whole.finish_reason,
+            finish="calls" if calls and finish == "stop" else finish,
             prompt_tokens=num_prompt,
             sampled_tokens=len(whole.tokens),
             cached_tokens=whole.cached_tokens,
             ill_formed=parsed.ill_formed,
+            stop=stop,
         )
 
 
@@ -265,6 +290,37 @@ class Words:
         return (self._text.more(ids) if ids else "") + self._text.end()
 
 
+class UntilStop:
+    """Ends a text before the first of some stop strings, however the text is split.
+
+    The engine ends a response with the token that completes a stop string, and that token is trained. An agent gets the
+    text before the stop string, as from OpenAI and Anthropic.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.found: str | None = None
+        """The stop string that was found."""
+
+    def more(self, text: str) -> str:
+        """Adds text. Returns what certainly comes before a stop string."""
+        if self.found is not None or not self._stops:
+            return "" if self._stops else text
+        text = self._held + text
+        at, stop = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, ""))
+        if at >= 0:
+            self.found, self._held = stop, ""
+            return text[:at]
+        end = len(text) - begins(text, self._stops)
+        self._held = text[end:]
+        return text[:end]
+
+    def end(self) -> str:
+        """Returns what was held back, which no stop string completed."""
+        held, self._held = self._held, ""
+        return held
+
+
 def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
     """Converts a reader's (kind, text) parts to events."""
     return [Thought(text) if kind == "thinking" else Text(text) for kind, text in parts if text]
@@ -272,14 +328,6 @@ def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
 
 # The contract of a wire format: it translates the requests and responses of one public API, and has no access to
 # sessions, engines or tokens. Each format is one file in this folder.
-
-
-class BadRequest(Exception):
-    """The request is invalid or cannot be served. The agent gets an error in the format of its API."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +361,8 @@ class Stream(ABC):
 
 class Wire(ABC):
     path: ClassVar[str]
+    fields: ClassVar[Fields]
+    """What the fields of a request body do."""
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
     """POST route that counts a request's tokens -> function that turns the count into the response body."""
 
@@ -332,10 +382,9 @@ class Wire(ABC):
     def error(self, message: str, status: int) -> dict[str, Any]:
         """Returns the body of an error response."""
 
-
-def wanted(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns the entries of `body` under `names` that are not None."""
-    return {name: body[name] for name in names if body.get(name) is not None}
+    @abstractmethod
+    def context_full(self, problem: ContextFull) -> dict[str, Any]:
+        """Returns the body of the error by which agents of this API recognise a full context."""
 
 
 logger = logging.getLogger(__name__)
@@ -539,11 +588,18 @@ class Adapter:
 
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
-                found, request = self._session_of(http), self._read(wire, await _body(http))
+                self._session_of(http)
+                body = await _body(http)
+                found = self._session_of(http)  # it may have ended while the body arrived
+                request = self._read(wire, body)
                 response: web.StreamResponse = await answer(found, request, http)
                 return response
             except BadRequest as problem:
                 return _failed(wire, str(problem), problem.status)
+            except ContextFull as problem:
+                return _json(wire.context_full(problem), 400)
+            except RecursionError:
+                return _failed(wire, "the body is nested too deeply", 400)
             except SlimeError as problem:
                 logger.warning("an agent's request failed: %s", problem)
                 return _failed(wire, str(problem), _status(problem))
@@ -557,7 +613,13 @@ class Adapter:
         return answer
 
     def _read(self, wire: Wire, body: Mapping[str, Any]) -> Request:
+        wire.fields.check(body)
         request = wire.request(body)
+        if request.schema and not self._agent_sampling:
+            raise BadRequest(
+                f"an answer in JSON is not supported: {GUIDED}; ask for JSON in the prompt, or set --agent-sampling, "
+                "with which such answers are not trained"
+            )
         if request.tools and self._tools_problem:
             self.no_tools = self._tools_problem
             raise BadRequest(self.no_tools)
@@ -601,6 +663,8 @@ class Adapter:
 
     def _turn(self, found: OpenSession, request: Request, http: web.Request) -> Turn:
         params, trained = with_sampling(found.params, request.sampling if self._agent_sampling else {})
+        if request.schema:
+            params, trained = {**params, "json_schema": request.schema}, False
         return Turn(
             session=found.session,
             session_id=f"{id(found):x}",
@@ -609,15 +673,17 @@ class Adapter:
             trained=trained,
             limits=found.limits,
             decode=self._decode,
-            reader=self._format.reader,
-            call_id=self._format.call_id,
+            format=self._format,
             end_ids=self._template.end_ids,
+            full_is_error=True,
         )
 
 
 async def _body(http: web.Request) -> Mapping[str, Any]:
     try:
         body = orjson.loads(await http.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413) from error
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
@@ -665,7 +731,11 @@ async def _write(response: web.StreamResponse, frames: Any) -> None:
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    try:
+        body = orjson.dumps(value)
+    except TypeError:  # arguments of a call with an integer above 64 bits, or nested deeply
+        body = json.dumps(value).encode()
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _failed(wire: Wire, message: str, status: int) -> web.Response:

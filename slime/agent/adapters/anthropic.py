@@ -9,13 +9,58 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
+from slime.agent.adapters.adapter import Answer, ContextFull, Event, Frame, Request, Stream, Text, Thought, Wire
+from slime.agent.adapters.fields import (
+    GUIDED,
+    BadRequest,
+    Fields,
+    at_least_one,
+    checked,
+    objects,
+    optional,
+    required,
+    sampling,
+    schema_text,
+    stops,
+)
+from slime.agent.adapters.openai_chat import check_function
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLES = ("temperature", "top_p", "top_k")
+FIELDS = Fields(
+    works=frozenset(
+        (
+            *("messages", "model", "system", "stream", "max_tokens", "stop_sequences", "tools", "tool_choice"),
+            *("output_config", "output_format", *SAMPLES),
+        )
+    ),
+    hints=frozenset(
+        (
+            *(
+                "metadata",
+                "service_tier",
+                "speed",
+                "inference_geo",
+                "user_profile_id",
+                "workspace_id",
+                "billing_policy",
+            ),
+            *("cache_control", "diagnostics", "fallback_credit_token", "betas"),
+            "fallbacks",  # other models, for a refusal by policy, which there is none of
+            "thinking",
+            "context_management",  # the server would shorten the history; the agent's stays as it was sent
+        )
+    ),
+    refused={
+        "compaction": "ask for a summary in a message",
+        "container": "there are no containers; give the model a tool that runs code",
+        "mcp_servers": "the adapter connects to no other servers; call them from the agent, as tools",
+        "thread": "conversations are not stored; send all messages",
+    },
+)
 STOP = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 KINDS = {
     400: "invalid_request_error",
@@ -32,30 +77,34 @@ class Messages(Wire):
     path = "/v1/messages"
     counters: ClassVar = {"/v1/messages/count_tokens": lambda num: {"input_tokens": num}}
 
+    fields = FIELDS
+
     def request(self, body: Mapping[str, Any]) -> Request:
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        messages = objects(body, "messages")
+        if not messages:
             raise BadRequest("messages: at least one message is required")
-        system = _text(body.get("system"))
+        if messages[-1].get("role") == "assistant":
+            raise BadRequest("the model does not support prefill; end the messages with a user message")
+        system = _text(body.get("system"), "system")
         found = [Message("system", system)] if system else []
-        for given in messages:
-            found += _messages(given)
+        for i, given in enumerate(messages):
+            found += _messages(given, f"messages[{i}]")
         return Request(
             messages=tuple(found),
             tools=_tools(body),
-            max_tokens=body.get("max_tokens"),
-            sampling=wanted(body, SAMPLING),
-            stop=tuple(body.get("stop_sequences") or ()),
-            streams=bool(body.get("stream")),
-            model=str(body.get("model", "")),
-            thinks=True,
+            max_tokens=at_least_one(body, "max_tokens"),
+            sampling=sampling(body, SAMPLES),
+            stop=stops(body, "stop_sequences"),
+            streams=optional(body, "stream", bool) or False,
+            model=optional(body, "model", str) or "",
+            schema=_schema(body),
         )
 
     def response(self, answer: Answer, request: Request) -> dict[str, Any]:
         return {
             **_head(answer.id, request.model),
             "content": list(_blocks(answer.message)),
-            "stop_reason": STOP[answer.finish],
+            **_stop(answer),
             "usage": _usage(answer),
         }
 
@@ -64,6 +113,9 @@ class Messages(Wire):
 
     def error(self, message: str, status: int) -> dict[str, Any]:
         return {"type": "error", "error": {"type": KINDS.get(status, "api_error"), "message": message}}
+
+    def context_full(self, problem: ContextFull) -> dict[str, Any]:
+        return self.error(f"prompt is too long: {problem.num_prompt} tokens > {problem.most} maximum", 400)
 
 
 class _Events(Stream):
@@ -95,8 +147,7 @@ class _Events(Stream):
         if self._index < 0:
             yield from self._open("text", {"type": "text", "text": ""})
         yield from self._close()
-        delta = {"stop_reason": STOP[answer.finish], "stop_sequence": None}
-        yield _frame({"type": "message_delta", "delta": delta, "usage": _usage(answer)})
+        yield _frame({"type": "message_delta", "delta": _stop(answer), "usage": _usage(answer)})
         yield _frame({"type": "message_stop"})
 
     def broken(self, message: str, status: int) -> Iterable[Frame]:
@@ -129,6 +180,12 @@ def _head(id: str, model: str) -> dict[str, Any]:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
 
 
+def _stop(answer: Answer) -> dict[str, Any]:
+    if answer.finish == "stop" and answer.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": STOP[answer.finish], "stop_sequence": None}
+
+
 def _usage(answer: Answer) -> dict[str, int]:
     cached = min(answer.cached_tokens, answer.prompt_tokens)
     return {
@@ -148,70 +205,99 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.decoded}
 
 
-def _messages(given: Any) -> list[Message]:
+def _messages(given: Mapping[str, Any], where: str) -> list[Message]:
     """Parses one message. Each tool result in it becomes a separate message. Raises `BadRequest`."""
-    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant", "system"):
-        raise BadRequest(f"messages: {str(given)[:80]!r} must have the role user or assistant")
-    content = given.get("content")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    if given["role"] == "assistant":
-        return [_assistant(blocks)]
+    role = required(given, "role", str, f"{where}.")
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest(f"{where}.role is {role[:80]!r}, but must be user or assistant")
+    content, where = given.get("content"), f"{where}.content"
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _blocks_of(content, where)
+    if role == "assistant":
+        return [_assistant(blocks, where)]
     out: list[Message] = []
     text: list[str] = []
     for block in blocks:
-        if _kind(block) == "tool_result":
-            out.append(Message("tool", _text(block.get("content")), call_id=str(block.get("tool_use_id"))))
+        if block["type"] == "tool_result":
+            answered = required(block, "tool_use_id", str, f"{where}[].")
+            out.append(Message("tool", _text(block.get("content"), f"{where}[].content"), call_id=answered))
         else:
-            text.append(_text([block]))
+            text.append(_text([block], where))
     if text or not out:
-        out.append(Message(given["role"], "\n".join(text)))
+        out.append(Message(role, "\n".join(text)))
     return out
 
 
-def _assistant(blocks: Any) -> Message:
-    text, thoughts, calls = [], [], []
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+    text, thoughts, calls, at = [], [], [], f"{where}[]."
     for block in blocks:
-        match _kind(block):
+        match block["type"]:
             case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
+                thoughts.append(optional(block, "thinking", str, at) or "")
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = canonical_arguments(block.get("input") or {})
-                calls.append(ToolCall(str(block.get("id")), str(block.get("name")), arguments))
+                arguments = canonical_arguments(optional(block, "input", dict, at))
+                calls.append(ToolCall(required(block, "id", str, at), required(block, "name", str, at), arguments))
             case _:
-                text.append(_text([block]))
+                text.append(_text([block], where))
     return Message("assistant", "".join(text), "".join(thoughts) or None, tuple(calls))
 
 
-def _kind(block: Any) -> str:
-    return str(block.get("type")) if isinstance(block, Mapping) else ""
+def _blocks_of(content: Any, where: str) -> list[Mapping[str, Any]]:
+    """Returns the blocks of a message's content, each with a type. Raises `BadRequest`."""
+    blocks = [] if content is None else checked(content, list, where)
+    for block in blocks:
+        required(checked(block, dict, f"{where}[]"), "type", str, f"{where}[].")
+    return blocks
 
 
-def _text(content: Any) -> str:
+def _text(content: Any, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    for block in content:
-        if _kind(block) != "text":
-            raise BadRequest(f"a block of type {_kind(block)!r} is not supported, because the model is text-only")
-    return "\n".join(str(block.get("text", "")) for block in content)
+    blocks = _blocks_of(content, where)
+    for block in blocks:
+        if block["type"] != "text":
+            kind = block["type"][:80]
+            raise BadRequest(f"a block of type {kind!r} is not supported, because the model is text-only")
+    return "\n".join(required(block, "text", str, f"{where}[].") for block in blocks)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    if (body.get("tool_choice") or {}).get("type") == "none":
-        return ()
+    """Returns the tools in the form that chat templates expect; none if tool_choice is none. Raises `BadRequest`."""
     tools = []
-    for tool in body.get("tools") or ():
-        if "input_schema" not in tool:
+    for i, tool in enumerate(objects(body, "tools")):
+        where = f"tools[{i}]."
+        if tool.get("input_schema") is None:
+            kind = optional(tool, "type", str, where)
             raise BadRequest(
-                f"tool {tool.get('name')!r} of type {tool.get('type')!r} would run at the provider; remove it"
+                f"{where}input_schema is missing: a tool of type {str(kind)[:80]!r} would run at the provider, or only "
+                "its models know it; remove it, or send a tool with an input_schema"
             )
+        check_function(tool, where, "input_schema")
         function = {
             "name": tool["name"],
-            "description": tool.get("description", ""),
+            "description": tool.get("description") or "",
             "parameters": tool["input_schema"],
         }
         tools.append({"type": "function", "function": function})
-    return tuple(tools)
+    return tuple(tools) if _lets_call(body) else ()
+
+
+def _lets_call(body: Mapping[str, Any]) -> bool:
+    """Returns whether the model may call tools. Raises `BadRequest` for calls that are forced."""
+    choice = optional(body, "tool_choice", dict)
+    kind = "auto" if choice is None else required(choice, "type", str, "tool_choice.")
+    if kind not in ("auto", "none"):
+        raise BadRequest(
+            f"tool_choice.type is {kind[:80]!r}, but must be auto or none: a forced call is not possible, because "
+            f"{GUIDED}"
+        )
+    return kind == "auto"
+
+
+def _schema(body: Mapping[str, Any]) -> str:
+    config = optional(body, "output_config", dict) or {}
+    format = optional(config, "format", dict, "output_config.") or optional(body, "output_format", dict)
+    return schema_text(format, "output_config.format")

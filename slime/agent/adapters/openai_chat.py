@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions API: POST /v1/chat/completions.
 
 Supported: system, developer, user, assistant and tool messages, text parts, tools, and `reasoning_content` in assistant
-messages. Rejected: multiple choices, log-probs, images and audio.
+messages. Rejected: multiple choices, log-probs, images and audio, forced calls, and the fields in `FIELDS.refused`.
 """
 
 from __future__ import annotations
@@ -10,35 +10,88 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
+from slime.agent.adapters.adapter import Answer, ContextFull, Event, Frame, Request, Stream, Text, Thought, Wire
+from slime.agent.adapters.fields import (
+    GUIDED,
+    SAMPLING,
+    BadRequest,
+    Fields,
+    at_least_one,
+    checked,
+    kind_of,
+    objects,
+    optional,
+    required,
+    sampling,
+    schema_text,
+    stops,
+)
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CONTEXT_FULL = "context_length_exceeded"
+OLD_CALLS = "it is the old form of tools; send tools and tool_choice"
+ENGINE_ONLY = f"{GUIDED}; ask for the format in the prompt"
+FIELDS = Fields(
+    works=frozenset(
+        (
+            *("messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
+            *("tools", "tool_choice", "response_format", *SAMPLING),
+        )
+    ),
+    hints=frozenset(
+        (
+            *("metadata", "store", "user", "safety_identifier", "service_tier"),
+            *("prompt_cache_key", "prompt_cache_retention", "prediction"),
+            *("seed", "reasoning_effort", "verbosity", "parallel_tool_calls"),
+        )
+    ),
+    refused={
+        "audio": "the model is text-only",
+        "modalities": "the model is text-only",
+        "function_call": OLD_CALLS,
+        "functions": OLD_CALLS,
+        "logit_bias": GUIDED,
+        "logprobs": "log-probs are not available to agents; remove it from the request",
+        "top_logprobs": "log-probs are not available to agents; remove it from the request",
+        "web_search_options": "there is no search; give the model a tool that searches",
+        # Fields that other servers add to this API.
+        "chat_template_kwargs": "the run sets it for all requests with --apply-chat-template-kwargs",
+        "continue_final_message": "the model always begins its own turn; end the messages with a user message",
+        "min_tokens": GUIDED,
+        "ignore_eos": GUIDED,
+        "best_of": "only one choice per request is supported; send several requests",
+        "use_beam_search": GUIDED,
+        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ENGINE_ONLY),
+        **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "structural_tag"), ENGINE_ONLY),
+    },
+    defaults={"modalities": (["text"],), "function_call": ("none", "auto"), "best_of": (1,)},
+)
 
 
 class ChatCompletions(Wire):
     path = "/v1/chat/completions"
+    fields = FIELDS
 
     def request(self, body: Mapping[str, Any]) -> Request:
-        if body.get("n") not in (None, 1):
+        if (optional(body, "n", int) or 1) != 1:
             raise BadRequest(f"n is {body['n']}, but only one choice per request is supported; send n requests")
-        if body.get("logprobs"):
-            raise BadRequest("logprobs are not available to agents; remove them from the request")
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        messages = objects(body, "messages")
+        if not messages:
             raise BadRequest("messages is empty; send at least one message")
-        stop = body.get("stop") or ()
+        options = optional(body, "stream_options", dict) or {}
         return Request(
-            messages=tuple(map(message_of, messages)),
-            tools=tools_of(body),
-            max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-            sampling=wanted(body, SAMPLING),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            streams=bool(body.get("stream")),
-            model=str(body.get("model", "")),
+            messages=tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(messages)),
+            tools=_tools(body),
+            max_tokens=at_least_one(body, "max_completion_tokens") or at_least_one(body, "max_tokens"),
+            sampling=sampling(body, tuple(SAMPLING)),
+            stop=stops(body, "stop"),
+            streams=optional(body, "stream", bool) or False,
+            model=optional(body, "model", str) or "",
+            schema=schema_text(optional(body, "response_format", dict), "response_format", "json_schema"),
+            counts=optional(options, "include_usage", bool, "stream_options.") or False,
         )
 
     def response(self, answer: Answer, request: Request) -> dict[str, Any]:
@@ -56,8 +109,15 @@ class ChatCompletions(Wire):
         return _Chunks(request)
 
     def error(self, message: str, status: int) -> dict[str, Any]:
-        kind = KINDS.get(status, "server_error")
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        return {"error": {"message": message, "type": KINDS.get(status, "server_error"), "param": None, "code": None}}
+
+    def context_full(self, problem: ContextFull) -> dict[str, Any]:
+        error = self.error(
+            f"This model's maximum context length is {problem.most} tokens. However, your messages resulted in "
+            f"{problem.num_prompt} tokens. Please reduce the length of the messages.",
+            400,
+        )["error"]
+        return {"error": {**error, "param": "messages", "code": CONTEXT_FULL}}
 
 
 class _Chunks(Stream):
@@ -77,8 +137,9 @@ class _Chunks(Stream):
                 for index, call in enumerate(answer.message.calls):
                     yield self._chunk({"tool_calls": [{"index": index, **call_of(call)}]})
                 yield self._chunk({}, FINISH[answer.finish])
-                usage = {**_head(self._request, self._id, "chat.completion.chunk"), "choices": []}
-                yield Frame({**usage, "usage": usage_of(answer)})
+                if self._request.counts:
+                    usage = {**_head(self._request, self._id, "chat.completion.chunk"), "choices": []}
+                    yield Frame({**usage, "usage": usage_of(answer)})
                 yield Frame("[DONE]")
 
     def broken(self, message: str, status: int) -> Iterable[Frame]:
@@ -107,51 +168,80 @@ def call_of(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def message_of(given: Any) -> Message:
-    """Parses one message of a request. Raises `BadRequest`."""
-    if not isinstance(given, Mapping) or given.get("role") not in ROLES:
-        raise BadRequest(f"the message {str(given)[:80]!r} is not an object whose role is one of {sorted(ROLES)}")
-    role = ROLES[given["role"]]
-    reasoning = given.get("reasoning_content") or given.get("reasoning")
+def message_of(given: Any, where: str) -> Message:
+    """Parses one message of a request. `where`: its place in error messages. Raises `BadRequest`."""
+    given = checked(given, dict, where)
+    role, where = role_of(given, where), f"{where}."
+    reasoning = optional(given, "reasoning_content", str, where) or optional(given, "reasoning", str, where)
+    if given.get("function_call") or given.get("audio"):
+        raise BadRequest(f"{where}function_call and {where}audio are not supported; send tool_calls and text")
     return Message(
         role,
-        text_of(given.get("content")),
-        reasoning=str(reasoning) if reasoning and role == "assistant" else None,
-        calls=tuple(_call(call) for call in given.get("tool_calls") or ()),
-        call_id=given.get("tool_call_id"),
-        name=given.get("name") if role == "tool" else None,
+        text_of(given.get("content"), f"{where}content"),
+        reasoning=reasoning if reasoning and role == "assistant" else None,
+        calls=tuple(_call(call, where) for call in objects(given, "tool_calls", where)),
+        call_id=optional(given, "tool_call_id", str, where),
+        name=optional(given, "name", str, where) if role == "tool" else None,
     )
 
 
-def _call(given: Any) -> ToolCall:
-    try:
-        function = given["function"]
-        return ToolCall(str(given["id"]), str(function["name"]), canonical_arguments(function.get("arguments")))
-    except (KeyError, TypeError) as error:
-        raise BadRequest(f"the tool call {str(given)[:80]!r} has no id or function") from error
+def role_of(given: Mapping[str, Any], where: str) -> str:
+    """Returns the role of a message, as templates name it. Raises `BadRequest`."""
+    role = required(given, "role", str, f"{where}.")
+    if role not in ROLES:
+        raise BadRequest(f"{where}.role is {role[:80]!r}, but must be one of {sorted(ROLES)}")
+    return ROLES[role]
 
 
-def text_of(content: Any) -> str:
-    """Returns the text of a string or of text parts. Raises `BadRequest` for other parts."""
+def _call(given: Mapping[str, Any], where: str) -> ToolCall:
+    where = f"{where}tool_calls."
+    function = required(given, "function", dict, where)
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str | dict):
+        raise BadRequest(f"{where}function.arguments is {kind_of(arguments)}, but must be a string of JSON")
+    name = required(function, "name", str, f"{where}function.")
+    return ToolCall(required(given, "id", str, where), name, canonical_arguments(arguments))
+
+
+def text_of(content: Any, where: str) -> str:
+    """Returns the text of a string or of text parts; `where`: its field. Raises `BadRequest` for anything else."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+    for part in checked(content, list, where):
+        kind = required(checked(part, dict, f"{where}[]"), "type", str, f"{where}[].")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"a content part of type {kind!r} is not supported, because the model is text-only")
-        parts.append(str(part.get("text", part.get("refusal", ""))))
+            raise BadRequest(f"a content part of type {kind[:80]!r} is not supported, because the model is text-only")
+        parts.append(required(part, "refusal" if kind == "refusal" else "text", str, f"{where}[]."))
     return "".join(parts)
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[Any, ...]:
+def lets_call(body: Mapping[str, Any]) -> bool:
+    """Returns whether the model may call tools, from tool_choice. Raises `BadRequest` for forced calls."""
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return choice != "none"
+    shown = choice if isinstance(choice, str) else choice.get("type") if isinstance(choice, dict) else kind_of(choice)
+    raise BadRequest(
+        f"tool_choice is {str(shown)[:80]!r}, but must be auto or none: a forced call is not possible, because {GUIDED}"
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the tools in the form that chat templates expect; none if tool_choice is "none". Raises `BadRequest`."""
-    if body.get("tool_choice") == "none":
-        return ()
-    tools = body.get("tools") or ()
-    for tool in tools:
-        if not isinstance(tool, Mapping) or tool.get("type") != "function" or "function" not in tool:
-            raise BadRequest(f"the tool {str(tool)[:80]!r} is not of type function")
-    return tuple(tools)
+    tools = objects(body, "tools")
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]."
+        if required(tool, "type", str, where) != "function":
+            raise BadRequest(f"{where}type is {tool['type'][:80]!r}, but only tools of type function are supported")
+        check_function(required(tool, "function", dict, where), f"{where}function.")
+    return tuple(tools) if lets_call(body) else ()
+
+
+def check_function(function: Mapping[str, Any], where: str, schema: str = "parameters") -> None:
+    """Checks the types that chat templates rely on. `schema`: the field of the parameters. Raises `BadRequest`."""
+    required(function, "name", str, where)
+    optional(function, "description", str, where)
+    optional(function, schema, dict, where)

@@ -13,34 +13,72 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Event, Frame, Request, Stream, Text, Thought, Wire, wanted
-from slime.agent.adapters.openai_chat import KINDS, ROLES, text_of
+from slime.agent.adapters.adapter import Answer, ContextFull, Event, Frame, Request, Stream, Text, Thought, Wire
+from slime.agent.adapters.fields import (
+    BadRequest,
+    Fields,
+    at_least_one,
+    objects,
+    optional,
+    required,
+    sampling,
+    schema_text,
+)
+from slime.agent.adapters.openai_chat import CONTEXT_FULL, KINDS, check_function, lets_call, role_of, text_of
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
-SAMPLING = ("temperature", "top_p")
+SAMPLES = ("temperature", "top_p")
+FIELDS = Fields(
+    works=frozenset(
+        (
+            *("input", "instructions", "model", "stream", "max_output_tokens", "tools", "tool_choice", "text"),
+            *("include", *SAMPLES),
+        )
+    ),
+    hints=frozenset(
+        (
+            *("metadata", "store", "user", "safety_identifier", "service_tier", "stream_options"),
+            *("prompt_cache_key", "prompt_cache_retention"),
+            *("reasoning", "parallel_tool_calls"),
+            "max_tool_calls",  # it limits tools that run at the provider
+            "truncation",  # a request that does not fit is refused, and never shortened silently
+        )
+    ),
+    refused={
+        "background": "responses are not stored; send the request without it",
+        "conversation": "responses are not stored; send all items",
+        "previous_response_id": "responses are not stored; send all items",
+        "prompt": "there are no stored prompts; send its text as input",
+        "top_logprobs": "log-probs are not available to agents; remove it from the request",
+    },
+)
 
 
 class Responses(Wire):
     path = "/v1/responses"
 
+    fields = FIELDS
+
     def request(self, body: Mapping[str, Any]) -> Request:
-        if body.get("previous_response_id"):
-            raise BadRequest("previous_response_id is not supported, because responses are not stored; send all items")
         given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        if not isinstance(items, list) or not items:
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(body, "input")
+        if not items:
             raise BadRequest("input is empty; send at least one item")
-        instructions = body.get("instructions")
-        messages = [Message("system", str(instructions))] if instructions else []
-        for item in items:
-            _add(messages, item)
+        if "message.output_text.logprobs" in (optional(body, "include", list) or ()):
+            raise BadRequest("log-probs are not available to agents; remove message.output_text.logprobs from include")
+        instructions = optional(body, "instructions", str)
+        messages = [Message("system", instructions)] if instructions else []
+        for i, item in enumerate(items):
+            _add(messages, item, f"input[{i}]")
+        text = optional(body, "text", dict) or {}
         return Request(
             messages=tuple(messages),
             tools=_tools(body),
-            max_tokens=body.get("max_output_tokens"),
-            sampling=wanted(body, SAMPLING),
-            streams=bool(body.get("stream")),
-            model=str(body.get("model", "")),
+            max_tokens=at_least_one(body, "max_output_tokens"),
+            sampling=sampling(body, SAMPLES),
+            streams=optional(body, "stream", bool) or False,
+            model=optional(body, "model", str) or "",
+            schema=schema_text(optional(text, "format", dict, "text."), "text.format"),
         )
 
     def response(self, answer: Answer, request: Request) -> dict[str, Any]:
@@ -51,6 +89,14 @@ class Responses(Wire):
 
     def error(self, message: str, status: int) -> dict[str, Any]:
         return {"error": {"message": message, "type": KINDS.get(status, "server_error"), "param": None, "code": None}}
+
+    def context_full(self, problem: ContextFull) -> dict[str, Any]:
+        error = self.error(
+            "Your input exceeds the context window of this model. Please adjust your input and try again. It has "
+            f"{problem.num_prompt} tokens, but may have at most {problem.most}.",
+            400,
+        )["error"]
+        return {"error": {**error, "param": "input", "code": CONTEXT_FULL}}
 
 
 class _Events(Stream):
@@ -194,36 +240,34 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _add(messages: list[Message], item: Any) -> None:
+def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
     """Adds an input item to `messages`, merging the items of one model turn. Raises `BadRequest`."""
-    if not isinstance(item, Mapping):
-        raise BadRequest(f"the input item {str(item)[:80]!r} is not an object")
-    kind = item.get("type") or "message"
+    kind, at = optional(item, "type", str, f"{where}.") or "message", f"{where}."
     match kind:
         case "message":
-            role = ROLES.get(str(item.get("role")))
-            if role is None:
-                raise BadRequest(f"the message role {item.get('role')!r} is not supported")
-            message = Message(role, text_of(item.get("content")))
+            role = role_of(item, where)
+            message = Message(role, text_of(item.get("content"), f"{at}content"))
             last = _turn(messages) if role == "assistant" else None
             if last is None:
                 messages.append(message)
             else:
                 messages[-1] = replace(last, text=last.text + message.text)
         case "reasoning":
-            text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+            text = "".join(
+                optional(part, "text", str, f"{at}content[].") or "" for part in objects(item, "content", at)
+            )
             last = _turn(messages) or _begun(messages)
             messages[-1] = replace(last, reasoning=(last.reasoning or "") + text or None)
         case "function_call":
-            arguments = canonical_arguments(str(item.get("arguments") or "{}"))
-            call = ToolCall(str(item.get("call_id")), str(item.get("name")), arguments)
+            arguments = canonical_arguments(optional(item, "arguments", str, at))
+            call = ToolCall(required(item, "call_id", str, at), required(item, "name", str, at), arguments)
             last = _turn(messages) or _begun(messages)
             messages[-1] = replace(last, calls=(*last.calls, call))
         case "function_call_output":
-            output = text_of(item.get("output"))
-            messages.append(Message("tool", output, call_id=str(item.get("call_id"))))
+            output = text_of(item.get("output"), f"{at}output")
+            messages.append(Message("tool", output, call_id=required(item, "call_id", str, at)))
         case _:
-            raise BadRequest(f"an input item of type {kind!r} is not supported")
+            raise BadRequest(f"an input item of type {kind[:80]!r} is not supported")
 
 
 def _turn(messages: list[Message]) -> Message | None:
@@ -238,13 +282,12 @@ def _begun(messages: list[Message]) -> Message:
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the functions in the form that chat templates expect. Drops tools that run at the provider."""
-    if body.get("tool_choice") == "none":
-        return ()
     tools = []
-    for tool in body.get("tools") or ():
-        if tool.get("type") == "function":
+    for i, tool in enumerate(objects(body, "tools")):
+        if required(tool, "type", str, f"tools[{i}].") == "function":
+            check_function(tool, f"tools[{i}].")
             function = {
                 name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None
             }
             tools.append({"type": "function", "function": function})
-    return tuple(tools)
+    return tuple(tools) if lets_call(body) else ()

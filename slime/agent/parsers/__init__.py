@@ -67,6 +67,10 @@ class ToolFormat(ABC):
         """
         return Reader(self, tools, prompt_end)
 
+    def can_constrain(self, prompt_end: str) -> bool:
+        """Whether a response to a prompt with this end may be constrained as a whole, since no thinking precedes it."""
+        return not prompt_end.rstrip().endswith(OPEN)
+
     def call_id(self, name: str, number: int) -> str:
         """Returns a new id for a call. `number`: position of the call in its conversation, from 0.
 

@@ -33,7 +33,7 @@ def test_what_is_trained_is_what_was_sampled(family: str, num: int) -> None:
         forks += player.check()
         turns, refused = turns + len(player.asked), refused + player.refused
     assert turns > num * REQUESTS * 0.9, (turns, refused)
-    expected = {"retry", "edited", "compaction", "sub-agent", "thinking"}
+    expected = {"retry", "edited", "compaction", "sub-agent"}
     expected |= {"tools"} if template.writes_tools else set()
     expected |= {"ending"} if len(template.end_ids) > 1 else set()
     assert expected <= set(forks), forks

@@ -1,0 +1,250 @@
+"""Fields of requests: each that the SDKs know is in a table and in the docs, and no body at all is an error of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from openai.types.chat import completion_create_params
+from openai.types.responses import response_create_params
+
+from slime.agent.adapters.anthropic import FIELDS as CLAUDE_FIELDS
+from slime.agent.adapters.fields import Fields
+from slime.agent.adapters.openai_chat import FIELDS as CHAT_FIELDS
+from slime.agent.adapters.openai_responses import FIELDS as RESPONSES_FIELDS
+from slime.core.sample import Sample
+from tests.contract.agent.test_conformance import CASES
+from tests.contract.agent.test_sdks import USER, aopenai
+from tests.support.agent_room import Room, agent_room
+
+PARAMS: dict[str, tuple[Fields, tuple[Any, ...]]] = {
+    "chat": (
+        CHAT_FIELDS,
+        (
+            completion_create_params.CompletionCreateParamsNonStreaming,
+            completion_create_params.CompletionCreateParamsStreaming,
+        ),
+    ),
+    "responses": (
+        RESPONSES_FIELDS,
+        (
+            response_create_params.ResponseCreateParamsNonStreaming,
+            response_create_params.ResponseCreateParamsStreaming,
+        ),
+    ),
+    "messages": (
+        CLAUDE_FIELDS,
+        (
+            message_create_params.MessageCreateParamsNonStreaming,
+            message_create_params.MessageCreateParamsStreaming,
+            beta_create_params.MessageCreateParamsNonStreaming,
+            beta_create_params.MessageCreateParamsStreaming,
+            message_count_tokens_params.MessageCountTokensParams,
+            beta_count_tokens_params.MessageCountTokensParams,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("api", PARAMS)
+def test_every_field_that_the_installed_sdks_know_is_in_one_table_and_in_the_docs(api: str) -> None:
+    fields, types = PARAMS[api]
+    known = {name for kind in types for name in kind.__required_keys__ | kind.__optional_keys__}
+    assert len(known) > 15
+    tables = (set(fields.works), set(fields.hints), set(fields.refused))
+    assert known <= set.union(*tables), f"new fields: {sorted(known - set.union(*tables))}"
+    assert sum(map(len, tables)) == len(set.union(*tables)), "a field is in two tables"
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+    section = page.partition("### Fields of requests")[2].partition("## Limits")[0]
+    assert known <= set(re.findall(r"`([a-z_]+)`", section))
+
+
+async def test_a_body_that_arrives_after_the_end_of_its_session_is_refused() -> None:
+    async with agent_room() as room:
+        room.says("one")
+        arrived, begun = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> Any:
+            yield b'{"model": "m", "messages": [{"role": "user",'
+            begun.set()
+            await arrived.wait()
+            yield b' "content": "hello"}]}'
+
+        async with aiohttp.ClientSession() as http:
+            asking = asyncio.create_task(
+                http.post(
+                    f"{room.url}/v1/chat/completions",
+                    data=slowly(),
+                    headers={"Authorization": f"Bearer {room.key}", "Content-Type": "application/json"},
+                )
+            )
+            await begun.wait()
+            await asyncio.sleep(0.05)  # the head of the request is read
+            assert room.adapter.finish_session(room.key, Sample(index=0, group_index=0)) == []
+            arrived.set()
+            answer = await asking
+            assert answer.status == 401 and "open session" in (await answer.json())["error"]["message"]
+        assert not room.model.requests
+
+
+async def test_a_full_context_is_an_error_that_a_shorter_history_mends() -> None:
+    """Law: an agent that shortens its history goes on, in a branch of its own; one that ends there is truncated."""
+    async with agent_room(max_context_tokens=60) as room:
+        room.says("one two", "three")
+        client = aopenai(room)
+        first = await client.chat.completions.create(model="m", messages=USER)
+        told: Any = {"role": "assistant", "content": first.choices[0].message.content}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(
+                model="m", messages=[*USER, told, {"role": "user", "content": "word " * 80}]
+            )
+        assert caught.value.code == "context_length_exceeded"
+        session = room.adapter.session(room.key)
+        base = Sample(index=0, group_index=0)
+        assert [s.status.value for s in session.samples(base)] == ["truncated"]
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "shorter"}])
+        assert [s.status.value for s in session.samples(base)] == ["completed", "completed"]
+        assert [len(body["input_ids"]) < 60 for body in room.model.requests] == [True, True]
+
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "claude": "/v1/messages",
+    "count": "/v1/messages/count_tokens",
+}
+BASES: dict[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": USER},
+    "responses": {"model": "m", "input": USER},
+    "claude": {"model": "m", "max_tokens": 9, "messages": USER},
+}
+BASES["count"] = BASES["claude"]
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**40), 10**40),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(
+        ["\ud800", "\u0000", "<|im_end|>", "text", "user", "assistant", "tool", "function", "auto"]
+    ),
+)
+KEYS = st.sampled_from(
+    [
+        *("role", "content", "type", "text", "name", "id", "input", "arguments", "function", "tool_calls", "call_id"),
+        *("tool_use_id", "parameters", "input_schema", "reasoning_content", "thinking", "output", "summary", "stop"),
+        *sorted(CHAT_FIELDS.works | RESPONSES_FIELDS.works | CLAUDE_FIELDS.works),
+    ]
+)
+VALUES = st.recursive(
+    ATOMS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+)
+
+
+@st.composite
+def bodies(draw: Any) -> tuple[str, Any]:
+    """(API, a body that is anything, or a good one from the table with some of its values replaced)."""
+    api = draw(st.sampled_from(sorted(PATHS)))
+    if draw(st.integers(0, 9)) == 0:
+        return api, draw(VALUES)
+    _, body, _, _ = draw(st.sampled_from(CASES["claude" if api == "count" else api]))
+    body = json.loads(json.dumps({**BASES[api], **body}))
+    for _ in range(draw(st.integers(0, 3))):
+        _mutate(draw, body)
+    return api, body
+
+
+def _mutate(draw: Any, value: Any) -> None:
+    """Replaces, adds or removes something at some depth."""
+    while True:
+        places = list(value) if isinstance(value, dict) else list(range(len(value)))
+        if isinstance(value, dict) and (not places or draw(st.integers(0, 4)) == 0):
+            value[draw(KEYS)] = draw(VALUES)
+            return
+        if not places:
+            value.append(draw(VALUES))
+            return
+        place = draw(st.sampled_from(places))
+        if isinstance(value[place], dict | list) and draw(st.integers(0, 4)):
+            value = value[place]
+        elif draw(st.integers(0, 3)):
+            value[place] = draw(VALUES)
+            return
+        else:
+            del value[place]
+            return
+
+
+RAW = (
+    *(b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", b'{"messages": NaN}', b'{"a": 1e999}', b'{"model": "\\ud800"}'),
+    *(b'{"messages": ' + b"[" * n + b"]" * n + b"}" for n in (200, 900, 5000)),
+    *(b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "a", '
+      b'"parameters": ' + b'{"a": ' * n + b"1" + b"}" * n + b"}}]}" for n in (200, 900)),
+    *(b'{"messages": [{"role": "user", "content": ' + b'[{"type": "text", "text": ' * n + b'"a"' + b"}]" * n + b"}]}"
+      for n in (200, 500)),
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "a", '
+    b'"type": "function", "function": {"name": "a", "arguments": "' + b"[" * 3000 + b'"}}]}]}',
+    b'{"max_tokens": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "a"}]}',
+)  # fmt: skip
+
+
+async def _status(http: aiohttp.ClientSession, room: Room, api: str, body: bytes) -> tuple[int, bytes]:
+    key = room.adapter.open_session(max_context_tokens=4000)
+    room.model.script.clear()
+    room.says("fine", "fine")
+    try:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        async with http.post(room.url + PATHS[api], data=body, headers=headers) as answer:
+            return answer.status, await answer.read()
+    finally:
+        room.adapter.drop_session(key)
+
+
+async def _never_ours(num: int) -> None:
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        loop, seen = asyncio.get_running_loop(), list[int]()
+
+        async def check(api: str, body: bytes) -> None:
+            status, said = await _status(http, room, api, body)
+            seen.append(status)
+            assert status in (200, 400), (api, body[:2000], status, said[:500])
+            if status == 400:
+                error = json.loads(said)["error"]
+                assert error["type"] == "invalid_request_error" and error["message"], said
+
+        for api in PATHS:
+            for body in RAW:
+                await check(api, body)
+
+        @settings(
+            max_examples=num,
+            database=None,
+            deadline=None,
+            derandomize=True,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(bodies())
+        def any_body(drawn: tuple[str, Any]) -> None:
+            api, body = drawn
+            asyncio.run_coroutine_threadsafe(check(api, json.dumps(body).encode()), loop).result()
+
+        await asyncio.to_thread(any_body)
+        assert seen.count(200) > num // 20 and seen.count(400) > num // 5, (seen.count(200), seen.count(400))
+
+
+@pytest.mark.parametrize("num", [60, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+async def test_no_body_whatever_is_an_error_of_the_server(num: int) -> None:
+    """Law: any JSON gets an answer or HTTP 400 in the API's shape: clients would repeat a request after HTTP 500."""
+    await _never_ours(num)
