@@ -136,9 +136,7 @@ ATOMS = st.one_of(
     st.integers(-(10**40), 10**40),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from(
-        ["\ud800", "\u0000", "<|im_end|>", "text", "user", "assistant", "tool", "function", "auto"]
-    ),
+    st.sampled_from(["\ud800", "\u0000", "<|im_end|>", "text", "user", "assistant", "tool", "function", "auto"]),
 )
 KEYS = st.sampled_from(
     [
@@ -186,17 +184,18 @@ def _mutate(draw: Any, value: Any) -> None:
             return
 
 
-RAW = (
+ASKS = b'"messages": [{"role": "user", "content": "a"}]'
+TOOL = b'{"type": "function", "function": {"name": "a", "parameters": '
+CALL = b'{"id": "a", "type": "function", "function": {"name": "a", "arguments": "'
+RAW = [
     *(b"", b"null", b"[]", b"3", b"{", b"\xff\xfe", b'{"messages": NaN}', b'{"a": 1e999}', b'{"model": "\\ud800"}'),
     *(b'{"messages": ' + b"[" * n + b"]" * n + b"}" for n in (200, 900, 5000)),
-    *(b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "a", '
-      b'"parameters": ' + b'{"a": ' * n + b"1" + b"}" * n + b"}}]}" for n in (200, 900)),
-    *(b'{"messages": [{"role": "user", "content": ' + b'[{"type": "text", "text": ' * n + b'"a"' + b"}]" * n + b"}]}"
-      for n in (200, 500)),
-    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "a", '
-    b'"type": "function", "function": {"name": "a", "arguments": "' + b"[" * 3000 + b'"}}]}]}',
-    b'{"max_tokens": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "a"}]}',
-)  # fmt: skip
+    *(b"{" + ASKS + b', "tools": [' + TOOL + b'{"a": ' * n + b"1" + b"}" * n + b"}}]}" for n in (200, 900)),
+    b'{"messages": [{"role": "user", "content": ' + b'[{"type": "text", "text": ' * 500 + b'"a"' + b"}]" * 500 + b"}]}",
+    b'{"messages": [{"role": "assistant", "tool_calls": [' + CALL + b"[" * 3000 + b'"}}]}]}',
+    b"{" + ASKS + b', "max_tokens": ' + b"9" * 5000 + b"}",
+]
+"""Bodies that no JSON writer makes, and some that are nested deeply."""
 
 
 async def _status(http: aiohttp.ClientSession, room: Room, api: str, body: bytes) -> tuple[int, bytes]:
