@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from slime.agent.adapters.adapter import Answer, BadRequest, Engine, Request, Turn, last_event, with_sampling
+from slime.agent.adapters.adapter import Answer, Engine, Request, Turn, last_event, with_sampling
+from slime.agent.adapters.fields import BadRequest
 from slime.agent.adapters.openai_chat import call_of, message_of
 from slime.agent.execution import conversation_template, or_failed
 from slime.agent.messages import Message

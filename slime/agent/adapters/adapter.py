@@ -154,8 +154,8 @@ class Turn:
     async def events(self, engine: Engine) -> AsyncGenerator[Event, None]:
         """Yields the response as it arrives; the last event is an `Answer`.
 
-        Raises `DataError` if the chat template rejects the conversation, and `ContextFull` (see `full_is_error`). Errors
-        of the client are propagated.
+        Raises `DataError` if the chat template rejects the conversation, and `ContextFull` (see `full_is_error`).
+        Errors of the client are propagated.
         """
         opened = self.session.open_turn(self.request.messages, self.request.tools)
         try:

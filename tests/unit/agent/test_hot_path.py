@@ -39,8 +39,7 @@ def turn_of(session: Session, messages: list[Message], *, streams: bool = False,
         trained=True,
         limits=Limits(),
         decode=template.chat.decode,
-        reader=format.reader,
-        call_id=format.call_id,
+        format=format,
         end_ids=template.end_ids,
     )
 
