@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 LEAST = 32
 """Shorter lists are not converted."""
+EXACT = 2**53
+"""Floats represent every integer below."""
 LEAST_RUN = 8
 """Minimum mean run length for run-length encoding."""
 Numbers = npt.NDArray[Any]
@@ -44,7 +46,11 @@ class Column:
             return None
         if array.ndim != 1 or array.dtype.kind not in "if":
             return None
-        column = cls(_narrow_floats(array)) if array.dtype.kind == "f" else _integers(array)
+        if array.dtype.kind == "i":
+            return _integers(array)
+        if not len(array) or np.abs(array).max() < EXACT:  # false for NaN
+            return cls(_narrow_floats(array))
+        column = cls(_narrow_floats(array))
         return column if column.tolist() == numbers else None
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """The parent side of a grader process: starts it, sends requests, kills it.
 
-Consumes: requests from the pool (`ask`), as JSON. Produces: the replies of the process. Waits for: a thread that
-encodes the request; the frame that signals the start of work (`TAKE_LIMIT_S`); and the reply, within the time limit in
-that frame. Woken by: timers and the reader task, which resolves the futures of a request, or fails all futures when the
-process exits. All methods run on one event loop.
+Consumes: requests from the pool (`ask`), as JSON with columns (`encoded`). Produces: the replies of the process. Waits
+for: a thread that encodes the request; the frame that signals the start of work (`TAKE_LIMIT_S`); and the reply, within
+the time limit in that frame. Woken by: timers and the reader task, which resolves the futures of a request, or fails
+all futures when the process exits. All methods run on one event loop.
 
 Invariants
 1. After `kill`, the process is reaped and both pipes are closed, even if there is unread data or other processes hold
@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.core.blame import here, how_it_ended
+from slime.core.columns import Column
 from slime.core.errors import SlimeError
 from slime.core.liveness import Silence, processor_s, within
 from slime.rewards.grader_confinement import grader_environment
@@ -172,8 +173,7 @@ class GraderProcess:
         request_id, waiting = next(self._ids), _Waiting(loop.create_future(), loop.create_future())
         self._waiting[request_id] = waiting
         try:
-            whole = {"id": request_id, **message}
-            data = await loop.run_in_executor(self._threads, lambda: json.dumps(whole).encode())
+            data = await loop.run_in_executor(self._threads, encoded, {"id": request_id, **message})
             limit_s = await self._send(data, waiting.taken)
         except (BrokenPipeError, ConnectionResetError) as problem:
             self._waiting.pop(request_id, None)
@@ -235,7 +235,7 @@ class GraderProcess:
     async def _taken(self, data: bytes, taken: asyncio.Future[float]) -> float:
         assert self._process.stdin is not None, "the worker is started with a stdin pipe"
         async with self._write_lock:
-            self._process.stdin.write(HEADER.pack(len(data)) + data)
+            self._process.stdin.write(data)
             await self._process.stdin.drain()
         return await taken
 
@@ -287,6 +287,24 @@ class GraderProcess:
                 death = GraderDied(self._ended("died while grading"))
                 death.looked, death.by_itself = waiting.looks, True
                 waiting.fail(death)
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """Returns a frame: the length of the JSON, the JSON, and the columns of its samples as they are in memory.
+
+    Per-token numbers make up nearly all of a sample. As JSON, they would hold the GIL for about a microsecond per token
+    here, and as long in the process, whether or not the grader reads them.
+    """
+    samples, parts, columns = list[dict[str, Any]](), list[bytes](), list[tuple[int, str, str, int, int | None]]()
+    for number, sample in enumerate(message.get("samples", ())):
+        samples.append({name: None if isinstance(value, Column) else value for name, value in sample.items()})
+        for name, value in sample.items():
+            if isinstance(value, Column):
+                counts = None if value.counts is None else len(value.counts)
+                columns.append((number, name, value.values.dtype.str, len(value.values), counts))
+                parts += [value.values.tobytes(), b"" if value.counts is None else value.counts.tobytes()]
+    text = json.dumps({**message, "samples": samples, "columns": columns} if samples else message).encode()
+    return b"".join((HEADER.pack(len(text)), text, *parts))
 
 
 def _import_path() -> list[str]:

@@ -39,8 +39,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from slime.core import confine
 from slime.core.blame import asks_again, error_line, raised_by_user
+from slime.core.columns import Column
 from slime.core.engine_interface import ASK_AGAIN
 from slime.core.processes import die_with_parent
 from slime.core.sample import Sample
@@ -52,7 +55,7 @@ ONLINE, OFFLINE, HELD = "online", "offline", "held"
 """Kinds of processes. `ONLINE` has network access and the settings of the run, `OFFLINE` has neither, and `HELD` can
 access only libraries."""
 HEADER = struct.Struct("<I")
-"""Length in bytes of the JSON that follows."""
+"""Length in bytes of the JSON that follows. The columns that a request lists in `columns` follow its JSON."""
 CONCURRENT_PER_PROCESS = 64
 """Maximum number of concurrent async graders per process, and of threads for their blocking calls."""
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -244,6 +247,16 @@ def encode(value: Any, failure: str) -> dict[str, Any]:
     return {"value": score.value}
 
 
+async def read_columns(message: dict[str, Any], reader: asyncio.StreamReader) -> None:
+    """Puts the columns that follow a request into its samples. A field becomes a list when the grader reads it."""
+    for number, name, kind, num_values, num_counts in message.pop("columns", ()):
+        values = np.frombuffer(await reader.readexactly(num_values * np.dtype(kind).itemsize), kind)
+        counts = None
+        if num_counts is not None:
+            counts = np.frombuffer(await reader.readexactly(num_counts * np.dtype(np.int32).itemsize), np.int32)
+        message["samples"][number][name] = Column(values, counts)
+
+
 async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str) -> None:
     """Reads frames until EOF. Requests marked `concurrent` run as tasks; others block the loop."""
     loop = asyncio.get_running_loop()
@@ -260,6 +273,7 @@ async def serve(requests: BinaryIO, replies: BinaryIO, *, parent: int, kind: str
         while True:
             (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             message = json.loads(await reader.readexactly(length))
+            await read_columns(message, reader)
             if "limit_s" in message:
                 missing = server.configure(message)
                 server.reply(message["id"], {"scores": [], "missing": missing})

@@ -242,6 +242,8 @@ class GraderPool:
             if (longest := max(map(_num_chars, texts))) > MAX_CHARS:
                 reason = f"too long to be graded: {longest} characters, more than {MAX_CHARS}"
                 return [self._failed(choice, reason, by_answer=by_answer)] * len(samples)
+        if choice.custom:  # the sample's columns stay packed, so later checks and the Data Buffer need not convert them
+            await asyncio.get_running_loop().run_in_executor(self._threads, _pack, samples)
         lane, failed = choice.lane, _Failed("never asked")
         message = {
             "grader": choice.grader,
@@ -377,14 +379,18 @@ def _num_chars(value: Any) -> int:
     )
 
 
-def _wire(sample: Sample, *, with_tokens: bool) -> dict[str, Any]:
-    """Returns the sample as JSON, without routed experts, which no grader needs.
+def _pack(samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        sample.pack()
 
-    Unless `with_tokens`, also omits per-token lists, which take up most of the bytes and are not used by built-in
-    graders.
+
+def _wire(sample: Sample, *, with_tokens: bool) -> dict[str, Any]:
+    """Returns the sample's fields as JSON and columns, without routed experts, which no grader needs.
+
+    Unless `with_tokens`, also omits per-token lists, which built-in graders do not use.
     """
     without: dict[str, Any] = {} if with_tokens else {**dict.fromkeys(PER_TOKEN), "tokens": [], "response_length": 0}
-    return dataclasses.replace(sample, rollout_routed_experts=None).to_dict() | without
+    return {**sample.held_fields(), "status": sample.status.value, "rollout_routed_experts": None, **without}
 
 
 # Startup check: can this machine confine the code that graders run? Not a settings rule, because it depends on the

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
+import json
 import os
 import pickle
 import resource
@@ -13,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime.core.sample import Sample
+from slime.core.sample import PER_TOKEN, Sample
 
 ENDS = {"leave": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}
 """What is meant to end more than a grading."""
@@ -143,3 +145,12 @@ def group(args: Any, samples: list[Sample]) -> list[float]:
 def group_with_gap(args: Any, samples: list[Sample]) -> list[float | None]:
     """No reward for the first sample of the group."""
     return [None, *(float(s.index or 0) for s in samples[1:])]
+
+
+def show(args: Any, sample: Sample) -> dict[str, str]:
+    """What it sees of a sample, and whether its numbers are Python's own."""
+    numbers = {name: getattr(sample, name) for name in PER_TOKEN}
+    kinds = {name: sorted({type(n).__name__ for n in values or ()}) for name, values in numbers.items()}
+    lists = all(values is None or type(values) is list for values in numbers.values())
+    seen = json.dumps({**sample.to_dict(), "lists": lists, "kinds": kinds}, sort_keys=True)
+    return {"seen": hashlib.sha256(seen.encode()).hexdigest()}

@@ -36,6 +36,7 @@ from slime.settings import parse_args
 from slime.settings.all_flags import flag_table
 from tests.support.command_line import complete
 from tests.support.marks import quick
+from tests.unit.rewards import hostile
 from tests.unit.rewards.hostile import NUM_TOGETHER
 
 HOSTILE = str(Path(__file__).with_name("hostile.py"))
@@ -128,6 +129,30 @@ def test_what_a_function_notes_in_the_metadata_comes_back_with_a_score_and_witho
         assert scores == [Scored(0.0), Scored(2.0, metadata={"judge": "2"})]
 
     with_pool(together, custom_rm_path=f"{HOSTILE}:judge_all", num_workers=1)
+
+
+@pytest.mark.parametrize("num", [0, 5, 40_000])
+def test_a_function_sees_the_sample_with_all_its_fields_and_their_numbers_travel_as_arrays(num: int) -> None:
+    """Law: however long an answer is, its tokens are no JSON on the way, and the function reads ordinary lists."""
+    sample = Sample(index=1, group_index=2, prompt=[{"role": "user", "content": "é"}], tokens=[5] * 3, label={"a": 1})
+    sample.append_response_tokens(
+        [i * 7919 % 151_936 for i in range(num)],
+        log_probs=[-i / 1024 for i in range(num)],
+        weight_version=[3 + i // 100 for i in range(num)],
+    )
+    sample.append_response_tokens([7, 8, 9])
+    sample.teacher_log_probs, sample.extra = [0.1] * sample.response_length, "of my own"
+    want = hostile.show(None, Sample.from_dict(json.loads(sample.to_json())))
+    sent = list[int]()
+
+    async def work(pool: GraderPool) -> None:
+        assert await pool.score(sample) == Scored(want)
+        message = {"samples": [pool_module._wire(sample, with_tokens=True)]}
+        frame = grader_process.encoded(message)
+        sent.extend((grader_process.HEADER.unpack_from(frame)[0], len(frame)))
+
+    with_pool(work, custom_rm_path=f"{HOSTILE}:show", num_workers=1)
+    assert sent[0] < 2500 and sent[1] < 2500 + num * (4 + 4 + 8 + 1), "teacher_log_probs take 8 bytes"
 
 
 @pytest.mark.parametrize("function", quick(["act", "act_async"], "act"))
