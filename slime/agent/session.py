@@ -32,12 +32,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slime.agent.messages import Message
-from slime.agent.template import ConversationTemplate, NotAppended, Origin, Tokens
+from slime.agent.template import CODES, ORIGINS, ConversationTemplate, NotAppended, Origin, Tokens
+from slime.core.columns import Column, GrowingColumn
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, TURN_COUNTS, Sample, Status
 from slime.rollout.client.call import Generation
@@ -66,12 +71,12 @@ class Branch:
     """`first`, or the reason for the fork."""
     tools: str = ""
     """The tools in the prompt, as JSON. A different list requires a different prompt."""
-    tokens: list[int] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
-    """[T] token origins."""
-    log_probs: list[float] = field(default_factory=list)
+    tokens: GrowingColumn = field(default_factory=partial(GrowingColumn, np.int32))
+    codes: GrowingColumn = field(default_factory=partial(GrowingColumn, np.uint8))
+    """[T] token origins, as numbers of `template.CODES`."""
+    log_probs: GrowingColumn = field(default_factory=partial(GrowingColumn, np.float64))
     """[T] log-probs in nats; 0.0 where not sampled."""
-    versions: list[int] = field(default_factory=list)
+    versions: GrowingColumn = field(default_factory=partial(GrowingColumn, np.int32))
     """[T] weight versions; `NOT_SAMPLED` where not sampled."""
     experts: RoutedExperts | None = None
     """Rows from the first token onwards."""
@@ -89,10 +94,10 @@ class Branch:
     def add_context(self, tokens: Tokens) -> None:
         """Appends tokens that the model did not sample (template, tool results, user messages)."""
         num = len(tokens.ids)
-        self.tokens += tokens.ids
-        self.origins += tokens.origins
-        self.log_probs += [0.0] * num
-        self.versions += [NOT_SAMPLED] * num
+        self.tokens.extend(tokens.ids)
+        self.codes.extend(tokens.codes)
+        self.log_probs.extend(np.zeros(num))
+        self.versions.extend(np.full(num, NOT_SAMPLED))
 
     def add_turn(
         self,
@@ -106,11 +111,11 @@ class Branch:
         """Appends a sampled turn. `new`: the messages that it answers, whose tokens the branch already has."""
         start, num = len(self.tokens), len(generation.tokens)
         version = generation.weight_version
-        self.tokens += generation.tokens
-        self.origins += [Origin.SAMPLED] * num
-        self.log_probs += generation.log_probs
-        self.versions += [version] * num if isinstance(version, int) else version
-        self.experts = join(self.experts, generation.routed_experts, len(self.tokens), self.versions)
+        self.tokens.extend(generation.tokens)
+        self.codes.extend(np.full(num, CODES[Origin.SAMPLED]))
+        self.log_probs.extend(generation.log_probs)
+        self.versions.extend(np.full(num, version) if isinstance(version, int) else version)
+        self.experts = join(self.experts, generation.routed_experts, len(self.tokens), self.versions.array)
         self.messages += [*new, answer]
         finish = generation.finish_reason
         self.turns.append(Turn(start, start + num, len(self.messages), finish, ill_formed, trained))
@@ -123,16 +128,25 @@ class Branch:
         """Returns the turns of `own_turns` that have tokens and were sampled with the run's parameters."""
         return [turn for turn in self.own_turns() if turn.trained and turn.start < turn.end]
 
-    def loss_mask(self) -> list[int]:
+    @property
+    def origins(self) -> list[Origin]:
+        """The [T] token origins."""
+        return [ORIGINS[code] for code in self.codes]
+
+    def columns(self) -> Iterator[GrowingColumn]:
+        """Yields the columns with one entry per token."""
+        yield from (self.tokens, self.codes, self.log_probs, self.versions)
+
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
         """Returns the [T] loss mask: 1 for tokens of `trained_turns`, 0 elsewhere."""
-        mask = [0] * len(self.tokens)
+        mask = np.zeros(len(self.tokens), np.uint8)
         for turn in self.trained_turns():
-            mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+            mask[turn.start : turn.end] = 1
         return mask
 
     def last_of(self, turn: Turn) -> int | None:
         """Returns the last sampled token of a turn; None if the turn is empty."""
-        return self.tokens[turn.end - 1] if turn.start < turn.end else None
+        return int(self.tokens[turn.end - 1]) if turn.start < turn.end else None
 
     def upto(self, turn: Turn, *, why: str, number: int | None, without_end: bool = False) -> Branch:
         """Forks this branch after a turn. `number`: its index; None in another session. `without_end` drops the turn's
@@ -142,10 +156,10 @@ class Branch:
         return Branch(
             why=why,
             tools=self.tools,
-            tokens=self.tokens[:end],
-            origins=self.origins[:end],
-            log_probs=self.log_probs[:end],
-            versions=self.versions[:end],
+            tokens=self.tokens.upto(end),
+            codes=self.codes.upto(end),
+            log_probs=self.log_probs.upto(end),
+            versions=self.versions.upto(end),
             experts=None if self.experts is None else self.experts.upto(end - 1),
             messages=self.messages[: turn.num_messages],
             turns=[*turns, replace(turn, end=end)],
@@ -156,13 +170,12 @@ class Branch:
 
     def spans(self) -> list[tuple[int, int, str]]:
         """Returns (start, end, origin) of each run of tokens with the same origin."""
-        out: list[tuple[int, int, str]] = []
-        for i, origin in enumerate(self.origins):
-            if out and out[-1][2] == origin.value:
-                out[-1] = (out[-1][0], i + 1, origin.value)
-            else:
-                out.append((i, i + 1, origin.value))
-        return out
+        codes = self.codes.array
+        starts = np.flatnonzero(np.diff(codes, prepend=np.uint8(len(ORIGINS)))).tolist()
+        return [
+            (start, end, ORIGINS[codes[start]].value)
+            for start, end in zip(starts, [*starts[1:], len(codes)], strict=True)
+        ]
 
 
 FIRST = "first"
@@ -240,8 +253,8 @@ class Session:
         branch = opened.branch
         branch.busy = False
         end = branch.turns[-1].end if branch.turns else 0
-        for part in (branch.tokens, branch.origins, branch.log_probs, branch.versions):
-            del part[end:]
+        for column in branch.columns():
+            column.cut(end)
         if not branch.turns or end <= branch.num_shared:
             self.branches.remove(branch)
             self.forks[branch.why] -= branch.why != FIRST
@@ -371,11 +384,18 @@ class Session:
     def _sample(self, base: Sample, branch: Branch, decode: Callable[[Sequence[int]], str] | None) -> Sample:
         start, end = branch.turns[0].start, branch.turns[-1].end
         sample = base.copy()
-        sample.tokens, sample.response_length = branch.tokens[:end], end - start
-        sample.loss_mask = branch.loss_mask()[start:end]
-        sample.rollout_log_probs, sample.token_versions = branch.log_probs[start:end], branch.versions[start:end]
+        tokens, own_part = branch.tokens.array[:end], slice(start, end)
+        columns = {  # user code that reads one gets a list
+            "tokens": tokens,
+            "loss_mask": branch.loss_mask()[own_part],
+            "rollout_log_probs": branch.log_probs.array[own_part],
+            "token_versions": branch.versions.array[own_part],
+        }
+        for name, numbers in columns.items():
+            setattr(sample, name, Column.of_array(numbers))
+        sample.response_length = end - start
         sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
-        sample.response = decode(sample.tokens[start:]) if decode is not None else ""
+        sample.response = decode(tokens[start:].tolist()) if decode is not None else ""
         sample.status = Status.TRUNCATED if branch.turns[-1].finish == "length" else Status.COMPLETED
         own = branch.own_turns()
         sample.metadata["agent"] = {
@@ -399,7 +419,12 @@ def name_of_tools(tools: Sequence[Any]) -> str:
 def _agreement(known: Sequence[Message], given: Sequence[Message]) -> int:
     """Returns the length of the common prefix in messages."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
-        if not ours.same(theirs) or (theirs.reasoning and theirs.thought() not in ([], ours.thought())):
+        as_it_was = ours is theirs or (
+            ours.text == theirs.text and ours.role == theirs.role and ours.calls == theirs.calls
+        )
+        if not as_it_was and not ours.same(theirs):
+            return i
+        if theirs.reasoning and theirs.reasoning != ours.reasoning and theirs.thought() not in ([], ours.thought()):
             return i
     return min(len(known), len(given))
 

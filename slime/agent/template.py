@@ -15,19 +15,29 @@ Invariants
 2. Control tokens in messages are spelled out (`ChatRenderer`); control tokens in a suffix come from the template.
 3. A suffix contains every new message, in order. If a template moves or omits one, `NotAppended` is raised.
 4. From the end of the turn onwards, tokens plus suffix equal the template's output, without an extra end token.
+5. What a template writes after the last turn does not depend on the middle of a long conversation. So the middle is
+   left out (`_without_middle`): its text is a placeholder anyway, and rendering a thousand messages takes longer than
+   anything else in a turn. Each session checks this again whenever its number of answers has doubled, by rendering all
+   messages. If a template breaks it, all messages are rendered from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from slime.agent.messages import Message
 from slime.core.errors import DataError
 from slime.data.chat import ChatRenderer, Rendered
+
+logger = logging.getLogger(__name__)
 
 NO_TOOLS = (
     "the chat template does not support tools, so the model would not see them; set a template that does with "
@@ -45,13 +55,19 @@ class Origin(str, Enum):
     """Text in an assistant message that was not sampled in this session, such as an example or a summary."""
 
 
+ORIGINS = tuple(Origin)
+CODES = {origin: code for code, origin in enumerate(ORIGINS)}
+"""Origin -> its number in `ORIGINS`, as which columns store it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     ids: tuple[int, ...]
-    origins: tuple[Origin, ...]
+    codes: npt.NDArray[np.uint8]
+    """[T] origin of each token, as a number of `CODES`."""
 
     def __post_init__(self) -> None:
-        assert len(self.ids) == len(self.origins), (len(self.ids), len(self.origins))
+        assert len(self.ids) == len(self.codes), (len(self.ids), len(self.codes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +94,8 @@ class ConversationTemplate:
             raise DataError("the checkpoint defines no end token; set eos_token_id in its generation_config.json")
         self.chat, self.end_ids = chat, frozenset(end_ids)
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
+        self._needs_all = False
+        """Whether the template is known to break invariant 5."""
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -118,8 +136,8 @@ class ConversationTemplate:
                 "with a control token, so the end of the turn cannot be determined"
             )
         if last_id == tokens.ids[0]:
-            return Suffix(tokens.ids[1:], tokens.origins[1:])
-        return Suffix(tokens.ids, tokens.origins, other_end=last_id in self.end_ids)
+            return Suffix(tokens.ids[1:], tokens.codes[1:])
+        return Suffix(tokens.ids, tokens.codes, other_end=last_id in self.end_ids)
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Returns (position, token) of the first end token at or after `start`; None if there is none."""
@@ -127,7 +145,27 @@ class ConversationTemplate:
         return min(((at, token) for at, token in found if at >= 0), default=None)
 
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
-        """Returns the template's text after the last answer, starting at the end of its turn."""
+        """Returns the template's text after the last answer, starting at the end of its turn (invariant 5)."""
+        short = [] if self._needs_all else _without_middle(before)
+        if not short:
+            return self._behind_all(before, new, tools)
+        try:
+            found = self._behind_all(short, new, tools)
+        except DataError:
+            return self._behind_all(before, new, tools)
+        if _is_power_of_two(sum(m.role == "assistant" for m in before)):
+            whole = self._behind_all(before, new, tools)
+            if whole.text != found.text:
+                self._needs_all = True
+                logger.warning(
+                    "the chat template writes something else after a long conversation than after a short one, so all "
+                    "messages are rendered for every turn of a long conversation"
+                )
+            return whole
+        return found
+
+    def _behind_all(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
+        """Like `_behind`, but renders all messages."""
         words = "".join(m.text for m in new)
         word = "turn"
         while word in words:
@@ -188,15 +226,37 @@ class ConversationTemplate:
                 spans.append((found, found + len(text), Origin(message.role)))
                 at = found + len(text) if in_order else at
         ids, starts = self.chat.encode_with_starts(rendered)
-        return Tokens(tuple(ids), tuple(_origins(starts, sorted(spans))))
+        return Tokens(tuple(ids), _codes(starts, sorted(spans)))
 
 
-def _origins(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> list[Origin]:
+KEPT = 16
+"""How many messages of a long conversation are rendered, at least, besides its beginning."""
+
+
+def _without_middle(messages: Sequence[Message]) -> list[Message]:
+    """Leaves out a middle that begins with an answer and is followed by one, so that roles still alternate, and each
+    tool result follows its call. Returns an empty list if there is little to leave out.
+    """
+    if len(messages) < 3 * KEPT:
+        return []
+    answers = (i for i, message in enumerate(messages) if message.role == "assistant")
+    first = next(answers, len(messages))
+    last = next((i for i in range(len(messages) - KEPT, first, -1) if messages[i].role == "assistant"), first)
+    return [*messages[:first], *messages[last:]] if last - first > KEPT else []
+
+
+def _is_power_of_two(num: int) -> bool:
+    return num & (num - 1) == 0
+
+
+def _codes(starts: Sequence[int], spans: Sequence[tuple[int, int, Origin]]) -> npt.NDArray[np.uint8]:
     """Returns the [T] origins. `starts`: position of each token's first character. `spans`: sorted, non-overlapping."""
-    out, i = [], 0
-    for start in starts:
-        while i < len(spans) and spans[i][1] <= start:
-            i += 1
-        inside = i < len(spans) and spans[i][0] <= start
-        out.append(spans[i][2] if inside else Origin.TEMPLATE)
-    return out
+    places = np.asarray(starts, np.int64)
+    begins, ends = (np.array([span[i] for span in spans] + [len_], np.int64) for i, len_ in ((0, _NEVER), (1, _NEVER)))
+    kinds = np.array([*(CODES[kind] for _, _, kind in spans), CODES[Origin.TEMPLATE]], np.uint8)
+    which = np.searchsorted(ends, places, side="right")
+    codes: npt.NDArray[np.uint8] = np.where(begins[which] <= places, kinds[which], CODES[Origin.TEMPLATE])
+    return codes.astype(np.uint8)
+
+
+_NEVER = np.iinfo(np.int64).max

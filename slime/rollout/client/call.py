@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from slime.core.engine_interface import ROUTED_EXPERTS_MARK, TOKEN_VERSIONS_KEY, WeightVersion
 from slime.core.errors import DataError, EngineError, RequestRejected, SampledPlaceholder
@@ -117,19 +118,40 @@ NEVER_SENT = Generation((), (), "abort", NOT_SAMPLED, "")
 """The result of a call that was cancelled before its first request."""
 
 
-def check_request(input_ids: Sequence[int], sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
+Ids = npt.NDArray[np.int32]
+
+
+def ids_of(input_ids: Sequence[int] | Ids) -> Ids:
+    """Returns a copy of token ids as an array. Raises `RequestRejected` if they are not integers of 32 bits.
+
+    The conversion of a list takes about 40 nanoseconds per id. Everything else that needs the ids then reads the array.
+    """
+    found = np.asarray(input_ids if len(input_ids) else np.zeros(0, np.int32))
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        kinds = sorted({type(one).__name__ for one in input_ids} - {"int"})
+        raise RequestRejected(f"the prompt ids must be a flat list of integers, but contain {', '.join(kinds)}")
+    if len(found) and not (found.min() >= INT32.min and found.max() <= INT32.max):
+        raise RequestRejected(f"the prompt ids range from {found.min()} to {found.max()}, which no vocabulary has")
+    return found.astype(np.int32)
+
+
+INT32 = np.iinfo(np.int32)
+
+
+def check_request(input_ids: Sequence[int] | Ids, sampling_params: Mapping[str, Any], vocab_size: int | None) -> None:
     """Raises `RequestRejected` for a request that an engine or the router is known to mishandle."""
+    input_ids = ids_of(input_ids)
     unknown = sorted(set(sampling_params) - FORWARDED_SAMPLING_PARAMS)
     if unknown:
         raise RequestRejected(
             f"the sampling parameters {unknown} are not supported: the router would silently drop them, or they "
             f"request several completions; use only {sorted(FORWARDED_SAMPLING_PARAMS)}"
         )
-    if not input_ids:
+    if not len(input_ids):
         raise RequestRejected("the prompt is empty; it must have at least one token")
-    if vocab_size is not None and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+    if vocab_size is not None and not (input_ids.min() >= 0 and input_ids.max() < vocab_size):
         raise RequestRejected(
-            f"the prompt ids range from {min(input_ids)} to {max(input_ids)}, but the vocabulary has {vocab_size} "
+            f"the prompt ids range from {input_ids.min()} to {input_ids.max()}, but the vocabulary has {vocab_size} "
             "tokens; check that the tokenizer matches the model"
         )
 
@@ -322,7 +344,7 @@ class Refused(Exception):
 class Call:
     def __init__(
         self,
-        input_ids: Sequence[int],
+        input_ids: Sequence[int] | Ids,
         params: Mapping[str, Any],
         *,
         token_versions: bool = False,
@@ -334,7 +356,7 @@ class Call:
         """`experts`: the format of routed experts, which are requested from token `experts_from` onwards. `pictures`:
         the images in the prompt.
         """
-        self.input_ids, self._params = list(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
+        self.input_ids, self._params = ids_of(input_ids), {"max_new_tokens": ENGINE_MAX_NEW_TOKENS, **params}
         self._token_versions, self._format, self._experts_from = token_versions, experts, experts_from
         self._end = end or EndOfText()
         stop = params.get("stop") or ()
@@ -372,7 +394,7 @@ class Call:
             params["max_new_tokens"] -= self._num_earlier
         if self._num_earlier and params.get("min_new_tokens"):
             params["min_new_tokens"] = max(0, params["min_new_tokens"] - self._num_earlier)
-        ids = [*self.input_ids, *self.tokens]
+        ids = np.concatenate([self.input_ids, np.asarray(self.tokens, np.int32)])
         if self._format is not None:
             # The engine rejects a start beyond the number of ids.
             known = self._experts_from if self._experts is None else self._experts.end
@@ -381,7 +403,7 @@ class Call:
         asked = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True, "stream": True}
         if self._pictures is None:
             return asked
-        return {**asked, "input_ids": self._pictures.written(ids), "image_data": list(self._pictures.uris)}
+        return {**asked, "input_ids": self._pictures.written(ids.tolist()), "image_data": list(self._pictures.uris)}
 
     @property
     def picture_uris(self) -> tuple[str, ...]:
@@ -536,7 +558,7 @@ class Call:
             return "".join(self._texts)
         skip = bool(self._params.get("skip_special_tokens", True))
         body = self.tokens[:-1] if self.finish == "stop" and self.tokens and self._ends_with_token() else self.tokens
-        before = self.input_ids[-5:]
+        before = self.input_ids[-5:].tolist()
         text = self._end.decode([*before, *body], skip)[len(self._end.decode(before, skip)) :]
         found = [(text.find(stop) + len(stop)) for stop in self._stops if stop in text]
         return text[: min(found)] if self.finish == "stop" and found else text

@@ -36,7 +36,16 @@ import aiohttp
 from slime.core.errors import EngineError, HookError, TakenBack
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys
-from slime.rollout.client.call import Call, EndOfText, Generation, Pictures, Refused, check_request, require_joinable
+from slime.rollout.client.call import (
+    Call,
+    EndOfText,
+    Generation,
+    Pictures,
+    Refused,
+    check_request,
+    ids_of,
+    require_joinable,
+)
 from slime.rollout.client.engine_pool import EnginePool
 from slime.rollout.client.pairing import PairPool
 from slime.rollout.client.retries import MAY_RUN_STATUSES, UNREACHABLE_STATUSES, Job, Suspects
@@ -316,9 +325,10 @@ class EngineClient:
         pictures: Pictures | None = None,
     ) -> Job:
         """Raises `RequestRejected` if the request must not be sent to an engine."""
-        check_request(input_ids, params, self._vocab_size)
+        ids = ids_of(input_ids)
+        check_request(ids, params, self._vocab_size)
         call = Call(
-            input_ids,
+            ids,
             params,
             token_versions=self._token_versions,
             experts=self._experts,
@@ -351,7 +361,7 @@ class EngineClient:
     async def _requests(self, job: Job) -> AsyncGenerator[Generation, None]:
         call, handed_out = job.call, False
         ids = call.input_ids
-        prompt = hash((len(ids), *ids[:64], *ids[-64:]))
+        prompt = hash((len(ids), ids[:64].tobytes(), ids[-64:].tobytes()))
         now = asyncio.get_running_loop().time
         while call.finish is None:
             await self._suspects.wait_for_turn(call, job.deaths)

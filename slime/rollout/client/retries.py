@@ -91,7 +91,7 @@ class Suspects:
 
 
 def _prompt_of(call: Call) -> int:
-    return hash((tuple(call.input_ids), call.picture_uris))
+    return hash((call.input_ids.tobytes(), call.picture_uris))
 
 
 def _deadly(call: Call, said: str) -> DeadlyRequest:

@@ -123,7 +123,7 @@ class Wire:
 
     async def post(self, url: str, payload: Mapping[str, Any]) -> aiohttp.ClientResponse:
         """Sends a request. Returns once status and headers have arrived. Raises `aiohttp.ClientError`."""
-        return await self._open().post(url, data=orjson.dumps(payload))
+        return await self._open().post(url, data=orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY))
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
         """Drains the response after the last event, so that the connection can be reused."""

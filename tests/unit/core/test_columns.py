@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
-from slime.core.columns import LEAST, Column
+from slime.core.columns import LEAST, Column, GrowingColumn
 from slime.core.sample import PER_TOKEN, Sample, Status
 
 NUMBERS = st.one_of(
@@ -40,6 +40,23 @@ def test_a_column_is_the_list_or_there_is_none(numbers: list[Any]) -> None:
         return
     assert column.tolist() == numbers and len(column) == len(column.array) == len(numbers)
     assert list(dict.fromkeys(column.distinct.tolist())) == list(dict.fromkeys(numbers))
+
+
+@given(st.lists(st.one_of(st.lists(st.integers(-5, 2**31 - 1), max_size=50), st.integers(0, 60))))
+def test_a_column_that_grows_reads_like_the_list_to_which_the_same_is_done(steps: list[Any]) -> None:
+    column, numbers, forks = GrowingColumn("int32"), list[int](), list[tuple[GrowingColumn, list[int]]]()
+    for step in steps:
+        if isinstance(step, int):
+            forks.append((column.upto(step), numbers[:step]))
+            column.cut(step)
+            del numbers[step:]
+        else:
+            column.extend(step)
+            numbers += step
+    for one, same in ((column, numbers), *forks):
+        assert one == same and list(one) == same and len(one) == len(same) and one.array.tolist() == same
+        assert one[2:9] == same[2:9] and one[-3:] == same[-3:] and (not same or one[-1] == same[-1])
+        assert one != [*same, 1] and all(type(number) is int for number in one)
 
 
 def test_numbers_take_the_room_that_they_need() -> None:
