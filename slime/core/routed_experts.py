@@ -172,7 +172,7 @@ def digests_of(ids: Ids) -> npt.NDArray[np.uint64]:
 
 
 def without_newer(
-    more: RoutedExperts, versions: Sequence[int], first: int, num_read: int, read_under: int
+    more: RoutedExperts, versions: Sequence[int] | npt.NDArray[Any], first: int, num_read: int, read_under: int
 ) -> RoutedExperts:
     """Returns `more`, with a row marked as unrecorded if a version other than `read_under` sampled the next token.
 
@@ -193,7 +193,7 @@ def join(
     known: RoutedExperts | None,
     more: RoutedExperts | None,
     num_tokens: int,
-    versions: Sequence[int] = (),
+    versions: Sequence[int] | npt.NDArray[Any] = (),
     first: int = 0,
 ) -> RoutedExperts | None:
     """Appends the rows of `more` that `known` lacks. Both start at the first token; None means no rows.
