@@ -254,7 +254,7 @@ class Session:
         branch.busy = False
         end = branch.turns[-1].end if branch.turns else 0
         for column in branch.columns():
-            column.cut(end)
+            column.shorten_to(end)
         if not branch.turns or end <= branch.num_shared:
             self.branches.remove(branch)
             self.forks[branch.why] -= branch.why != FIRST

@@ -90,7 +90,7 @@ class GrowingColumn(Sequence[Any]):
 
     @property
     def array(self) -> Numbers:
-        """The numbers as a read-only view, which is valid until `cut`."""
+        """The numbers as a read-only view, which is valid until `shorten_to`."""
         view = self._values[: self._num]
         view.flags.writeable = False
         return view
@@ -105,7 +105,7 @@ class GrowingColumn(Sequence[Any]):
         self._values[self._num : end] = new
         self._num = end
 
-    def cut(self, num: int) -> None:
+    def shorten_to(self, num: int) -> None:
         """Keeps only the first `num` numbers."""
         self._num = min(num, self._num)
 

@@ -48,7 +48,7 @@ def test_a_column_that_grows_reads_like_the_list_to_which_the_same_is_done(steps
     for step in steps:
         if isinstance(step, int):
             forks.append((column.upto(step), numbers[:step]))
-            column.cut(step)
+            column.shorten_to(step)
             del numbers[step:]
         else:
             column.extend(step)
