@@ -48,6 +48,15 @@ class Execution:
     adapter: AgentAdapter = field(repr=False)
     finished: bool = False
 
+    def reward_turn(self, value: float) -> None:
+        """Adds a reward for the latest response of the model, at its last token.
+
+        Raises `DataError` if it is not finite, if there is no response yet, or if `samples` was called before.
+        """
+        if self.finished:
+            raise DataError("the execution has ended; call reward_turn before samples")
+        self.adapter.session(self.key).reward_turn(value)
+
     def samples(
         self,
         base: Sample,

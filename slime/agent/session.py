@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ import numpy.typing as npt
 from slime.agent.messages import Message
 from slime.agent.template import CODES, ORIGINS, ConversationTemplate, NotAppended, Origin, Tokens
 from slime.core.columns import Column, GrowingColumn
+from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
 from slime.core.sample import NOT_SAMPLED, TURN_COUNTS, Sample, Status
 from slime.rollout.client.call import Generation
@@ -61,11 +63,14 @@ class Turn:
     """Whether the turn contains a call that could not be parsed."""
     trained: bool = True
     """Whether the turn was sampled with the run's parameters."""
+    reward: float = 0.0
+    """Reward at the turn's last token."""
 
 
 @dataclass(slots=True)
 class Branch:
-    """A sequence of tokens, and the messages that they encode. Finished turns never change."""
+    """A sequence of tokens, and the messages that they encode. Finished turns never change, except for
+    their rewards."""
 
     why: str
     """`first`, or the reason for the fork."""
@@ -143,6 +148,15 @@ class Branch:
         for turn in self.trained_turns():
             mask[turn.start : turn.end] = 1
         return mask
+
+    def rewards(self, start: int, end: int) -> list[float] | None:
+        """Returns the rewards of `own_turns` at the tokens from `start` to `end`; None if all are 0."""
+        if not any(turn.reward for turn in self.own_turns()):
+            return None
+        rewards = [0.0] * (end - start)
+        for turn in self.own_turns():
+            rewards[max(turn.end - 1, start) - start] += turn.reward
+        return rewards
 
     def last_of(self, turn: Turn) -> int | None:
         """Returns the last sampled token of a turn; None if the turn is empty."""
@@ -247,6 +261,18 @@ class Session:
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
         opened.branch.busy = self.context_full = False
         self._last = opened.branch
+
+    def reward_turn(self, value: float) -> None:
+        """Adds a reward at the end of the latest answer, in the branch where it was sampled and is trained.
+
+        Raises `DataError` if the reward is not finite, or if there is no answer yet.
+        """
+        if not math.isfinite(value):
+            raise DataError(f"the reward of a turn must be finite, got {value}")
+        if self._last is None:
+            raise DataError("there is no answer to reward yet; call reward_turn after a response of the model")
+        turn = self._last.turns[-1]
+        self._last.turns[-1] = replace(turn, reward=turn.reward + float(value))
 
     def drop_turn(self, opened: Opened) -> None:
         """Removes an unfinished turn. The branch then ends with the previous turn."""
@@ -394,6 +420,7 @@ class Session:
         for name, numbers in columns.items():
             setattr(sample, name, Column.of_array(numbers))
         sample.response_length = end - start
+        sample.token_rewards = branch.rewards(start, end)
         sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
         sample.response = decode(tokens[start:].tolist()) if decode is not None else ""
         sample.status = Status.TRUNCATED if branch.turns[-1].finish == "length" else Status.COMPLETED

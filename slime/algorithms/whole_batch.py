@@ -9,6 +9,7 @@ distillation, whitening, and users' functions (`--custom-advantage-function-path
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.algorithms.advantages import Arrays, Computed, Estimate, RewardedBatch, Spread, where_trained
+from slime.algorithms.advantages.grpo import hook_of_rewards
 from slime.algorithms.advantages.returns import ALONE, Moments, Together, distilled, moments, whitened
 from slime.algorithms.aggregation import Aggregation, Divided, divided, num_counted, tokens_per_execution
 from slime.algorithms.kl import KLEstimator
@@ -72,6 +74,8 @@ class RolloutView:
             "log_probs": _tensors(self.log_probs.old),
             "ref_log_probs": _tensors(self.log_probs.ref),
             "teacher_log_probs": _tensors(self.log_probs.teacher),
+            "token_rewards": _tensors(_all_token_rewards(samples)),
+            "metadata": [copy.deepcopy(s.metadata) for s in samples],
             "values": _tensors(self.values),
             "kl": _tensors(self.kl),
         }
@@ -109,6 +113,14 @@ def postprocessed(args: Args, view: RolloutView, made: Estimate) -> Estimate:
     load_hook(args.rollout_data_postprocess_path, "data_postprocess")(for_hook(args), view.batch.rollout_id, data)
     view.require_only_advantages(data, "--rollout-data-postprocess-path")
     return view.estimate_in(data, "--rollout-data-postprocess-path")
+
+
+def _all_token_rewards(samples: Sequence[TrainSample]) -> list[npt.NDArray[np.float64]] | None:
+    """Returns the token rewards [R] of each sample; None if no sample has any."""
+    if all(s.token_rewards is None for s in samples):
+        return None
+    own = ((s.token_rewards, s.response_length) for s in samples)
+    return [np.zeros(num) if rewards is None else np.asarray(rewards, np.float64) for rewards, num in own]
 
 
 def _tensors(arrays: Sequence[Any] | None) -> list[Tensor] | None:
@@ -204,6 +216,13 @@ def check_samples(samples: Sequence[TrainSample], args: Args, algorithm: Algorit
     for s in samples:
         if math.isinf(s.reward):
             raise DataError(f"the reward of sample {s.index} in group {s.group_index} must be finite, got {s.reward}")
+        if s.token_rewards is not None and not (
+            len(s.token_rewards) == s.response_length and np.isfinite(s.token_rewards).all()
+        ):
+            raise DataError(
+                f"the token_rewards of sample {s.index} in group {s.group_index} must be {s.response_length} finite "
+                f"numbers, one per response token; got {len(s.token_rewards)}"
+            )
     if not (args.use_rollout_logprobs or algorithm.needs_rollout_log_probs):
         return
     for s in samples:
@@ -268,7 +287,7 @@ def advantages_and_returns(
         zeros = Spread(np.zeros(len(masks)), masks)
         return AdvantagesAndReturns(zeros, zeros if values is not None else None)
     kl = _kl_to_reference(masks, args, algorithm.kl, log_probs) if args.kl_coef else None
-    rewarded = _rewarded(batch, log_probs, values, kl, float(args.kl_coef))
+    rewarded = _rewarded(batch, args, log_probs, values, kl)
     view = RolloutView(batch, masks, log_probs, values, kl, lambda: algorithm.estimator.scores(rewarded))
     if args.custom_advantage_function_path:
         made = custom_advantages(args, view)
@@ -307,12 +326,9 @@ def _distilled(advantages: Arrays, student: Arrays, teacher: Arrays, masks: Arra
 
 
 def _rewarded(
-    batch: TrainBatch,
-    log_probs: BatchLogProbs,
-    values: Arrays | None,
-    kl: Arrays | None,
-    kl_coef: float,
+    batch: TrainBatch, args: Args, log_probs: BatchLogProbs, values: Arrays | None, kl: Arrays | None
 ) -> RewardedBatch:
+    own = tuple(s.token_rewards for s in batch.samples)
     return RewardedBatch(
         rewards=np.asarray([s.reward for s in batch.samples], np.float64),
         groups=np.asarray([s.group_index for s in batch.samples], np.int64),
@@ -321,7 +337,10 @@ def _rewarded(
         log_probs=log_probs.student,
         ref_log_probs=log_probs.ref,
         kl=kl,
-        kl_coef=kl_coef,
+        kl_coef=float(args.kl_coef),
+        token_rewards=own if any(rewards is not None for rewards in own) else None,
+        token_versions=tuple(s.token_versions for s in batch.samples),
+        rewards_are_final=hook_of_rewards(args) is not None,
         values=values,
     )
 

@@ -102,6 +102,7 @@ def reset(sample: Sample) -> Sample:
         rollout_log_probs=None,
         token_versions=None,
         teacher_log_probs=None,
+        token_rewards=None,
         rollout_routed_experts=None,
         reward=None,
         status=Status.PENDING,
@@ -270,7 +271,7 @@ def _fields(sample: Sample, arrays: list[Numbers]) -> dict[str, Any]:
 def _sample(fields: dict[str, Any], arrays: tuple[Numbers, ...]) -> Sample:
     """Inverts `_fields`."""
     for name in PER_TOKEN:
-        if isinstance(where := fields[name], dict):
+        if isinstance(where := fields.get(name), dict):
             counts = arrays[where["counts"]] if "counts" in where else None
             fields[name] = Column(arrays[where["values"]], counts)
     experts = fields.pop(EXPERTS)

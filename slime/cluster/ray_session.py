@@ -40,7 +40,8 @@ SLOW_START = "timed out during startup"
 """Part of Ray's error message for a slow start (2.60)."""
 LEAST_STORE_BYTES = 512 * 2**20
 BYTES_PER_TOKEN = 32
-"""Upper bound on the bytes per token of a batch (`core.batch`) without routed experts: id, mask, log-probs, version."""
+"""Upper bound on the bytes per token of a batch (`core.batch`) without routed experts: id, mask, log-probs, version,
+rewards."""
 NUM_BATCHES = 3
 """Number of batches in the store at the same time: those of two steps and one that is about to be freed."""
 MEMORY_SHARE = 0.3

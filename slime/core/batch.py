@@ -7,6 +7,7 @@ be stored separately (`Elsewhere`), so each rank only fetches them for its own s
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,6 +85,10 @@ class TrainSample(_Remembered):
     truncated: bool
     teacher_log_probs: npt.NDArray[np.float32] | None = None
     """[R] in nats, for on-policy distillation."""
+    token_rewards: npt.NDArray[Any] | None = None
+    """[R] rewards of tokens, as in `Sample`, in float32 if that is exact, else float64. None: all are 0."""
+    metadata: Any = None
+    """The user's `sample.train_metadata` for advantage functions, plain JSON."""
     routed_experts: Ids | Elsewhere | None = None
     """[at most T - 1, layers, topk] experts selected by the engine, from the first token on. None: not recorded."""
     images: tuple[str, ...] = ()
@@ -116,7 +121,7 @@ class TrainSample(_Remembered):
 
     @classmethod
     def from_sample(cls, sample: Sample, *, reward: float) -> TrainSample:
-        """Freezes a finished sample. Raises `DataError` for an empty prompt or non-finite log-probs under the mask."""
+        """Freezes a finished sample. Raises `DataError` for an empty prompt, or values that are not finite."""
         sample.validate()
         num_response = sample.response_length
         if sample.prompt_length < 1 and num_response > 0:
@@ -135,7 +140,9 @@ class TrainSample(_Remembered):
         teacher = _as(sample.column("teacher_log_probs"), np.float32)
         if teacher is not None and not np.isfinite(teacher[mask > 0]).all():
             raise DataError(f"sample {sample.index}: a trained token has a non-finite teacher log-prob")
-        versions = _as(sample.column("token_versions"), np.int32)
+        versions, rewards = _as(sample.column("token_versions"), np.int32), sample.column("token_rewards")
+        if rewards is not None and rewards.dtype != np.float32:
+            rewards = np.asarray(rewards, np.float64)
         return cls(
             tokens=np.asarray(sample.column("tokens"), np.int32),
             loss_mask=mask,
@@ -146,6 +153,8 @@ class TrainSample(_Remembered):
             index=sample.index,
             truncated=sample.status.value == "truncated",
             teacher_log_probs=teacher,
+            token_rewards=rewards,
+            metadata=copy.deepcopy(sample.attributes.get("train_metadata")),
             routed_experts=None if sample.rollout_routed_experts is None else sample.rollout_routed_experts.ids,
             images=tuple(sample.images),
         )

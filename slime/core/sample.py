@@ -4,7 +4,8 @@ Sample lifecycle: the Data Buffer issues a PENDING sample with its prompt, a gen
 the status, a grader sets the reward, and `TrainSample.from_sample` freezes the result for training.
 
 Invariants
-1. `loss_mask`, `rollout_log_probs`, `token_versions` and `teacher_log_probs` have `response_length` entries when set.
+1. `loss_mask`, `rollout_log_probs`, `token_versions`, `teacher_log_probs` and `token_rewards` have `response_length`
+   entries when set, and token rewards are finite.
 2. `tokens` is the prompt followed by `response_length` response ids.
 3. A token with `loss_mask == 1` was sampled by an engine and has that engine's log-prob and weight version.
 4. `reward is None` means "not scored". A failure is never turned into a score.
@@ -20,12 +21,14 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from slime.core.columns import Column, Numbers, UnpackedList
@@ -37,7 +40,7 @@ NOT_SAMPLED = -1
 """Weight version of a token that was not sampled by an engine (prompt or tool result)."""
 TURN_COUNTS = "turn_counts"
 """Metadata key for a generate function's turn and tool-call counts (`slime.rollout.sample_metrics`)."""
-PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs")
+PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs", "token_rewards")
 """Fields that are lists of numbers: `tokens` and the fields with one entry per response token."""
 
 
@@ -171,6 +174,10 @@ class Sample:
     """[R] weight version that sampled each token, or `NOT_SAMPLED`."""
     teacher_log_probs: list[float] | None = None
     """[R] log-probs (nats) under the teacher of `--opd-type sglang`; undefined where masked."""
+    token_rewards: list[float] | None = None
+    """[R] reward at each response token, in addition to `reward`, which comes at the last trained token. None: all are
+    0. A reward at a masked token counts at the last trained token before it; before the first one, it does not count
+    (`credited_rewards`)."""
     rollout_routed_experts: RoutedExperts | None = None
     """[at most T - 1, layers, topk] experts selected by the engine for each token. None: not recorded."""
     images: list[str] = field(default_factory=list)
@@ -280,12 +287,36 @@ class Sample:
         self.loss_mask.extend([int(sampled)] * len(tokens))
         self.rollout_log_probs.extend(log_probs if log_probs is not None else [0.0] * len(tokens))
         self.token_versions.extend(versions if sampled else [NOT_SAMPLED] * len(tokens))
+        if self.token_rewards is not None:
+            self.token_rewards.extend([0.0] * len(tokens))
         self.response_length += len(tokens)
         self.response += text
         if finish_reason is not None:
             self.status = FINISH_REASONS.get(finish_reason, self.status)
         self._count(meta_info if update_terminal_info else None)
         self.validate()
+
+    def add_turn_reward(self, value: float) -> None:
+        """Adds a reward at the end of the latest turn: at the last token so far that an engine sampled.
+
+        Tokens without weight versions count as sampled where the loss mask is not 0. Raises `DataError` if the reward
+        is not finite, or if no token is sampled yet.
+        """
+        if not math.isfinite(value):
+            raise DataError(f"sample {self.index}: the reward of a turn must be finite, got {value}")
+        place = self._last_sampled()
+        if place is None:
+            raise DataError(f"sample {self.index} has no sampled token yet; add the reward of a turn after the turn")
+        rewards = [0.0] * self.response_length if self.token_rewards is None else self.token_rewards
+        rewards[place] += float(value)
+        self.token_rewards = rewards
+
+    def _last_sampled(self) -> int | None:
+        """Returns the position of the last sampled token in the response. Reads from the end."""
+        places, versions, mask = range(self.response_length - 1, -1, -1), self.token_versions or (), self.loss_mask
+        by_version = (place for place in places if place < len(versions) and versions[place] != NOT_SAMPLED)
+        by_mask = (place for place in places if mask is None or mask[place])
+        return next(by_version, next(by_mask, None))
 
     def _count(self, meta_info: Mapping[str, Any] | None) -> None:
         """Adds the counts of a finished request to the counters."""
@@ -375,6 +406,14 @@ class Sample:
             return float(self.reward[reward_key])
         return float(self.reward)
 
+    def total_reward(self, reward_key: Any = None) -> float | None:
+        """Returns `get_reward_value` plus the credited token rewards, or None while unscored."""
+        reward, rewards = self.get_reward_value(reward_key), self.column("token_rewards")
+        if reward is None or rewards is None:
+            return reward
+        mask = self.column("loss_mask")
+        return reward + sum_of_rewards(rewards, np.ones(len(rewards)) if mask is None else mask)
+
     def validate(self) -> None:
         """Raises `DataError` if the sample violates invariant 1, 2 or 5 of this module."""
         num_tokens = len(self.held("tokens"))
@@ -388,12 +427,23 @@ class Sample:
                 raise DataError(
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
+        if (rewards := self.held("token_rewards")) is not None:
+            self._require_finite(rewards.array if isinstance(rewards, Column) else rewards)
         experts = self.rollout_routed_experts
         if experts is not None and (experts.start or experts.end >= max(num_tokens, 1)):
             raise DataError(
                 f"sample {self.index} has routed experts for tokens {experts.start} to {experts.end} of {num_tokens}; "
                 "they must start at the first token and stop before the last one"
             )
+
+    def _require_finite(self, rewards: Any) -> None:
+        try:
+            finite = np.isfinite(np.asarray(rewards, np.float64))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"sample {self.index}: token_rewards must be numbers ({error})") from error
+        if not finite.all():
+            place = int(finite.argmin())
+            raise DataError(f"sample {self.index}: token_rewards[{place}] is {rewards[place]}; rewards must be finite")
 
     def copy(self) -> Sample:
         """Returns a deep copy. Plain `copy.deepcopy` would take milliseconds for thousands of tokens."""
@@ -444,6 +494,27 @@ def fields_to_json(fields: Mapping[str, Any], *, allow_nan: bool = True) -> byte
         return orjson.Fragment(json.dumps(value, allow_nan=allow_nan))
 
     return orjson.dumps({name: part(name, value) for name, value in fields.items()})
+
+
+def credited_rewards(rewards: Numbers, mask: Numbers) -> npt.NDArray[np.float64]:
+    """Returns token rewards [R] where they count: those at untrained tokens are added to the last trained token before.
+
+    Rewards before the first trained token do not count, because no trained token led to them: they belong to the
+    sibling that trains the earlier turn. `mask` [R]: positive where trained.
+    """
+    rewards, trained = np.asarray(rewards, np.float64), np.asarray(mask) > 0
+    places = np.flatnonzero(rewards)
+    last = np.searchsorted(trained_at := np.flatnonzero(trained), places, side="right") - 1
+    out, counted = np.zeros(len(trained)), last >= 0
+    np.add.at(out, trained_at[last[counted]], rewards[places[counted]])
+    return out
+
+
+def sum_of_rewards(rewards: Numbers, mask: Numbers) -> float:
+    """Returns the exact sum of the token rewards [R] that count. Without a trained token (`remove_sample`), all do."""
+    rewards, trained = np.asarray(rewards, np.float64), np.asarray(mask) > 0
+    rewards = rewards[int(trained.argmax()) :] if len(trained) else rewards
+    return math.fsum(rewards[rewards != 0].tolist())
 
 
 FIELDS = dataclasses.fields(Sample)

@@ -49,6 +49,7 @@ from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
 from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import EXECUTION, RolloutContext, RunningExecution
+from slime.rollout.filters import has_grader
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
 from slime.rollout.sample_metrics import count_empty_turns, count_siblings
@@ -142,7 +143,13 @@ def _set_score(sample: Sample, score: Score) -> str:
 
 
 async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
-    """Grades samples that have no reward, or all if `group`. Returns the first reason for a missing score, or ''."""
+    """Grades samples that have no reward, or all if `group`. Returns the first reason for a missing score, or ''.
+
+    Without a grader, the reward of a sample with token rewards is 0, because nothing scores its end.
+    """
+    for sample in samples:
+        if sample.reward is None and sample.token_rewards is not None and not has_grader(context.args, sample):
+            sample.reward = 0.0
     missing = list(samples) if group else [s for s in samples if s.reward is None]
     if not missing:
         return ""

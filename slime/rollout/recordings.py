@@ -52,11 +52,12 @@ def save_rollout(path: Path, rollout_id: int, groups: Sequence[Sequence[Sample]]
 
 def save_train_batch(path: Path, batch: TrainBatch) -> None:
     """Writes a batch as .npz with `rollout_id`, and `<position>/<field of TrainSample>` for every field that is not
-    None.
+    None. `metadata` is JSON.
     """
     arrays = {"rollout_id": np.asarray(batch.rollout_id)}
     for position, sample in enumerate(batch.samples):
         values = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+        values["metadata"] = None if sample.metadata is None else json.dumps(sample.metadata, allow_nan=False)
         arrays |= {f"{position}/{name}": np.asarray(value) for name, value in values.items() if value is not None}
     other = sorted(name for name, array in arrays.items() if array.dtype.kind not in "biufU")
     assert not other, f"{other[:5]} would be pickled"

@@ -32,7 +32,7 @@ from slime.core.sample import FINISH_REASONS, NOT_SAMPLED, TURN_COUNTS, Sample, 
 from slime.core.text import HIDDEN, evaluation_name, one_line, shorten, step_name, visible
 from slime.observability.samples import Kind, Picked, ShownSample
 from slime.observability.start_record import SECRET
-from slime.rollout.filters import rewards_by_execution
+from slime.rollout.filters import reward_of_executions, rewards_by_execution
 from slime.settings import Args
 
 
@@ -217,7 +217,8 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
         return {}
     rewards = [rewards_by_execution(group, reward_key) for group in groups]
     flat = [reward for group in rewards for reward in group]
-    constant = [group[0] for group in rewards if group and len(set(group)) == 1]
+    totals = [list(reward_of_executions(group, reward_key, total=True).values()) for group in groups]
+    constant = [group[0] for group in totals if group and len(set(group)) == 1]
     versions = [v for s in samples for v in s.weight_versions]
     metrics = spread("rollout/response_len", [s.effective_response_length for s in samples])
     metrics |= {
@@ -234,6 +235,8 @@ def sample_metrics(args: Args, groups: Sequence[Sequence[Sample]]) -> dict[str, 
     if flat:
         metrics["rollout/raw_reward"] = statistics.fmean(flat)
         metrics["rollout/raw_reward_std"] = statistics.pstdev(flat)
+        if any(s.held("token_rewards") is not None for s in samples):
+            metrics["rollout/total_reward"] = statistics.fmean(reward for group in totals for reward in group)
     for reward in constant:
         key = f"rollout/zero_std/count_{reward:.3g}"
         metrics[key] = metrics.get(key, 0.0) + 1.0

@@ -53,7 +53,7 @@ def from_columns(samples: Sequence[Sample], columns: Mapping[str, Any]) -> tuple
 
 _COLUMNS = (
     *("tokens", "response_lengths", "rewards", "loss_masks", "truncated", "rollout_log_probs", "teacher_log_probs"),
-    *("sample_indices", "rollout_ids"),
+    *("token_rewards", "metadata", "sample_indices", "rollout_ids"),
 )
 
 
@@ -88,10 +88,20 @@ def _record(sample: Sample, entry: Mapping[str, Any]) -> TrainSample:
     if not same:
         unknown = {"teacher_log_probs": None, "routed_experts": None, "rollout_log_probs": None}
         changes |= {**unknown, "token_versions": np.full(num, NOT_SAMPLED, np.int32)}
-    for name in ("rollout_log_probs", "teacher_log_probs"):
-        if entry.get(name) is not None:
-            changes[name] = np.asarray(entry[name], np.float32)
-    odd = {n: len(v) for n, v in changes.items() if n.endswith(("_probs", "mask")) and v is not None and len(v) != num}
+        if record.token_rewards is not None and entry.get("token_rewards") is None:
+            raise HookError(
+                f"{_FLAG} changed the tokens of sample {sample.index}, which has token_rewards; return a column "
+                "token_rewards for the new tokens"
+            )
+    kinds = {"rollout_log_probs": np.float32, "teacher_log_probs": np.float32, "token_rewards": np.float64}
+    changes |= {name: np.asarray(entry[name], kind) for name, kind in kinds.items() if entry.get(name) is not None}
+    if "metadata" in entry:
+        changes["metadata"] = entry["metadata"]
+    odd = {
+        n: len(v)
+        for n, v in changes.items()
+        if n.endswith(("_probs", "mask", "_rewards")) and v is not None and len(v) != num
+    }
     if odd:
         raise HookError(f"{_FLAG} returned {odd} values for a response of {num} tokens; return one value per token")
     if not 0 <= num < len(tokens):

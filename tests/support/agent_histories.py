@@ -64,6 +64,8 @@ class Player:
     seed: int
     asked: list[Asked] = field(default_factory=list)
     refused: int = 0
+    rewards: defaultdict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    """Reward of each rewarded turn, by all ids up to its last one."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -160,6 +162,10 @@ class Player:
             self.session.drop_turn(opened)
             return None
         self.session.end_turn(opened, message, generation, ill_formed=ill_formed)
+        if generation.tokens and len(self.asked) % 2:
+            for value in (0.5, float(len(self.asked))):
+                self.session.reward_turn(value)
+                self.rewards[*read, *generation.tokens] += value
         return message
 
     # ---- laws --------------------------------------------------------------------------------------------------------
@@ -187,13 +193,18 @@ class Player:
                 if origin not in (Origin.SAMPLED, Origin.TEMPLATE):
                     assert token not in control, f"{self.seed}: {origin} injected {token}"
         trained: Counter[tuple[int, ...]] = Counter()
+        rewards: defaultdict[tuple[int, ...], float] = defaultdict(float)
         for sample in self.session.samples(Sample(index=0, group_index=0)):
             start = sample.prompt_length
             for i, kept in enumerate(sample.loss_mask or (), start):
                 if kept:
                     trained[tuple(sample.tokens[: i + 1])] += 1
                     assert (sample.token_versions or ())[i - start] != NOT_SAMPLED, self.seed
+            for i, reward in enumerate(sample.token_rewards or (), start):
+                if reward:
+                    rewards[tuple(sample.tokens[: i + 1])] += reward
         kept_ones = [one for one in self.asked if one.kept]
         sampled_ones = Counter((*one.read, *one.sampled[: i + 1]) for one in kept_ones for i in range(len(one.sampled)))
         assert trained == sampled_ones, f"{self.seed}: what is trained is not what was sampled, once"
+        assert rewards == self.rewards, f"{self.seed}: each reward is at the end of its turn, once"
         return self.session.forks

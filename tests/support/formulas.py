@@ -69,7 +69,8 @@ class Layout:
 
 
 def make_batch() -> TrainBatch:
-    """Unequal samples in groups of four; a fan-out, a fully masked sample, an unscored one."""
+    """Unequal samples in groups of four, with rewards at tokens; a fan-out, a fully masked sample, an unscored one, and
+    one without rewards at tokens."""
     rng = np.random.default_rng(13)
     samples = [
         # Near the old log-probs, so that corrections bind for some tokens and not for all.
@@ -79,6 +80,9 @@ def make_batch() -> TrainBatch:
     samples[3] = dataclasses.replace(samples[3], index=samples[2].index)
     samples[6] = dataclasses.replace(samples[6], loss_mask=np.zeros_like(samples[6].loss_mask))
     samples[9] = dataclasses.replace(samples[9], reward=float("nan"))
+    for p in range(len(samples) - 1):
+        rewards = np.where(rng.random(samples[p].response_length) < 0.3, rng.normal(), 0.0)
+        samples[p] = dataclasses.replace(samples[p], token_rewards=rewards)
     return TrainBatch(0, tuple(samples))
 
 

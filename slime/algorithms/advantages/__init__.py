@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.core.registry import Registry
+from slime.core.sample import sum_of_rewards
 from slime.settings.fields import opt
 
 if TYPE_CHECKING:
@@ -82,6 +83,13 @@ class RewardedBatch:
     """[R] estimated KL to the reference; None without --kl-coef."""
     kl_coef: float = 0.0
     """Weight of the KL penalty in the reward. Every estimator must apply it."""
+    token_rewards: Sequence[npt.NDArray[Any] | None] | None = None
+    """[R] rewards of the tokens of each sample, in addition to `rewards`, which come at the last trained token. None:
+    all are 0."""
+    token_versions: Arrays | None = None
+    """[R] weight version that sampled each token, or `NOT_SAMPLED`. None: trained tokens count as sampled."""
+    rewards_are_final: bool = False
+    """Whether the user's hook computed what is compared within a group. `totals` are then `rewards`."""
     values: Arrays | None = None
     """[R] values of the critic before its update; None unless the estimator `needs_critic`."""
 
@@ -93,6 +101,19 @@ class RewardedBatch:
     def kl_S(self) -> Sequence[npt.NDArray[Any] | None]:
         """The KL [R] of each sample; without --kl-coef, None for each sample."""
         return self.kl if self.kl is not None else (None,) * len(self.masks)
+
+    @property
+    def token_rewards_S(self) -> Sequence[npt.NDArray[Any] | None]:
+        """The token rewards [R] of each sample; None where all are 0."""
+        return self.token_rewards if self.token_rewards is not None else (None,) * len(self.masks)
+
+    @property
+    def totals(self) -> Array:
+        """[S] reward plus token rewards of each sample, which estimators compare that give a sample one advantage."""
+        if self.token_rewards is None or self.rewards_are_final:
+            return self.rewards
+        pairs = zip(self.token_rewards, self.masks, strict=True)
+        return self.rewards + [0.0 if rewards is None else sum_of_rewards(rewards, mask) for rewards, mask in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +139,8 @@ class AdvantageEstimator(ABC):
     """Whether the estimator reads `log_probs`, which requires a forward pass before the update."""
     compares_within_group: ClassVar[bool] = False
     """Whether the estimator compares responses to the same prompt. If so, a group of one has no learning signal."""
+    compares_turns: ClassVar[bool] = False
+    """Whether the estimator compares each turn separately, so that responses with equal totals can differ."""
 
     @abstractmethod
     def estimate(self, batch: RewardedBatch) -> Estimate:

@@ -1,11 +1,12 @@
-"""Estimators that compare rewards within a group: GRPO with or without the standard deviation, RLOO, and GSPO, CISPO
-and SAPO, which use GRPO's advantages.
+"""Estimators that compare rewards within a group: GRPO with or without the standard deviation, for whole responses or
+for each turn, RLOO, and GSPO, CISPO and SAPO, which use GRPO's advantages.
 
 Invariants
 1. Groups are formed by `group_index`, never by position.
 2. Each execution counts once in the statistics, with the mean reward of its samples (fan-out siblings).
 3. If a group has a single execution or all its rewards are equal, its advantages are exactly 0.
 4. A reward of NaN means unscored. It is excluded from all statistics, and the sample has advantage 0.
+5. Rewards at tokens count: responses are compared by `RewardedBatch.totals`, turns by their discounted returns.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from slime.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Array, Estimate, RewardedBatch, Spread
-from slime.algorithms.advantages.returns import spread_advantage
+from slime.algorithms.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    Array,
+    Estimate,
+    RewardedBatch,
+    Spread,
+    is_trained,
+    kept,
+)
+from slime.algorithms.advantages.returns import Discounts, reverse_scan, spread_advantage
+from slime.core.sample import NOT_SAMPLED
 from slime.settings.fields import Need, always, derived, opt
 
 if TYPE_CHECKING:
@@ -30,7 +41,7 @@ EQUAL_TOLERANCE = 1e-12
 tiny standard deviation would amplify."""
 
 
-def _hook_of_rewards(s: Any) -> str | None:
+def hook_of_rewards(s: Any) -> str | None:
     """Returns the flag of the hook that computes the final rewards, if one is set, else None."""
     names = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
     return next((f"--{name.replace('_', '-')}" for name in names if getattr(s, name) is not None), None)
@@ -43,10 +54,10 @@ class GroupEstimator(AdvantageEstimator):
     compares_within_group: ClassVar[bool] = True
 
     rewards_normalization: bool = derived(
-        lambda s: _hook_of_rewards(s) is None,
+        lambda s: hook_of_rewards(s) is None,
         lambda s: (
             f"{hook} returns the final rewards"
-            if (hook := _hook_of_rewards(s))
+            if (hook := hook_of_rewards(s))
             else "rewards are compared within a group"
         ),
         off_names=("--disable-rewards-normalization",),
@@ -62,7 +73,7 @@ class GroupEstimator(AdvantageEstimator):
     def check(self, args: Args) -> str | None:
         own = not type(self).__module__.startswith("slime.") and type(self).estimate is GroupEstimator.estimate
         if own and not self.rewards_normalization:
-            flag = _hook_of_rewards(args) or "--disable-rewards-normalization"
+            flag = hook_of_rewards(args) or "--disable-rewards-normalization"
             return (
                 f"{flag} makes the rewards final, so compared() of advantage_estimator {args.advantage_estimator} "
                 "would never be called; drop one of the two"
@@ -76,8 +87,8 @@ class GroupEstimator(AdvantageEstimator):
 
     def scores(self, batch: RewardedBatch) -> Array:
         if self.rewards_normalization:
-            return self.compared(batch.rewards, batch.groups, batch.executions)
-        return np.nan_to_num(batch.rewards, nan=0.0)
+            return self.compared(batch.totals, batch.groups, batch.executions)
+        return np.nan_to_num(batch.totals, nan=0.0)
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         scores = self.scores(batch)
@@ -95,9 +106,9 @@ def iter_groups(
     """Yields (positions of the scored samples, execution index of each, reward of each execution) per group."""
     groups, executions = np.asarray(group_index_S), np.asarray(execution_S)
     assert rewards.shape == groups.shape == executions.shape, f"{rewards.shape}, {groups.shape}, {executions.shape}"
-    scored = ~np.isnan(rewards)
-    for group in np.unique(groups[scored]):
-        members = np.flatnonzero((groups == group) & scored)
+    scored = np.flatnonzero(~np.isnan(rewards))
+    scored = scored[np.argsort(groups[scored], kind="stable")]
+    for members in np.split(scored, np.flatnonzero(np.diff(groups[scored])) + 1) if len(scored) else ():
         _, which = np.unique(executions[members], return_inverse=True)
         yield members, which, np.bincount(which, weights=rewards[members]) / np.bincount(which)
 
@@ -140,8 +151,8 @@ class GroupRelative(GroupEstimator):
         lambda s: f"grpo_std_normalization {s.grpo_std_normalization}",
         needs=_COMPARES,
     )
-    """Which standard deviation to divide by (grpo, gspo, cispo, sapo): of the group, of the batch, or none. Default:
-    group, or none with --disable-grpo-std-normalization."""
+    """Which standard deviation to divide by (grpo, grpo_turn, gspo, cispo, sapo): of the group, of the batch, or none.
+    Default: group, or none with --disable-grpo-std-normalization."""
     advantage_epsilon: float = opt(
         STD_EPSILON,
         needs=(*_COMPARES, Need(lambda s: s.advantage_scale != "none", "advantage_scale group or batch")),
@@ -193,6 +204,68 @@ def group_advantages(
             return out
         case _ as never:
             assert_never(never)
+
+
+@ESTIMATORS.register("grpo_turn")
+@dataclass(frozen=True, kw_only=True)
+class TurnRelative(Discounts, GroupRelative):
+    """Turn-level GRPO: A_k = (G_k - mean) / (std + eps) at the tokens of turn k, over the executions that reached turn
+    k, with the discounted return of the turns G_k = r_k + gamma * G_{k+1} instead of the reward.
+
+    Turn-level credit as in MT-GRPO (Zeng et al. 2025, arXiv:2505.11821), but for any number of turns: MT-GRPO compares
+    the reward of the first turn and the outcome separately, and adds the two advantages.
+    """
+
+    compares_turns: ClassVar[bool] = True
+
+    def estimate(self, batch: RewardedBatch) -> Estimate:
+        masks, kl_S, coef = batch.masks, batch.kl_S, batch.kl_coef
+        found = [_compared_turns(batch, p, self.gamma) for p in range(len(masks))]
+        counts = [len(numbers) for numbers, _ in found]
+        numbers = np.concatenate([*(numbers for numbers, _ in found), np.zeros(0, np.int64)])
+        values = np.concatenate([*(returns for _, returns in found), np.zeros(0)])
+        if self.rewards_normalization:
+            samples = np.repeat(np.arange(len(masks)), counts)
+            _, groups = np.unique(np.stack([batch.groups[samples], numbers]), axis=1, return_inverse=True)
+            values = self.compared(values, groups.reshape(-1), batch.executions[samples])
+        advantages = np.split(np.nan_to_num(values, nan=0.0), np.cumsum(counts)[:-1])
+
+        def one(p: int) -> Array:
+            turns, kl = _turns_of(batch, p), kl_S[p]
+            of_turn = np.zeros(int(turns.max(initial=-1)) + 2)  # the last one is for tokens before the first turn
+            of_turn[found[p][0]] = advantages[p]
+            return spread_advantage(0.0, masks[p], kl, coef) + kept(of_turn[turns], masks[p])
+
+        return Estimate(batch.computed(one))
+
+
+def _turns_of(batch: RewardedBatch, p: int) -> npt.NDArray[np.int64]:
+    """Returns the turn to which each token of a sample belongs [R]; -1 before the first turn.
+
+    A turn is a run of sampled tokens, trained or not, and the observations that follow it. Siblings that mask earlier
+    turns keep their numbers.
+    """
+    acted = is_trained(batch.masks[p])
+    if batch.token_versions is not None:
+        acted = acted | (np.asarray(batch.token_versions[p]) != NOT_SAMPLED)
+    return np.cumsum(acted & ~np.concatenate([[False], acted[:-1]]), dtype=np.int64) - 1
+
+
+def _compared_turns(batch: RewardedBatch, p: int, gamma: float) -> tuple[npt.NDArray[np.int64], Array]:
+    """Returns (turns in which a sample is compared, their returns G_k; NaN for an unscored sample).
+
+    The sample's reward comes in its last turn. Compared are the turns that it trains. A sample without trained tokens
+    (`remove_sample`) still counts in the statistics of its group, with all its turns.
+    """
+    turns, trained, own = _turns_of(batch, p), is_trained(batch.masks[p]), batch.token_rewards_S[p]
+    num, reward = int(turns.max(initial=-1)) + 1, float(batch.rewards[p])
+    rewards = np.zeros(num)
+    if own is not None:
+        rewards += np.bincount(turns[turns >= 0], np.asarray(own, np.float64)[turns >= 0], num)
+    rewards[-1:] += reward
+    returns = np.full(num, np.nan) if np.isnan(reward) else reverse_scan(rewards, gamma)
+    numbers = np.flatnonzero(np.bincount(turns[trained if trained.any() else turns >= 0]))
+    return numbers, returns[numbers]
 
 
 @ESTIMATORS.register("gspo")

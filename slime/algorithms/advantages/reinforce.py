@@ -38,7 +38,8 @@ class ReinforcePlusPlus(ReturnSettings, AdvantageEstimator):
 
     def estimate(self, batch: RewardedBatch) -> Estimate:
         masks, gamma, observations = batch.masks, self.gamma, self.observation_returns
-        if gamma == 1.0 and observations != "reset" and (batch.kl is None or not batch.kl_coef):
+        only_at_the_end = batch.token_rewards is None and (batch.kl is None or not batch.kl_coef)
+        if gamma == 1.0 and observations != "reset" and only_at_the_end:
             return Estimate(Spread(np.nan_to_num(batch.rewards, nan=0.0), masks))  # the reward comes after every token
         rewards = rewards_of_tokens(batch)
 

@@ -28,6 +28,7 @@ from slime.algorithms.advantages import (
     spread,
 )
 from slime.core.errors import DataError
+from slime.core.sample import credited_rewards
 from slime.settings.conditions import OWN_ADVANTAGES
 from slime.settings.fields import opt
 
@@ -35,9 +36,13 @@ Observations = Literal["skip", "through", "reset"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReturnSettings:
+class Discounts:
     gamma: float = opt(1.0, ge=0, le=1, needs=OWN_ADVANTAGES)
-    """Discount factor for later rewards (ppo, reinforce_plus_plus)."""
+    """Discount factor for later rewards: per token (ppo, reinforce_plus_plus) or per turn (grpo_turn)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnSettings(Discounts):
     observation_returns: Observations = opt("skip", needs=OWN_ADVANTAGES)
     """How returns treat tokens that the policy did not sample, such as tool results: skip them, count them as time
     steps (through), or end the discounted sum at them (reset, reinforce_plus_plus only)."""
@@ -48,25 +53,33 @@ TokenRewards = npt.NDArray[Any] | float
 
 
 def rewards_of_tokens(batch: RewardedBatch) -> Callable[[int], TokenRewards]:
-    """Returns a function from the position of a sample to its token rewards, including the KL penalty. Unscored samples
-    get a reward of 0."""
-    rewards, kl_S, coef = np.where(np.isnan(batch.rewards), 0.0, batch.rewards), batch.kl_S, batch.kl_coef
+    """Returns a function from the position of a sample to its token rewards, including the KL penalty and the rewards
+    that the sample has at its tokens. Unscored samples get a reward of 0."""
+    rewards, coef = np.where(np.isnan(batch.rewards), 0.0, batch.rewards), batch.kl_coef
+    kl_S, own_S = batch.kl_S, batch.token_rewards_S
 
     def one(p: int) -> TokenRewards:
-        reward, kl = float(rewards[p]), kl_S[p]
-        return reward if kl is None or not coef else token_rewards(reward, batch.masks[p], kl, coef)
+        reward, kl, own = float(rewards[p]), kl_S[p] if coef else None, own_S[p]
+        return reward if kl is None and own is None else token_rewards(reward, batch.masks[p], kl, coef, own)
 
     return one
 
 
 def token_rewards(
-    reward: float, mask: npt.NDArray[Any], kl: npt.NDArray[Any] | None = None, kl_coef: float = 0.0
+    reward: float,
+    mask: npt.NDArray[Any],
+    kl: npt.NDArray[Any] | None = None,
+    kl_coef: float = 0.0,
+    own: npt.NDArray[Any] | None = None,
 ) -> Array:
-    """Returns -kl_coef * kl at each trained token [R], plus `reward` at the last one; zero elsewhere.
+    """Returns own - kl_coef * kl at each trained token [R], plus `reward` at the last one; zero elsewhere.
 
-    Raises `DataError` if the reward is not finite: an unscored sample must be masked first.
+    `own`: the sample's token rewards [R], which are credited to trained tokens. Raises `DataError` if the reward is not
+    finite: an unscored sample must be masked first.
     """
     out = np.zeros(len(mask)) if kl is None or not kl_coef else spread_advantage(0.0, mask, kl, kl_coef)
+    if own is not None:
+        out = out + credited_rewards(own, mask)
     return add_rewards(out, reward, is_trained(mask))
 
 

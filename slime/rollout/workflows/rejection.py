@@ -26,10 +26,15 @@ def _keep(
     args: RewardSettings,
     groups: list[list[Sample]],
     chosen: Callable[[dict[int | None, float]], set[int | None]],
+    *,
+    total: bool = False,
 ) -> None:
-    """Masks all executions except those that `chosen` selects, given the rewards of the scored executions."""
+    """Masks all executions except those that `chosen` selects, given the rewards of the scored executions.
+
+    `total`: including the rewards of tokens.
+    """
     for group in groups:
-        kept = chosen(reward_of_executions(group, args.reward_key))
+        kept = chosen(reward_of_executions(group, args.reward_key, total=total))
         for sample in group:
             sample.remove_sample = sample.remove_sample or sample.index not in kept
 
@@ -44,7 +49,7 @@ def keep_right(args: Any, groups: list[list[Sample]]) -> None:
 
 
 def keep_best(args: Any, groups: list[list[Sample]]) -> None:
-    """Sample filter: keeps only the `num_kept` executions with the highest rewards for each prompt.
+    """Sample filter: keeps only the `num_kept` executions with the highest total rewards for each prompt.
 
     Keeps none if all rewards of a prompt are equal. On a tie, the earlier execution wins.
     """
@@ -53,7 +58,7 @@ def keep_best(args: Any, groups: list[list[Sample]]) -> None:
         ranked = sorted(rewards, key=lambda i: -rewards[i])
         return set(ranked[: int(args.custom.get("num_kept", 1))]) if len(set(rewards.values())) > 1 else set()
 
-    _keep(args, groups, best)
+    _keep(args, groups, best, total=True)
 
 
 def has_right(args: Any, samples: list[Sample], **_: Any) -> DynamicFilterOutput:

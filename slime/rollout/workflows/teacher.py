@@ -16,6 +16,7 @@ from typing import Any
 from slime.core.errors import HookError
 from slime.core.sample import Sample
 from slime.rollout.context import current
+from slime.rollout.filters import has_grader
 
 
 async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
@@ -26,8 +27,7 @@ async def judge(args: Any, sample: Sample, evaluation: bool = False) -> None:
     if teacher is None:
         raise HookError("this sample hook requires a teacher; set --opd-teacher-url")
     sample.teacher_log_probs = await teacher.log_probs(sample.tokens, sample.response_length)
-    graded = args.rm_type or args.custom_rm_path or sample.custom_rm_path or sample.metadata.get("rm_type")
-    if sample.reward is None and not graded:
+    if sample.reward is None and not has_grader(args, sample):
         sample.reward = 0.0
 
 

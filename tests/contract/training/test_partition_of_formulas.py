@@ -51,6 +51,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "kl_loss_type": "k1",
         "use_unbiased_kl": True,
     },
+    "turns": {"advantage_estimator": "grpo_turn", "gamma": 0.9, "kl_coef": 0.1},
     "sft": {"loss_type": "sft_loss"},
     "values": {"advantage_estimator": "ppo", "gamma": 0.99, "lambd": 0.9},
 }

@@ -80,6 +80,7 @@ def sample(length: int) -> Sample:
     one.append_response_tokens(list(range(length)))
     one.append_response_tokens([9], log_probs=[-0.1], weight_version=4, finish_reason="stop")
     one.teacher_log_probs = [0.1] * one.response_length
+    one.add_turn_reward(0.1)
     return one
 
 
@@ -93,7 +94,7 @@ def test_a_packed_sample_reads_as_before(length: int) -> None:
     packed.validate()
     assert packed.to_dict() == plain.to_dict() and json.loads(packed.to_json()) == json.loads(plain.to_json())
     frozen = [TrainSample.from_sample(one, reward=1.0) for one in (plain, packed)]
-    for name in ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs"):
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "token_versions", "teacher_log_probs", "token_rewards"):
         one, two = (getattr(each, name) for each in frozen)
         assert one.dtype == two.dtype and (one == two).all(), name
     copies = [packed.copy(), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))]

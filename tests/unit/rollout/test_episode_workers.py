@@ -34,7 +34,10 @@ GRADED = ("--rm-type", "exact_match")
 def facts(batch: Any) -> list[Any]:
     """What the trainer gets of each sample."""
     return [
-        (s.group_index, s.index, s.tokens.tolist(), s.loss_mask.tolist(), s.reward, s.rollout_log_probs.tolist())
+        (
+            *(s.group_index, s.index, s.tokens.tolist(), s.loss_mask.tolist(), s.reward, s.rollout_log_probs.tolist()),
+            *(None if s.token_rewards is None else s.token_rewards.tolist(), s.metadata),
+        )
         for s in batch.samples
     ]
 
@@ -51,7 +54,12 @@ async def three_steps(manager: RolloutManager) -> list[Any]:
 def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
     """Law: who works on a group shows nowhere in the batch, nor in the step of its hooks, nor in the engine's load."""
     own = tmp_path / "own.py"
-    own.write_text("def stamp(args, sample, rollout_id, evaluation): sample.reward = 10 * rollout_id + sample.index\n")
+    own.write_text(
+        "def stamp(args, sample, rollout_id, evaluation):\n"
+        "    sample.reward = 10 * rollout_id + sample.index\n"
+        "    sample.add_turn_reward(sample.index / 3)\n"
+        "    sample.train_metadata = {'turns': [sample.index]}\n"
+    )
     flags = ("--rollout-sample-hook-path", f"{own}:stamp", "--sglang-server-concurrency", "4")
     args = rollout_args(tmp_path, *GRADED, *flags)
     expected = asyncio.run(with_manager(args, FakeEngine(), three_steps))
@@ -64,6 +72,8 @@ def test_batches_are_those_of_one_process(tmp_path: Path) -> None:
     found, groups = asyncio.run(with_workers(args, engine, 2, work))
     assert found == expected and engine.most_running == 4, "two at a time for each worker"
     assert [sample[4] - sample[1] for batch in found for sample in batch] == [0] * 8 + [10] * 8 + [20] * 8
+    for sample in (sample for batch in found for sample in batch):
+        assert sample[6] == [0.0] * (len(sample[3]) - 1) + [sample[1] / 3] and sample[7] == {"turns": [sample[1]]}
     assert groups == [6, 6], "each group went to the worker with the fewest"
 
 

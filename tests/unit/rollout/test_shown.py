@@ -219,7 +219,7 @@ def test_samples_of_one_turn_each_count_each_turn_once(tmp_path: Path, masks: bo
     """The example of the documentation: 8 executions of 3 turns of 4 tokens. Without its mask, the two later samples
     train one and two turns again."""
     page = (Path(__file__).parents[3] / "docs" / "customization.md").read_text()
-    code = page.split("### A reward for each turn")[1].split("```python\n")[1].split("```")[0]
+    code = page.split("### One sample for each turn")[1].split("```python\n")[1].split("```")[0]
     (line,) = (one for one in code.splitlines() if "one.loss_mask =" in one)
     file = tmp_path / "turns.py"
     file.write_text(code if masks else code.replace(line, ""))
