@@ -15,9 +15,9 @@ ALGORITHMS: dict[str, Mutation] = {
     "groups by position": Mutation(
         "algorithms",
         "algorithms/advantages/grpo.py",
-        "    for group in np.unique(groups[scored]):",
+        "    scored = scored[np.argsort(",
         "    groups = np.arange(len(rewards)) // (len(rewards) // len(np.unique(groups)))\n"
-        "    for group in np.unique(groups[scored]):",
+        "    scored = scored[np.argsort(",
     ),
     "std of the population": Mutation(
         "algorithms", "algorithms/advantages/grpo.py", "np.std(own, ddof=1)", "np.std(own)"
@@ -31,8 +31,8 @@ ALGORITHMS: dict[str, Mutation] = {
     "unscored is a reward of zero": Mutation(
         "algorithms",
         "algorithms/advantages/grpo.py",
-        "    scored = ~np.isnan(rewards)",
-        "    rewards = np.nan_to_num(rewards)\n    scored = ~np.isnan(rewards)",
+        "    scored = np.flatnonzero(~np.isnan(rewards))",
+        "    rewards = np.nan_to_num(rewards)\n    scored = np.flatnonzero(~np.isnan(rewards))",
     ),
     "rounding of equal rewards is a signal": Mutation(
         "algorithms",
@@ -81,6 +81,21 @@ ALGORITHMS: dict[str, Mutation] = {
         "algorithms/advantages/returns.py",
         "out[last] += rewards",
         "out[-1] += rewards",
+    ),
+    "rewards at observations are lost": Mutation(
+        "algorithms", "algorithms/advantages/returns.py", "out + credited_rewards(own, mask)", "out + own"
+    ),
+    "all turns are compared with each other": Mutation(
+        "algorithms",
+        "algorithms/advantages/grpo.py",
+        "np.stack([batch.groups[samples], numbers])",
+        "batch.groups[None, samples]",
+    ),
+    "totals without rewards of tokens": Mutation(
+        "algorithms",
+        "algorithms/advantages/__init__.py",
+        "if self.token_rewards is None or self.rewards_are_final:",
+        "if True:",
     ),
     "KL in the reward is a bonus": Mutation(
         "algorithms", "algorithms/advantages/returns.py", "float(advantage) - kl_coef *", "float(advantage) + kl_coef *"

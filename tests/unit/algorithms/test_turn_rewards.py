@@ -74,16 +74,17 @@ def random_samples(num_groups: int = 4, seed: int = 3) -> list[TrainSample]:
     for n in range(num_groups * 4):
         turns = [(int(rng.integers(1, 5)), int(rng.integers(1, 4)), float(rng.normal())) for _ in range(1 + n % 5)]
         made.append(sample(n // 4, n, float(rng.normal()), turns))
-    made.insert(3, dataclasses.replace(made[2], reward=0.25, loss_mask=_without_first_turn(made[2])))
+    made.insert(3, dataclasses.replace(made[2], reward=0.25, loss_mask=_without_turn(made[2], 0)))
+    made[14] = dataclasses.replace(made[14], loss_mask=_without_turn(made[14], 1))
     made[6] = dataclasses.replace(made[6], loss_mask=np.zeros_like(made[6].loss_mask))
     made[8] = dataclasses.replace(made[8], reward=float("nan"))
     made[10] = dataclasses.replace(made[10], token_rewards=None)
     return made
 
 
-def _without_first_turn(one: TrainSample) -> np.ndarray:
-    mask = one.loss_mask.copy()
-    mask[: int(np.argmin(mask))] = 0.0
+def _without_turn(one: TrainSample, turn: int) -> np.ndarray:
+    mask, run = one.loss_mask.copy(), oracle_runs(one)[turn]
+    mask[run.start : run.stop] = 0.0
     return mask
 
 
