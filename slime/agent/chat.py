@@ -164,6 +164,10 @@ class ExecutionChat:
             self._tools_run["tool_errors"] += 1
             return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
 
+    def reward_turn(self, value: float) -> None:
+        """See `slime.rollout.types.Chat.reward_turn`."""
+        self._session.reward_turn(value)
+
     def fork(self) -> ExecutionChat:
         """See `slime.rollout.types.Chat.fork`."""
         other = ExecutionChat(self._client, self._form, self._params, self._session.fork())

@@ -124,6 +124,12 @@ class Chat(Protocol):
         "error: ...", which the model sees. Calls and errors are counted in the samples' tool metrics.
         """
 
+    def reward_turn(self, value: float) -> None:
+        """Adds a reward at the end of the latest reply, which is trained once, in the branch where it was sampled.
+
+        Raises `DataError` if the reward is not finite, or if there is no reply yet.
+        """
+
     def fork(self) -> Chat:
         """Returns a second chat that knows the same conversations. Its `samples` contain only its own turns."""
 

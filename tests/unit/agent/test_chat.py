@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from slime.agent.chat import ModelChats
+from slime.agent.execution import Execution
 from slime.core.errors import ConfigError, DataError, HookError
 from slime.core.sample import Sample, Status
 from slime.rollout import context as contexts
@@ -59,7 +60,10 @@ def in_chat(work: Callable[[Room, Chat], Awaitable[Any]], *, most_turns: int | N
 
 def as_recorded(samples: list[Sample]) -> list[Any]:
     """What training reads of samples."""
-    return [(s.tokens, s.response_length, s.loss_mask, s.rollout_log_probs, s.token_versions) for s in samples]
+    return [
+        (s.tokens, s.response_length, s.loss_mask, s.rollout_log_probs, s.token_versions, s.token_rewards)
+        for s in samples
+    ]
 
 
 def test_the_samples_are_those_of_an_agent_over_http() -> None:
@@ -73,12 +77,14 @@ def test_the_samples_are_those_of_an_agent_over_http() -> None:
             for number in range(3):
                 made = await client.chat.completions.create(model="m", messages=history, tools=TOOLS)  # type: ignore
                 message = made.choices[0].message
+                Execution(room.url, room.key, room.adapter).reward_turn(number / 3)
                 history.append(message.model_dump(exclude_none=True))
                 history += [{"role": "tool", "tool_call_id": c.id, "content": "red"} for c in message.tool_calls or ()]
                 history += [] if message.tool_calls else [user(f"and {number}?")]
         messages: list[Any] = [user("What is it?")]
         for number in range(3):
             reply = await chat.ask(messages, tools=TOOLS)
+            chat.reward_turn(number / 3)
             messages += [reply.message, *(call.result("red") for call in reply.calls)]
             messages += [] if reply.calls else [user(f"and {number}?")]
             if number == 1:
@@ -90,17 +96,23 @@ def test_the_samples_are_those_of_an_agent_over_http() -> None:
     over_http, in_process, requests = in_chat(work)
     assert as_recorded(over_http) == as_recorded(in_process) and len(in_process) == 1
     assert [one["input_ids"] for one in requests[:3]] == [one["input_ids"] for one in requests[3:]]
+    assert [reward for reward in in_process[0].token_rewards or () if reward] == [1 / 3, 2 / 3]
     assert in_process[0].reward == 0.5 and in_process[0].metadata["agent"]["turns"] == 3
 
 
 def test_an_edited_conversation_branches_and_each_sampled_token_is_trained_once() -> None:
     async def work(room: Room, chat: Chat) -> Any:
         room.says("one", "two", "three", "four")
+        with pytest.raises(DataError, match="no answer to reward yet"):
+            chat.reward_turn(1.0)
         first = await chat.ask("Begin.")
+        chat.reward_turn(1.0)
         begun = [user("Begin."), first.message]
-        await chat.ask([*begun, user("left")])
-        await chat.ask([*begun, user("right")])
-        await chat.ask("Another.")
+        for reward, messages in ((2.0, [*begun, user("left")]), (4.0, [*begun, user("right")]), (8.0, "Another.")):
+            await chat.ask(messages)
+            chat.reward_turn(reward)
+        with pytest.raises(DataError, match="must be finite, got nan"):
+            chat.reward_turn(float("nan"))
         made = chat.samples(Sample(index=0))
         said = [room.tokenizer.encode(word + END, add_special_tokens=False) for word in ("one", "two", "three", "four")]
         return made, said
@@ -109,6 +121,11 @@ def test_an_edited_conversation_branches_and_each_sampled_token_is_trained_once(
     assert [one.metadata["agent"]["branch"] for one in made] == ["first", "edited", "sub-agent"]
     trained = [[t for t, m in zip(s.tokens[-s.response_length :], s.loss_mask, strict=True) if m] for s in made]
     assert trained == [said[0] + said[1], said[2], said[3]]
+    rewards = [[r for r in s.token_rewards or () if r] for s in made]
+    assert rewards == [[1.0, 2.0], [4.0], [8.0]], "each counts once, where its turn is trained"
+    for sample in made:
+        pairs = zip(sample.tokens[-sample.response_length :], sample.token_rewards or (), strict=True)
+        assert {token for token, reward in pairs if reward} == {said[0][-1]}, "at the token that ends a turn"
 
 
 def test_a_fork_knows_the_conversation_and_trains_only_its_own_turns() -> None:
