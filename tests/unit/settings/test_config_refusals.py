@@ -108,7 +108,7 @@ REFUSALS = [
 IDLE = [
     ('--apply-chat-template-kwargs {"a":1}', "which needs --apply-chat-template"),
     ("--eps-clip-c 3 --policy-loss sapo", "which needs policy_loss gspo or ppo_clip"),
-    ("--gamma 0.9", "which needs advantage_estimator ppo or reinforce_plus_plus"),
+    ("--gamma 0.9", "which needs advantage_estimator grpo_turn or ppo or reinforce_plus_plus"),
     ("--custom-tis-function-path a.b", "which needs --use-tis"),
     ("--kl-loss-coef 0.1", "which needs --use-kl-loss"),
     ("--async-save", "which needs --save"),
