@@ -46,7 +46,7 @@ from slime.buffer.groups import (
     record_of,
     reset_group,
 )
-from slime.buffer.prompts import Prompts, PromptWalk
+from slime.buffer.samplers import Epochs, Prompts, PromptSampler, Walk, task_of
 from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
 from slime.core.errors import CheckpointError, DataError
 from slime.core.files import read_checkpoint_json
@@ -66,11 +66,19 @@ class DataBuffer:
         shuffle: bool = False,
         seed: int = 42,
         buffer_filter: BufferFilter | None = None,
+        sampler: PromptSampler | None = None,
+        task_key: str = "task",
     ) -> None:
-        """Raises `DataError` on an empty dataset or `n_samples_per_prompt < 1`."""
+        """`sampler`: chooses the rows; None: every row once per epoch.
+
+        Raises `DataError` on an empty dataset, one that does not fit the sampler, or `n_samples_per_prompt < 1`.
+        """
         if n_samples_per_prompt < 1:
             raise DataError(f"n_samples_per_prompt is {n_samples_per_prompt}; it must be at least 1")
-        self._walk = None if prompts is None else PromptWalk(prompts, shuffle=shuffle, seed=seed)
+        walk, self._task_key = (sampler or Epochs()).open, task_key
+        self._walk: Walk | None = None
+        if prompts is not None:
+            self._walk = walk(prompts, task_key=task_key, shuffle=shuffle, seed=seed)
         self._n_samples_per_prompt = n_samples_per_prompt
         self._buffer_filter = buffer_filter
         self.max_staleness: int | None = None
@@ -298,6 +306,24 @@ class DataBuffer:
         prompts = self.prompts
         return None if origin is None or origin.row is None or prompts is None else prompts[origin.row].source
 
+    def note_rewards(self, group_index: int, rewards: Sequence[float]) -> None:
+        """Tells the sampler the rewards of an unsettled group's executions. Does nothing for a group without a row."""
+        with self._lock:
+            origin = self._account.origins.get(group_index)
+            if self._walk is not None and origin is not None and origin.row is not None:
+                self._walk.note(origin.row, rewards)
+
+    def task(self, group_index: int) -> str | None:
+        """Returns the task of an unsettled group's row; None if it has none."""
+        with self._lock:
+            origin = self._account.origins.get(group_index)
+        prompts = self.prompts
+        return (
+            None
+            if origin is None or origin.row is None or prompts is None
+            else task_of(prompts[origin.row], self._task_key)
+        )
+
     @property
     def epoch(self) -> int:
         """Number of completed passes over the dataset, counting issued prompts."""
@@ -326,7 +352,8 @@ class DataBuffer:
     def metrics(self) -> dict[str, float]:
         own = getattr(self._walk.prompts, "metrics", dict) if self._walk else dict
         figures = {"data/epoch": float(self.epoch), "data/finished": float(self.num_finished)}
-        return {**self.ledger().metrics(), **figures, **own()}
+        walk = {} if self._walk is None else self._walk.metrics()
+        return {**self.ledger().metrics(), **figures, **own(), **walk}
 
     # ---- saving --------------------------------------------------------------------------------------------------
 

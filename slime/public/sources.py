@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.groups import BLANK, Origin, flatten, group_index_of, make_group
-from slime.buffer.prompts import PromptWalk, image_column
+from slime.buffer.samplers import PromptWalk
+from slime.buffer.sources import image_column
 from slime.core.errors import CheckpointError
 from slime.core.sample import Group, Sample
 from slime.data.dataset import load_prompts

@@ -49,7 +49,7 @@ from slime.core.sample import NOT_SAMPLED, Group, Sample, Status
 from slime.rewards.scores import Score, Unscored, reason_kind
 from slime.rollout.client.engine_client import REQUEST_SCOPE
 from slime.rollout.context import EXECUTION, RolloutContext, RunningExecution
-from slime.rollout.filters import has_grader
+from slime.rollout.filters import execution_rewards, has_grader
 from slime.rollout.generate import LIMITS, Limits, seeded
 from slime.rollout.guard import END_LIMIT_S, end_tasks, supervised, waiting
 from slime.rollout.sample_metrics import count_empty_turns, count_siblings
@@ -116,6 +116,8 @@ class GroupResult:
     """Number of samples that this attempt refused because they are not as sampled."""
     refusal: str = ""
     """Why the first of them was refused."""
+    rewards: tuple[float, ...] = ()
+    """Of a finished group: the mean reward of each scored execution."""
 
 
 def mask_older(sample: Sample) -> None:
@@ -431,7 +433,7 @@ async def _result_of(context: RolloutContext, group: Group, executions: Sequence
             return _left_of(group, executions, Execution([], Outcome.ABORTED, "interrupted"))
     finished = group.with_samples([s for e in executions for s in e.samples])
     if can_be_compared(finished):
-        return GroupResult(finished, Outcome.FINISHED)
+        return GroupResult(finished, Outcome.FINISHED, rewards=_numbers(context.args, finished))
     unscored = [s for e in executions if e.outcome is Outcome.UNSCORED for s in e.samples]
     if unscored and all(map(is_refused, unscored)) and not reason:
         return GroupResult(finished, Outcome.REFUSED, worst.reason)
@@ -439,6 +441,13 @@ async def _result_of(context: RolloutContext, group: Group, executions: Sequence
         for sample in graded:
             sample.reward = None  # one call grades the whole group, so all are graded again
     return _left_of(group, executions, Execution([], Outcome.UNSCORED, worst.reason or reason))
+
+
+def _numbers(args: Args, group: Group) -> tuple[float, ...]:
+    """Returns the rewards of a group's executions; none if they are dicts for the user's own post-processing."""
+    if args.reward_key is None and any(isinstance(sample.reward, dict) for sample in group.samples):
+        return ()
+    return tuple(execution_rewards(args, list(group.samples)))
 
 
 def _left_of(group: Group, executions: Sequence[Execution], worst: Execution) -> GroupResult:

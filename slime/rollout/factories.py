@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.prompts import image_column
-from slime.buffer.sources import SOURCES, SourceContext
+from slime.buffer.sources import SOURCES, SourceContext, image_column
 from slime.core.hf_config import num_experts_of, read_hf_config, text_config
 from slime.core.routed_experts import ExpertFormat
 from slime.core.text import NO_KEYS, EngineKeys

@@ -38,7 +38,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from slime.buffer.prompts import image_column
+from slime.buffer.sources import image_column
 from slime.core.engine_interface import TOKEN_VERSIONS_KEY
 from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRejected, SlimeError
 from slime.core.processes import http_url

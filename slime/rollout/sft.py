@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.prompts import Prompts
+from slime.buffer.samplers import Prompts
 from slime.core.batch import TrainBatch
 from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED, PromptRow, Sample, Status

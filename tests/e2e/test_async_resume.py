@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from recipes.tiny.tasks import digits_rows, write_rows
-from slime.buffer.prompts import PromptWalk
+from slime.buffer.samplers import PromptWalk
 from slime.buffer.snapshot import SavedState
 from slime.core.sample import Fingerprint, Group, Status
 from tests.support.e2e import Flags, RealRun, digits_task, latest_step, rank_settings, recorded_groups

@@ -120,10 +120,10 @@ WIRING: dict[str, Mutation] = {
 
 ROLLOUT: dict[str, Mutation] = {
     "every epoch in the same order": Mutation(
-        "buffer", "buffer/prompts.py", "(self._seed + self.epoch)", "(self._seed)"
+        "buffer", "buffer/samplers/__init__.py", "(self._seed + self.epoch)", "(self._seed)"
     ),
     "no epoch is shuffled": Mutation(
-        "buffer", "buffer/prompts.py", "            if self._shuffle:\n", "            if False:\n"
+        "buffer", "buffer/samplers/__init__.py", "            if self._shuffle:\n", "            if False:\n"
     ),
     "held-out groups are training's": Mutation(
         "evaluation", "rollout/evaluate.py", "group_index=-1 - number", "group_index=number"

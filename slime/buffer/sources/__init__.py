@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slime.core.registry import Registry
@@ -27,6 +28,7 @@ from slime.core.sample import Sample
 
 if TYPE_CHECKING:
     from slime.buffer.data_buffer import DataBuffer
+    from slime.data.images import ImageColumn
     from slime.settings import Args
 
 
@@ -100,7 +102,7 @@ class PromptData(DataSource):
 
     def open(self, context: SourceContext) -> DataBuffer:
         from slime.buffer.data_buffer import DataBuffer
-        from slime.buffer.prompts import image_column
+        from slime.buffer.samplers import SAMPLERS
         from slime.data.dataset import load_prompts
         from slime.data.first_rows import grader_of_prompts
         from slime.settings import for_hook
@@ -123,7 +125,24 @@ class PromptData(DataSource):
             shuffle=args.rollout_shuffle,
             seed=args.rollout_seed,
             buffer_filter=None if hook is None else chosen,
+            sampler=SAMPLERS.build(args.prompt_sampler, args),
+            task_key=args.task_key,
         )
+
+
+def image_column(args: Args) -> ImageColumn | None:
+    """Returns the column of `--multimodal-keys`; None if unset. Raises `ConfigError` if the model takes no images."""
+    if args.multimodal_keys is None:
+        return None
+    from slime.core.files import ImageFolder
+    from slime.core.hf_config import read_hf_config
+    from slime.data.images import ImageColumn
+    from slime.models import family_of
+    from slime.settings.groups.data import KIND
+
+    config, folder = read_hf_config(args.hf_checkpoint), Path(args.hf_checkpoint)
+    kept = ImageFolder.of_run(args.run_dir)
+    return ImageColumn(args.multimodal_keys[KIND], family_of(config).images(config, folder), kept)
 
 
 @SOURCES.register("user_class")

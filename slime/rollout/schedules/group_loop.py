@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.buffer.groups import GroupOrRecord, group_of, note_quarantines, num_quarantines, reset_group
+from slime.buffer.samplers import MOST_SHOWN
 from slime.core.errors import DataError, DeadlineExceeded, GroupsFailed
 from slime.core.sample import Group, Sample
 from slime.rollout.client.engine_client import RequestScope
@@ -68,6 +69,9 @@ class StepCounts:
     """Why the first of them was refused."""
     dropped: list[GroupOrRecord] = field(default_factory=list)
     """Groups dropped by the dynamic filter; stored only for `--rollout-all-samples-process-path`."""
+    kept_of_task: Counter[str] = field(default_factory=Counter)
+    dropped_of_task: Counter[str] = field(default_factory=Counter)
+    """Task -> number of groups that the dynamic filter kept or dropped."""
     idle_s: float = 0.0
     """Time during which no group was running."""
     started: float = field(default_factory=time.monotonic)
@@ -77,6 +81,9 @@ class StepCounts:
 
     def metrics(self) -> dict[str, float]:
         counts: dict[str, float] = {}
+        for task in sorted(self.kept_of_task | self.dropped_of_task)[:MOST_SHOWN]:
+            counts[f"rollout/task/{task}/num_kept_groups"] = self.kept_of_task[task]
+            counts[f"rollout/task/{task}/num_dropped_groups"] = self.dropped_of_task[task]
         counts |= {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self.filtered.items()}
         counts |= {f"rollout/failed/{kind}": count for kind, count in self.failed.items()}
         counts |= {f"rollout/retried/{kind}": count for kind, count in self.retried.items()}
@@ -274,12 +281,24 @@ class GroupLoop:
         if self.policy.is_surplus(self):
             self.counts.num_surplus += 1
             self.source.put_back([group], "surplus")
-        elif verdict is None or verdict.keep or keeps_anyway:
+            return
+        keeps = verdict is None or verdict.keep or keeps_anyway
+        self._note_rewards(group, result.rewards, keeps=keeps)
+        if keeps:
             if isinstance(group, Group):
                 group.pack()
             self.policy.accept(self, group)
         else:
+            assert verdict is not None, "only the filter drops a finished group"
             self._drop(group, verdict.reason or "filter")
+
+    def _note_rewards(self, group: GroupOrRecord, rewards: Sequence[float], *, keeps: bool) -> None:
+        """Tells the prompt sampler the rewards of a finished group, and counts it for its task."""
+        self.source.note_rewards(group.group_index, rewards)
+        task = self.source.task(group.group_index)
+        if task is not None:
+            counts = self.counts.kept_of_task if keeps else self.counts.dropped_of_task
+            counts[task] += 1
 
     def _drop(self, group: GroupOrRecord, reason: str) -> None:
         self.counts.filtered[reason] += 1

@@ -181,7 +181,16 @@ class EpisodeWorker:
         finished = result.outcome is Outcome.FINISHED
         record = await beside(record_of, result.group, finished=finished)
         progress = context.progress
-        return Done(record, result.outcome, result.reason, result.verdict, progress, result.num_refused, result.refusal)
+        return Done(
+            record,
+            result.outcome,
+            result.reason,
+            result.verdict,
+            progress,
+            result.num_refused,
+            result.refusal,
+            result.rewards,
+        )
 
     async def _evaluate(self, context: RolloutContext, work: Work) -> Done:
         samples, params = list(work.group.samples), dict(work.params)

@@ -180,3 +180,4 @@ class Done:
     num_refused: int = 0
     """See `GroupResult`."""
     refusal: str = ""
+    rewards: tuple[float, ...] = ()

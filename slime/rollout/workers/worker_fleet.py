@@ -159,7 +159,9 @@ class WorkerFleet(Episodes):
         except _Guilty as death:
             return GroupResult(group, Outcome.FAILED, context.progress.failed(str(death)))
         context.progress.add(done.progress)
-        return GroupResult(done.record, done.outcome, done.reason, done.verdict, done.num_refused, done.refusal)
+        return GroupResult(
+            done.record, done.outcome, done.reason, done.verdict, done.num_refused, done.refusal, done.rewards
+        )
 
     async def evaluate(
         self, context: RolloutContext, sample: Sample, dataset: EvalDatasetConfig, hooks: RolloutHooks

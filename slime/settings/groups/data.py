@@ -29,11 +29,15 @@ _RENDERS = Need(
 _BUILT_IN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 """The public slime's name for the data source `prompt_data`."""
 SOURCES = "slime.buffer.sources:SOURCES"
+SAMPLERS = "slime.buffer.samplers:SAMPLERS"
 
 
 def reads_prompt_data(s: Any) -> bool:
     """Returns whether the chosen data source needs `prompt_data`."""
     return bool(load_object(SOURCES).get(s.data_source).reads_prompt_data)
+
+
+_PROMPT_DATA = Need(lambda s: reads_prompt_data(s) and s.prompt_data is not None, "--prompt-data")
 
 
 def _no_dataset(value: Any, s: Any) -> Adjusted | None:
@@ -75,6 +79,10 @@ class DataSettings:
     )
     """Source of prompts: a registered name, or the import path of your own class. Default: user_class with
     data_source_path, else prompt_data."""
+    prompt_sampler: str = opt("epochs", chosen_from=SAMPLERS, needs=_PROMPT_DATA)
+    """Chooses which row of the prompt data comes next: a registered name, or the import path of your own class."""
+    task_key: str = "task"
+    """Key of a row's task in its metadata, for prompt_sampler and the metrics of each task."""
     data_source_path: str | None = opt(
         None,
         canonical=lambda path: UNSET if path == _BUILT_IN_SOURCE else path,
