@@ -173,6 +173,8 @@ def test_the_settings_choose(tmp_path: Path) -> None:
         "rollout_max_prompt_len": None,
         "data_source": "prompt_data",
         "data_source_path": None,
+        "prompt_sampler": "epochs",
+        "task_key": "task",
         "rollout_function_path": "",
         "custom_generate_function_path": None,
         "loss_type": "policy_loss",
