@@ -78,8 +78,8 @@ class Message:
         """
         if self.role != other.role or len(self.calls) != len(other.calls):
             return False
-        ours, theirs = self.text.strip(), other.text.strip()
-        if ours != theirs and not (self.role == "assistant" and ours.split() == theirs.split()):
+        same_text = self.text == other.text or self.text.strip() == other.text.strip()
+        if not same_text and (self.role != "assistant" or self.text.split() != other.text.split()):
             return False
         return all(a.same(b) for a, b in zip(self.calls, other.calls, strict=True))
 

@@ -72,6 +72,8 @@ class Request:
     """The agent's name for the model, echoed in the response."""
     schema: str = ""
     """A JSON schema that the answer must satisfy; empty if it may be any text."""
+    unanswerable: str = ""
+    """Why the request cannot be answered, though its tokens can be counted; empty if it can."""
     counts: bool = True
     """Whether a stream reports the number of tokens."""
 
@@ -641,8 +643,8 @@ class Adapter:
         if found.limits.are_spent and not found.refuses:
             found.limits.spent["max_total_response_len"] += 1
             found.refuse(f"the execution has reached its limit of {found.limits.max_total_response_len} sampled tokens")
-        if found.refuses:
-            raise BadRequest(found.refuses)
+        if found.refuses or request.unanswerable:
+            raise BadRequest(found.refuses or request.unanswerable)
         if found.session.aborted:
             raise TakenBack("the run no longer accepts requests from this session")
         found.num_turns += 1

@@ -83,8 +83,7 @@ class Messages(Wire):
         messages = objects(body, "messages")
         if not messages:
             raise BadRequest("messages: at least one message is required")
-        if messages[-1].get("role") == "assistant":
-            raise BadRequest("the model does not support prefill; end the messages with a user message")
+        begun = messages[-1].get("role") == "assistant"
         system = _text(body.get("system"), "system")
         found = [Message("system", system)] if system else []
         for i, given in enumerate(messages):
@@ -98,6 +97,7 @@ class Messages(Wire):
             streams=optional(body, "stream", bool) or False,
             model=optional(body, "model", str) or "",
             schema=_schema(body),
+            unanswerable="the model does not support prefill; end the messages with a user message" if begun else "",
         )
 
     def response(self, answer: Answer, request: Request) -> dict[str, Any]:

@@ -30,7 +30,13 @@ from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
 CONTEXT_FULL = "context_length_exceeded"
 OLD_CALLS = "it is the old form of tools; send tools and tool_choice"
 ENGINE_ONLY = f"{GUIDED}; ask for the format in the prompt"

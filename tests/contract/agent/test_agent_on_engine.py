@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,55 @@ def test_a_replay_of_each_sample_reproduces_its_log_probs(
         pairs = zip(sample.loss_mask or (), sample.rollout_log_probs or (), replayed[start:], strict=True)
         gaps = [abs(booked - again) for kept, booked, again in pairs if kept]
         assert gaps and max(gaps) <= CLOSE, max(gaps)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["red", "blue"]}, "sure": {"type": "boolean"}},
+    "required": ["kind", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_an_answer_in_json_satisfies_its_schema_and_is_context_alone(front: Any, tiny_model_path: Path) -> None:
+    """Law: what was sampled under a constraint is not trained; a stop string ends the text on the engine, too."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    ends = end_of_text(str(tiny_model_path), tokenizer).token_ids
+    chat = ChatRenderer(tokenizer)
+
+    async def run() -> None:
+        client = EngineClient(front.url, request_timeout_s=60)
+        adapter = AgentAdapter(
+            client,
+            ConversationTemplate(chat, sorted(ends)),
+            decode=chat.decode,
+            sampling={**PARAMS, "max_new_tokens": 200},
+            agent_sampling=True,
+        )
+        url = await adapter.start()
+        key = adapter.open_session()
+        agent = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600.0)
+        format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        history: list[Any] = [said("which?")]
+        try:
+            answer = await agent.chat.completions.create(model="m", messages=history, response_format=format)
+            text = answer.choices[0].message.content or ""
+            assert set(json.loads(text)) == {"kind", "sure"}, text
+            history += [{"role": "assistant", "content": text}, said("and now?")]
+            stops = list("aeiou0123456789")
+            stopped = await agent.chat.completions.create(model="m", messages=history, stop=stops)
+            assert not set(stopped.choices[0].message.content or "") & set(stops)
+            format["json_schema"]["schema"] = {"type": "nothing"}
+            with pytest.raises(openai.BadRequestError):
+                await agent.chat.completions.create(model="m", messages=history, response_format=format)
+            [sample] = adapter.finish_session(key, Sample(index=0, group_index=0))
+            assert sample.metadata["agent"]["otherwise_sampled"] == 1 and sample.loss_mask is not None
+            kept = [t for t, m in zip(sample.tokens[sample.prompt_length :], sample.loss_mask, strict=True) if m]
+            assert chat.decode(kept).startswith(stopped.choices[0].message.content or "")
+            assert kept and not set(text) <= set(chat.decode(kept))
+        finally:
+            await adapter.close()
+            await client.close()
+
+    asyncio.run(run())

@@ -14,7 +14,7 @@ import pytest
 from slime.agent.harness import ClaudeCodeHarness, CodexHarness, Harness, OpenCodeHarness
 from slime.agent.sandbox.local import LocalSandbox
 from slime.core.errors import Unconfined
-from slime.core.sample import Sample
+from slime.core.sample import Sample, Status
 from tests.support.agent_room import END, Room, agent_room
 from tests.support.command_lines import PlainShell, folder_with
 
@@ -72,6 +72,61 @@ def test_a_command_line_completes_a_task(harness: Harness, tmp_path: Path) -> No
             said = room.tokenizer.decode(trained)
             assert said.startswith("I write it.\n<tool_call>") and said.endswith(LAST + END), said
             assert said.count(END) == 2 and task.metadata["agent"]["turns"] == 2, task.metadata
+
+    asyncio.run(run())
+
+
+class Wordy(deque[str]):
+    """What a model says that fills its context by the results of calls, and then ends."""
+
+    room: Room
+    num_calls = 0
+
+    def popleft(self) -> str:
+        tool = next((name for name in CALLS if f'"name": "{name}"' in self.room.read[-1]), None)
+        if tool is None or self.num_calls == 2:
+            return LAST
+        self.num_calls += 1
+        command = f"seq {self.num_calls}000 {self.num_calls}900"
+        given = {name: command if name in ("cmd", "command") else text for name, text in CALLS[tool].items()}
+        call = json.dumps({"name": tool, "arguments": given})
+        return f"I look.\n<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("harness", "context", "says"),
+    [
+        (HARNESSES[0], 21_000, LAST),
+        (HARNESSES[1], 14_200, "ran out of room in the model's context window"),
+        (HARNESSES[2], 15_200, LAST),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_command_line_recognises_a_full_context(harness: Harness, context: int, says: str, tmp_path: Path) -> None:
+    """Law: Claude Code and opencode shorten their history and ask again; Codex says what the matter is. The contexts
+    hold each program's first prompt and one of three results.
+    """
+    shell = PlainShell(str(folder_with(harness)))
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+
+    async def run() -> None:
+        async with agent_room() as room:
+            room.model.script = Wordy()
+            room.model.script.room = room
+            key = room.adapter.open_session(max_context_tokens=context)
+            done = await harness.run(
+                shell, "Look around.", url=room.url, key=key, folder=str(work), home=str(home), timeout_s=LIMIT_S
+            )
+            assert says in done.output and not done.timed_out, done
+            samples = room.adapter.finish_session(key, Sample(index=0, group_index=0), reward=1.0)
+            assert all(len(sample.tokens) <= context for sample in samples)
+            shortened = sum(sample.metadata["agent"]["branch"] != "first" for sample in samples)
+            if harness.name == "codex":
+                assert [sample.status for sample in samples] == [Status.TRUNCATED]
+            else:
+                assert shortened, "it gave up"
 
     asyncio.run(run())
 

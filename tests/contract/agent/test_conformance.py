@@ -474,5 +474,13 @@ async def test_each_request_of_the_table_gets_what_its_api_promises(name: str) -
         assert outcomes["served"] > 50 and outcomes["refused"] > 50, outcomes
 
 
+async def test_tokens_of_a_conversation_that_ends_with_an_answer_can_be_counted() -> None:
+    """Claude Code counts such conversations, though it asks for no answer to them."""
+    async with agent_room() as room:
+        claude = anthropic.AsyncAnthropic(base_url=room.url, api_key=room.key, max_retries=0, timeout=LIMIT_S)
+        given: Any = [USER, {"role": "assistant", "content": "fine"}]
+        assert (await claude.messages.count_tokens(model="m", messages=given)).input_tokens > 5
+
+
 def test_the_table_is_long() -> None:
     assert sum(map(len, CASES.values())) > 200
