@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 from typing import Any
 
-from slime.rewards.grader_process import ProcessSettings
-from slime.rewards.grader_worker import OFFLINE, Server
+from slime.rewards.grader_process import ProcessSettings, encoded
+from slime.rewards.grader_worker import HEADER, OFFLINE, Server, read_columns
 
 
 class _Nobody(io.RawIOBase):
@@ -37,7 +38,11 @@ class GraderHere:
         return cls(settings)
 
     async def ask(self, message: dict[str, Any], *, grace_s: float = 0.0, computes: bool = False) -> dict[str, Any]:
-        request = {"id": 0, **json.loads(json.dumps(message))}
+        frame = asyncio.StreamReader()
+        frame.feed_data(encoded(message))
+        (length,) = HEADER.unpack(await frame.readexactly(HEADER.size))
+        request = {"id": 0, **json.loads(await frame.readexactly(length))}
+        await read_columns(request, frame)
         reply: dict[str, Any] = json.loads(json.dumps(await self._server.score(request)))
         return reply
 
