@@ -378,6 +378,8 @@ def _more(sample: Sample) -> dict[str, Any]:
         more["trained_tokens"] = trained
     if isinstance(sample.reward, dict):
         more["scores"] = dict(list(_scores(sample).items())[:MAX_SCORES])
+    if (rewards := sample.column("token_rewards")) is not None and rewards.any():
+        more["token_rewards"] = rewards[rewards != 0][:MAX_SCORES].tolist()
     for name in ("unscored", "ungradable"):
         if reason := getattr(sample, name):
             more[name] = shorten(visible(reason), MAX_LABEL_CHARS)

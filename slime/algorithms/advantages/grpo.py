@@ -221,8 +221,8 @@ class TurnRelative(Discounts, GroupRelative):
     def estimate(self, batch: RewardedBatch) -> Estimate:
         masks, kl_S, coef = batch.masks, batch.kl_S, batch.kl_coef
         found = [_compared_turns(batch, p, self.gamma) for p in range(len(masks))]
-        counts = [len(numbers) for numbers, _ in found]
-        numbers = np.concatenate([*(numbers for numbers, _ in found), np.zeros(0, np.int64)])
+        counts = [len(turns) for turns, _ in found]
+        numbers = np.concatenate([*(turns for turns, _ in found), np.zeros(0, np.intp)])
         values = np.concatenate([*(returns for _, returns in found), np.zeros(0)])
         if self.rewards_normalization:
             samples = np.repeat(np.arange(len(masks)), counts)
@@ -231,41 +231,46 @@ class TurnRelative(Discounts, GroupRelative):
         advantages = np.split(np.nan_to_num(values, nan=0.0), np.cumsum(counts)[:-1])
 
         def one(p: int) -> Array:
-            turns, kl = _turns_of(batch, p), kl_S[p]
-            of_turn = np.zeros(int(turns.max(initial=-1)) + 2)  # the last one is for tokens before the first turn
-            of_turn[found[p][0]] = advantages[p]
-            return spread_advantage(0.0, masks[p], kl, coef) + kept(of_turn[turns], masks[p])
+            starts, kl = _turn_starts(batch, p), kl_S[p]
+            of_turn = np.zeros(len(starts) + 1)  # the first one is for tokens before the first turn
+            of_turn[found[p][0] + 1] = advantages[p]
+            lengths = np.diff(starts, prepend=0, append=len(masks[p]))
+            return spread_advantage(0.0, masks[p], kl, coef) + kept(np.repeat(of_turn, lengths), masks[p])
 
         return Estimate(batch.computed(one))
 
 
-def _turns_of(batch: RewardedBatch, p: int) -> npt.NDArray[np.int64]:
-    """Returns the turn to which each token of a sample belongs [R]; -1 before the first turn.
+def _turn_starts(batch: RewardedBatch, p: int) -> npt.NDArray[np.intp]:
+    """Returns the positions [K] at which the turns of a sample start.
 
-    A turn is a run of sampled tokens, trained or not, and the observations that follow it. Siblings that mask earlier
-    turns keep their numbers.
+    A turn is a run of sampled tokens, trained or not, and the observations that follow it. So siblings that mask
+    earlier turns keep the numbers of their turns.
     """
     acted = is_trained(batch.masks[p])
     if batch.token_versions is not None:
         acted = acted | (np.asarray(batch.token_versions[p]) != NOT_SAMPLED)
-    return np.cumsum(acted & ~np.concatenate([[False], acted[:-1]]), dtype=np.int64) - 1
+    starts = np.flatnonzero(acted[1:] > acted[:-1]) + 1
+    return np.concatenate([[0], starts]) if acted[:1].any() else starts
 
 
-def _compared_turns(batch: RewardedBatch, p: int, gamma: float) -> tuple[npt.NDArray[np.int64], Array]:
+def _compared_turns(batch: RewardedBatch, p: int, gamma: float) -> tuple[npt.NDArray[np.intp], Array]:
     """Returns (turns in which a sample is compared, their returns G_k; NaN for an unscored sample).
 
     The sample's reward comes in its last turn. Compared are the turns that it trains. A sample without trained tokens
     (`remove_sample`) still counts in the statistics of its group, with all its turns.
     """
-    turns, trained, own = _turns_of(batch, p), is_trained(batch.masks[p]), batch.token_rewards_S[p]
-    num, reward = int(turns.max(initial=-1)) + 1, float(batch.rewards[p])
-    rewards = np.zeros(num)
+    starts, trained, own = _turn_starts(batch, p), is_trained(batch.masks[p]), batch.token_rewards_S[p]
+    if not len(starts):
+        return starts, np.zeros(0)
+    rewards, reward = np.zeros(len(starts)), float(batch.rewards[p])
     if own is not None:
-        rewards += np.bincount(turns[turns >= 0], np.asarray(own, np.float64)[turns >= 0], num)
-    rewards[-1:] += reward
-    returns = np.full(num, np.nan) if np.isnan(reward) else reverse_scan(rewards, gamma)
-    numbers = np.flatnonzero(np.bincount(turns[trained if trained.any() else turns >= 0]))
-    return numbers, returns[numbers]
+        places = starts[0] + np.flatnonzero(own[starts[0] :])
+        np.add.at(rewards, np.searchsorted(starts, places, side="right") - 1, own[places])
+    rewards[-1] += reward
+    returns = np.full(len(starts), np.nan) if np.isnan(reward) else reverse_scan(rewards, gamma)
+    compared = np.logical_or.reduceat(trained, starts)
+    turns = np.flatnonzero(compared if compared.any() else np.ones(len(starts), np.bool_))
+    return turns, returns[turns]
 
 
 @ESTIMATORS.register("gspo")

@@ -20,7 +20,7 @@ from slime.core.sample import Group, Sample
 from slime.rollout.filters import check_reward_nonzero_std
 from slime.rollout.manager import RolloutManager
 from slime.rollout.recordings import load_rollout, save_rollout, save_train_batch
-from slime.rollout.sample_metrics import sample_metrics
+from slime.rollout.sample_metrics import _more, sample_metrics
 from slime.rollout.train_batch import to_train_batch
 from slime.rollout.workflows.rejection import keep_best
 from tests.support.fake_engine import FakeEngine
@@ -238,5 +238,6 @@ def test_filters_and_metrics_count_rewards_of_tokens(tmp_path: Path) -> None:
     assert found["rollout/total_reward"] == (1.5 + 1.5 + 1.5 + 2.0) / 4 and found["rollout/zero_std/ratio"] == 0.5
     assert found["rollout/raw_reward"] == 0.875 and found["rollout/zero_std/count_1.5"] == 1
     assert "rollout/total_reward" not in sample_metrics(grpo, [[finished(0), finished(1)]])
+    assert _more(placed[0])["token_rewards"] == [1.0] and "token_rewards" not in _more(finished(0))
     keep_best(grpo, [unequal])
     assert [s.remove_sample for s in unequal] == [True, False]
