@@ -12,9 +12,9 @@ and the number of Python objects.
 
 `adapter_and_client`: this process has the adapter and the engine client, and nothing else. Engine and agents are in a
 second process (`benchmarks.agent_engines`), and both processes share the cores. The engine sends one event per
-`stream_interval` tokens, as the client asks, one step of all requests every `step_ms`: with `saturated`, faster than
-this process can read, otherwise at half of the goal of 100,000 tokens per second. `adapter_us_per_token` is processor
-time of this process, which depends less on what else the machine does than the tokens per second do.
+`stream_interval` tokens, as the client asks, one step of all requests every `step_ms`, which is faster than this process
+can read. `adapter_us_per_token` is processor time of this process, which depends less on what else the machine does than
+the tokens per second do; `samples_us_per_token` is the time to build and check the samples at the end.
 
 `long_context`: a session with 200,000 tokens in many short messages or in a few long ones. `open_ms`: time in
 `Session.open_turn`, which blocks the event loop. `turn_cpu_ms`: processor time of this process for a whole turn of one
@@ -61,8 +61,8 @@ from slime.rollout.transcript import TRANSCRIPT, Transcript
 
 END = "<|im_end|>"
 SAMPLING = {"max_new_tokens": 1000}
-GOAL, SATURATED = 100_000, 250_000
-"""Tokens per second that the engine samples: the goal for this process, and more than it is expected to read."""
+SATURATED = 250_000
+"""Tokens per second that the engine samples: more than this process is expected to read."""
 CONTEXT = 200_000
 ANSWER = "Let me see what the file says about that, and then decide what to change in it. " * 3
 
@@ -285,10 +285,8 @@ async def adapter_and_client(rig: Rig, sessions: int, turns: int, num_answer: in
     out: dict[str, Any] = {"sessions": sessions, "turns": turns, "tokens_per_answer": num_answer}
     async with served(rig, rig.answer(num_answer)) as (world, adapter, url):
         for name, streams, per_s in (
-            ("whole, saturated", False, SATURATED),
-            ("whole, half of the goal", False, GOAL / 2),
-            ("streamed, saturated", True, SATURATED),
-            ("streamed, half of the goal", True, GOAL / 2),
+            ("whole", False, SATURATED),
+            ("streamed", True, SATURATED),
         ):
             scopes = [Transcript() for _ in range(sessions)]
             keys = []

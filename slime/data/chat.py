@@ -88,6 +88,8 @@ class ChatRenderer:
                 "FILE, or store rendered prompts in the dataset and drop --apply-chat-template"
             )
         self._tokenizer = tokenizer
+        self._backend = _backend(tokenizer)
+        """Decodes without the checks of transformers, which take as long again."""
         self._kwargs = dict(kwargs or {})
         by_id = tokenizer.added_tokens_decoder
         added = {str(token): token for token in by_id.values()}
@@ -140,7 +142,9 @@ class ChatRenderer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, keeping control tokens. For checks and error messages only."""
+        """Decodes ids, keeping control tokens. Never used to encode what was sampled again."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=False))
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_with_starts(self, rendered: Rendered) -> tuple[list[int], list[int]]:
@@ -229,6 +233,13 @@ class ChatRenderer:
         if isinstance(value, list | tuple):
             return [self._replace(v, stand_ins, is_assistant) for v in value]
         return value
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Returns the `tokenizers` object behind a tokenizer that decodes by it alone; None if the class adds to it."""
+    kind, modules = type(tokenizer), ("tokenization_utils_base", "tokenization_utils_tokenizers")
+    found = [getattr(getattr(kind, name, None), "__module__", "") for name in ("decode", "_decode")]
+    return tokenizer.backend_tokenizer if found == [f"transformers.{name}" for name in modules] else None
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -27,6 +27,7 @@ import base64
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,10 @@ def joined(parts: Sequence[Generation]) -> Generation:
         return Generation((), (), "length", NOT_SAMPLED, "")
     last = parts[-1]
     return Generation(
-        tokens=tuple(token for part in parts for token in part.tokens),
-        log_probs=tuple(value for part in parts for value in part.log_probs),
+        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+        log_probs=tuple(chain.from_iterable(part.log_probs for part in parts)),
         finish_reason=last.finish_reason,
-        weight_version=tuple(version for part in parts for version in part.versions),
+        weight_version=tuple(chain.from_iterable(part.versions for part in parts)),
         text="".join(part.text for part in parts),
         prompt_tokens=last.prompt_tokens,
         cached_tokens=max(part.cached_tokens for part in parts),
@@ -189,8 +190,8 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
     said, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     tokens = tuple(map(int, ids))
     log_probs = tuple(map(float, said if None not in said else (math.nan if one is None else one for one in said)))
-    if not all(map(math.isfinite, log_probs)):
-        bad = next(i for i, value in enumerate(log_probs) if not math.isfinite(value))
+    if not math.isfinite(sum(log_probs)):
+        bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), 0)
         raise EngineError(
             f"the log-prob of token {bad} of {len(tokens)} (id {tokens[bad]}) is {pairs[bad][0]}; it must be finite"
         )
