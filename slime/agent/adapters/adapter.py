@@ -340,9 +340,9 @@ class Frame:
     event: str | None = None
 
     def encoded(self) -> bytes:
-        text = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
-        head = f"event: {self.event}\n" if self.event else ""
-        return f"{head}data: {text}\n\n".encode()
+        data = self.data.encode() if isinstance(self.data, str) else orjson.dumps(self.data)
+        head = f"event: {self.event}\n".encode() if self.event else b""
+        return b"%sdata: %s\n\n" % (head, data)
 
 
 class Stream(ABC):
