@@ -138,7 +138,7 @@ class ExecutionChat:
     def _is_full(self, limits: Limits) -> bool:
         """Counts a turn. Returns whether it is one more than `--agent-max-turns`."""
         most, self._num_turns = current().args.agent_max_turns, self._num_turns + 1
-        if most is None or self._num_turns <= most:
+        if self._num_turns <= most:
             return False
         limits.spent["agent_max_turns"] += 1
         return True

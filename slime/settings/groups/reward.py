@@ -158,8 +158,9 @@ class AgentSettings:
     agent_sampling: bool = opt(False, needs=_AGENTS)
     """Let agents choose temperature, top-p and top-k. Responses sampled with different values are then used as context
     but not trained on, because log-probs use the run's values. Default: the run's values override an agent's."""
-    agent_max_turns: int | None = opt(None, needs=_AGENTS, within=COUNT)
-    """Maximum number of responses in one execution. Further requests are refused, and the execution is truncated."""
+    agent_max_turns: int = opt(1_000, needs=_AGENTS, within=COUNT)
+    """Maximum number of responses in one execution. Further requests are refused, and the execution is truncated. The
+    default ends agents that never stop."""
     agent_time_limit_s: float | None = opt(None, needs=_AGENTS, within=SECONDS)
     """Maximum duration of an execution, in seconds. After that, running requests are aborted, further requests are
     refused, and the execution is truncated."""

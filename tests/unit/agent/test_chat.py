@@ -30,7 +30,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def in_chat(work: Callable[[Room, Chat], Awaitable[Any]], *, most_turns: int | None = None, **args: Any) -> Any:
+def in_chat(work: Callable[[Room, Chat], Awaitable[Any]], *, most_turns: int = 1_000, **args: Any) -> Any:
     """Runs `work` inside an execution whose engine says what the room's script holds."""
 
     async def main() -> Any:
