@@ -144,14 +144,19 @@ def _set_score(sample: Sample, score: Score) -> str:
     return ""
 
 
-async def score_samples(context: RolloutContext, samples: Sequence[Sample], *, group: bool) -> str:
+async def score_samples(
+    context: RolloutContext, samples: Sequence[Sample], *, group: bool, evaluation: bool = False
+) -> str:
     """Grades samples that have no reward, or all if `group`. Returns the first reason for a missing score, or ''.
 
-    Without a grader, the reward of a sample with token rewards is 0, because nothing scores its end.
+    Without a grader, the reward of a sample with token rewards is 0, because nothing scores its end; in an evaluation,
+    it is the sum of its token rewards.
     """
     for sample in samples:
         if sample.reward is None and sample.token_rewards is not None and not has_grader(context.args, sample):
             sample.reward = 0.0
+            if evaluation:
+                sample.reward = sample.total_reward()
     missing = list(samples) if group else [s for s in samples if s.reward is None]
     if not missing:
         return ""
@@ -268,7 +273,8 @@ async def _generate_and_score(
         return Execution(result, Outcome.FINISHED)
     as_group = args.group_rm and args.custom_rm_path is not None and sample.custom_rm_path is None
     with traced("grade", samples=len(result)):
-        reason = await score_samples(context, result, group=as_group)  # a group grader takes a list
+        # a group grader takes a list
+        reason = await score_samples(context, result, group=as_group, evaluation=evaluation)
     return Execution(result, Outcome.UNSCORED if reason else Outcome.FINISHED, reason)
 
 

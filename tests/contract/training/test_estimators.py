@@ -122,6 +122,10 @@ def own_advantages(args, rollout_data):
 def wrong_advantages(args, rollout_data):
     rollout_data["advantages"] = [m[:1] for m in rollout_data["loss_masks"]]
 
+def own_returns(args, rollout_data):
+    columns = (rollout_data[name] for name in ("token_rewards", "raw_reward", "metadata"))
+    rollout_data["advantages"] = [(r.flip(0).cumsum(0).flip(0) + end) * own["scale"] for r, end, own in zip(*columns)]
+
 def own_loss(args, batch, log_probs, sum_of_sample_mean):
     loss = sum_of_sample_mean(-batch["advantages"] * log_probs)
     return loss, {"mine": loss.detach()}
@@ -144,6 +148,24 @@ def own_reducer(total_lengths, response_lengths, masks, calculate_per_token_loss
 def _all_trained(sample: TrainSample) -> TrainSample:
     ones = np.ones_like(sample.loss_mask)
     return dataclasses.replace(sample, loss_mask=ones, token_versions=ones.astype(np.int32))
+
+
+@pytest.mark.slow
+def test_rewards_of_tokens_and_metadata_reach_the_trainer(tiny_qwen3: Path, tmp_path: Path, make_backend: Make) -> None:
+    """The gradient of REINFORCE++ is that of a user's function, which sums the rewards that follow each token."""
+    file = tmp_path / "mine.py"
+    file.write_text(HOOKS)
+    rng, batch = np.random.default_rng(4), random_batch(seed=2)
+    rewarded = [
+        dataclasses.replace(_all_trained(s), token_rewards=rng.normal(size=s.response_length), metadata={"scale": 2.0})
+        for s in batch.samples
+    ]
+    batch = with_samples(batch, rewarded)
+    settings: dict[str, Any] = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": False}
+    by_hand = make_backend(tiny_qwen3, custom_advantage_function_path=f"{file}:own_returns", **settings)
+    got, want = dict(by_hand.gradients(batch)), dict(make_backend(tiny_qwen3, **settings).gradients(batch))
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], 2.0 * gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()))
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from slime.rollout.sample_metrics import _more, sample_metrics
 from slime.rollout.train_batch import to_train_batch
 from slime.rollout.workflows.rejection import keep_best
 from tests.support.fake_engine import FakeEngine
-from tests.support.rollout import rollout_args, with_manager
+from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 pytestmark = pytest.mark.usefixtures("graders_here")
 
@@ -100,13 +100,16 @@ def test_the_program_of_the_documentation_rewards_each_turn(tmp_path: Path) -> N
     own = tmp_path / "own.py"
     own.write_text(code.replace("str(sample.label)", "''"))
     flags = ("--custom-generate-function-path", f"{own}:generate", "--rollout-max-context-len", "100")
+    flags += ("--eval-interval", "1", "--eval-prompt-data", "held", str(write_prompts(tmp_path / "held.jsonl", 2)))
     args = rollout_args(tmp_path, *flags).replace(rm_type=None)
 
     async def work(manager: RolloutManager) -> Any:
-        return (await manager.generate(0))[0]
+        batch, _ = await manager.generate(0)
+        return batch, await manager.evaluate(0)
 
-    batch = asyncio.run(with_manager(args, FakeEngine(stop_after=2), work))
+    batch, metrics = asyncio.run(with_manager(args, FakeEngine(stop_after=2), work))
     assert [turn_rewards(s) for s in batch.samples] == [[1.0, 1.0, 1.0]] * 8
+    assert metrics["eval/held"] == 3.0, "without a grader, an evaluation shows the sum"
 
 
 def test_a_grader_still_scores_the_end(tmp_path: Path) -> None:
