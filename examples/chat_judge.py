@@ -3,7 +3,7 @@
 The judge is the model called "judge" in `--sglang-config`, or the policy itself without such a model.
 """
 
-from examples.multi_agent import rows  # noqa: F401
+from examples.chat_tools import rows  # noqa: F401
 from slime.rollout.context import current
 
 FLAGS = "--custom-generate-function-path examples.chat_judge:generate"

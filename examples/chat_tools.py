@@ -1,9 +1,12 @@
 """A tool environment of up to three turns: `python -m examples.run chat_tools`. The tool is a Python function."""
 
-from examples.multi_agent import rows  # noqa: F401
 from slime.rollout.context import current
 
 FLAGS = "--custom-generate-function-path examples.chat_tools:generate"
+
+
+def rows():
+    return [{"prompt": f"What is {a} + {b}?", "label": str(a + b)} for a in range(2, 10) for b in range(2, 10)]
 
 
 def add(a: float, b: float) -> float:
