@@ -23,6 +23,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -219,14 +220,26 @@ class ConversationTemplate:
             text = self.chat.disarmed(message.text, rendered).strip()
             if not text:
                 continue
-            found = rendered.marked.find(text, at if in_order else 0)
-            if found < 0 and in_order:
+            place = _place(rendered.marked, text, at if in_order else 0)
+            if place is None and in_order:
                 raise NotAppended(f"the chat template does not append the {message.role} message {text[:80]!r}")
-            if found >= 0:
-                spans.append((found, found + len(text), Origin(message.role)))
-                at = found + len(text) if in_order else at
+            if place is not None:
+                spans.append((*place, Origin(message.role)))
+                at = place[1] if in_order else at
         ids, starts = self.chat.encode_with_starts(rendered)
         return Tokens(tuple(ids), _codes(starts, sorted(spans)))
+
+
+def _place(written: str, text: str, start: int) -> tuple[int, int] | None:
+    """Returns (start, end) of a text in what a template wrote from `start` onwards; None if it is not there.
+
+    Some templates write messages as JSON strings: Llama 3.1's and gpt-oss' the results of tools.
+    """
+    at = written.find(text, start)
+    if at < 0:
+        text = json.dumps(text, ensure_ascii=False)[1:-1]
+        at = written.find(text, start)
+    return None if at < 0 else (at, at + len(text))
 
 
 KEPT = 16

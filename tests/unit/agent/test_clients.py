@@ -22,9 +22,11 @@ from slime.agent.messages import Message, ToolCall, canonical_arguments
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
 from slime.core.sample import Sample
+from slime.data.chat import ChatRenderer
 from slime.rollout.client.call import Generation
 from tests.support.agent_histories import LONGEST_TURN, TOOLS, Player
-from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer
+from tests.support.agent_room import turns_with_calls
+from tests.support.chat_templates import PUBLISHED, ids_of, published_chat, published_tokenizer, with_template
 from tests.support.marks import quick
 from tests.unit.agent.test_endings import BEFORE
 
@@ -176,16 +178,16 @@ class Client(Player):
                 return {"system": "Be brief.", "messages": history, "tools": named}
 
     def play(self, num_requests: int) -> None:
-        history = [self.user(self.words())]
+        history, shortened = [self.user(self.words())], False
         for number in range(num_requests):
             if number and self.session.branches and self.random.random() < 0.1:
-                history = [self.user(f"summary {self.seed} {number}: {self.words()}")]
-                self.compacted += 1
+                history, shortened = [self.user(f"summary {self.seed} {number}: {self.words()}")], True
             request = self.wire.request(json.loads(json.dumps(self.body(history))))
             answer = self.ask(list(request.messages), request.tools)
             assert not self.refused, self.seed
             if answer is None:  # lost on the way: the client asks again
                 continue
+            self.compacted, shortened = self.compacted + shortened, False
             finish = "calls" if answer.calls else "stop"
             response = self.wire.response(Answer("id", answer, finish, 1, 1, 0, False), request)
             history += self.sent_back(json.loads(json.dumps(response)))
@@ -244,6 +246,19 @@ def test_a_real_edit_still_forks(what: str) -> None:
     given = {"text": SAID.text, "reasoning": SAID.reasoning, "calls": (call,), **edit}
     session.open_turn([ASKED, Message("assistant", **given), REPLY], TOOLS)
     assert +session.forks == Counter(foreign=1)
+
+
+def test_a_result_that_the_template_writes_as_a_json_string_is_appended() -> None:
+    """As Llama 3.1's and gpt-oss' templates write it: with line breaks and quotes spelled out."""
+    tokenizer = with_template("qwen3", turns_with_calls("").replace("m.content", "(m.content | tojson)"))
+    template = ConversationTemplate(ChatRenderer(tokenizer), ids_of(tokenizer, ["<|im_end|>"]))
+    session = Session(template)
+    opened = session.open_turn([ASKED], TOOLS)
+    session.end_turn(opened, SAID, Generation((5, 6), (-0.5,) * 2, "stop", 1, ""))
+    result = Message("tool", 'one\n"two"\t\u00e4\\', call_id="c")
+    opened = session.open_turn([ASKED, SAID, result], TOOLS)
+    assert not +session.forks
+    assert json.dumps(result.text, ensure_ascii=False) in tokenizer.decode(list(opened.branch.tokens))
 
 
 def test_javascript_is_imitated_as_it_is() -> None:
