@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slime.agent.adapters import Adapter, AgentAdapter
 from slime.agent.template import ConversationTemplate
 from slime.data.chat import ChatRenderer
-from slime.rollout.client.engine_client import EngineClient
+from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.context import RolloutContext, use
+from slime.rollout.types import Progress
+from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.chat_templates import with_template
 from tests.support.fake_engine import FakeEngine, serve
+from tests.support.rollout import rollout_args, write_checkpoint_stub
 
 END = "<|im_end|>"
 
@@ -111,3 +118,19 @@ async def agent_room(*, family: str = "qwen3", template: str | None = None, **se
         finally:
             await adapter.close()
             await client.close()
+
+
+@asynccontextmanager
+async def rollout(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
+    """A scripted model, a rollout's context in front of it, and what ends the requests of its executions."""
+    model = write_checkpoint_stub(tmp_path / "chat")
+    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
+    args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900", *flags)
+    async with agent_room() as room:
+        loop, scope = asyncio.get_running_loop(), RequestScope()
+        context = RolloutContext(args, room.client, room.tokenizer, None, Progress("rollout", 0, 1), loop)
+        REQUEST_SCOPE.set(scope)
+        with use(context):
+            yield room, context, scope

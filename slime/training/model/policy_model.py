@@ -1,14 +1,23 @@
 """`PolicyModel`, Megatron's GPT model with log-probs of response tokens as output, and `ValueModel`, the critic.
 
 The output layer runs in chunks (see `log_probs`) and only at positions that predict a response token.
+
+Multi-token prediction needs the embedding on the last pipeline stage. With several stages, only the first one has it.
+Training changes it, so `lent_embedding` copies it to the last stage in every step. If the embedding is tied, the last
+stage already has it. The copy exists only during a step and is never saved or synced, and multi-token prediction sends
+no gradient to the embedding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
@@ -18,7 +27,6 @@ from slime.models.common.packed_attention import PackedSequences
 from slime.models.common.rotary import Rotary
 from slime.models.common.vision import VisionTower
 from slime.ops.repeats import repeat_rows
-from slime.training.model.draft import embedded_tokens
 from slime.training.model.log_probs import (
     DEFAULT_CHUNK_TOKENS,
     RowLogits,
@@ -46,7 +54,7 @@ class PolicyModel(GPTModel):
     borrows_embedding: bool
     """Whether multi-token prediction is trained and the last stage has no embedding."""
     lent_embedding: Tensor | None
-    """[V_local, H] on the last stage during a step; see `draft`."""
+    """[V_local, H] on the last stage during a step; see `lent_embedding` below."""
     tower: VisionTower | None = None
     """Encodes the images of a row. It is not a submodule, because it is not trained, synced or saved."""
 
@@ -257,3 +265,47 @@ def _picked(hidden: Tensor, packed: PackedSequences, positions: Tensor) -> Tenso
         return hidden.index_select(0, positions)
     assert packed.asked.rows.numel() == positions.numel(), "the positions do not match the packed row"
     return repeat_rows(hidden, packed.asked)
+
+
+@torch.no_grad()
+def embedded_tokens(chunk: PolicyModel, tokens: Tensor) -> Tensor:
+    """Returns the embeddings [T, H] of `tokens` [T], which must be the same on all tensor-parallel ranks."""
+    weight, shard = _weight(chunk), chunk.shard
+    local, held = shard.local(tokens)
+    rows = weight.index_select(0, local).masked_fill_(~held.unsqueeze(1), 0)
+    return shard.all_reduce(rows)
+
+
+def _weight(chunk: PolicyModel) -> Tensor:
+    if chunk.pre_process:
+        weight: Tensor = chunk.embedding.word_embeddings.weight
+    elif chunk.share_embeddings_and_output_weights:
+        weight = chunk.output_weight()
+    else:
+        assert chunk.lent_embedding is not None, "the last stage has no copy of the embedding outside a step"
+        weight = chunk.lent_embedding
+    return weight.detach()
+
+
+@contextmanager
+def lent_embedding(chunks: Sequence[Any]) -> Iterator[None]:
+    """Lends the first stage's embedding to the last stage inside the block, if needed. Collective over the pipeline.
+
+    `chunks` are this rank's model chunks, wrapped in Megatron's DDP.
+    """
+    models: list[PolicyModel] = [chunk.module for chunk in chunks]
+    if not models[-1].borrows_embedding:
+        yield
+        return
+    group = mpu.get_pipeline_model_parallel_group()
+    first, last = dist.get_global_rank(group, 0), dist.get_global_rank(group, group.size() - 1)
+    if dist.get_rank() == first:
+        dist.send(models[0].embedding.word_embeddings.weight.detach(), dst=last, group=group)
+    elif dist.get_rank() == last:
+        weight = models[-1].output_layer.weight
+        models[-1].lent_embedding = torch.empty_like(weight, requires_grad=False)
+        dist.recv(models[-1].lent_embedding, src=first, group=group)
+    try:
+        yield
+    finally:
+        models[-1].lent_embedding = None

@@ -32,8 +32,8 @@ from slime.core.batch import TrainBatch, trains_any
 from slime.core.errors import HookError
 from slime.data.micro_batch_schedule import StepSchedule
 from slime.settings import Args
-from slime.training.model.draft import lent_embedding
 from slime.training.model.megatron_config import training_dtype
+from slime.training.model.policy_model import lent_embedding
 from slime.training.parallel import ParallelInfo
 from slime.training.step.loss import Evaluation, LossParts, Objective, Sums, nothing_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, to_device

@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +15,12 @@ import pytest
 from slime.agent.execution import execution
 from slime.core.errors import ConfigError
 from slime.core.sample import Sample, Status
-from slime.rollout.client.engine_client import REQUEST_SCOPE, RequestScope
-from slime.rollout.context import RolloutContext, use
 from slime.rollout.execute import Execution, Outcome, run_execution
-from slime.rollout.types import Progress
-from tests.support.agent_room import Room, agent_room, turns_with_calls
-from tests.support.chat_hooks import short_tokenizer_folder
+from tests.support.agent_room import rollout, turns_with_calls
 from tests.support.marks import quick
-from tests.support.rollout import rollout_args, write_checkpoint_stub
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
 PARAMS = {"temperature": 1.0, "max_new_tokens": 900}
-
-
-@asynccontextmanager
-async def rollout(tmp_path: Path, *flags: str) -> AsyncIterator[tuple[Room, RolloutContext, RequestScope]]:
-    """A model that speaks slowly, a context in front of it, and what ends the requests of its executions."""
-    model = write_checkpoint_stub(tmp_path / "chat")
-    shutil.copytree(short_tokenizer_folder("qwen3"), model, dirs_exist_ok=True)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 200_000}))
-    args = rollout_args(tmp_path, "--hf-checkpoint", str(model), "--rollout-max-response-len", "900", *flags)
-    async with agent_room() as room:
-        room.model.tick_s = 0.01
-        room.says("word " * 1000)
-        loop, scope = asyncio.get_running_loop(), RequestScope()
-        context = RolloutContext(args, room.client, room.tokenizer, None, Progress("rollout", 0, 1), loop)
-        REQUEST_SCOPE.set(scope)
-        with use(context):
-            yield room, context, scope
 
 
 async def asked(url: str, key: str, *, streams: bool) -> None:
@@ -102,6 +75,8 @@ QUICK_ENDS = ((raises_the_sdks_error, "abort"), (raises_its_own_error, "pause"),
 async def ended_by(hook: Any, end: str, tmp_path: Path) -> Execution:
     """How an execution ends whose request the run, or its engine, ends while it is being answered."""
     async with rollout(tmp_path) as (room, context, scope):
+        room.model.tick_s = 0.01
+        room.says("word " * 1000)
         sample = Sample(group_index=0, index=0, prompt=USER)
         running = asyncio.create_task(run_execution(context, [sample], PARAMS, hook))
         async with asyncio.timeout(120):
