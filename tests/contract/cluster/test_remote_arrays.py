@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
-from slime.cluster.remote_arrays import set_apart
+from slime.cluster.rollout_actor import set_apart
 from slime.core.batch import TrainBatch
 from slime.core.routed_experts import digests_of
 from tests.support.training import random_batch
