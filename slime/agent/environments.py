@@ -95,7 +95,7 @@ ENVIRONMENTS: dict[str, Ecosystem] = {
     "verifiers": Ecosystem(
         "verifiers",
         "0.4.0",
-        "a taskset of your own, or one from PyPI; its harness installs packages from PyPI on first use",
+        "a taskset of your own, or one from PyPI; PyPI also when a process plays its first episode",
         more=("uv==0.13.9",),
     ),
     "openenv": Ecosystem("openenv", "0.10.0", "an environment of your own, as openenv init makes it"),
@@ -371,6 +371,7 @@ class EnvironmentProcess:
                 call = self._calls.get(said["id"])
                 if call is not None and not call.done():
                     call.set_result(said)
+            self._kill_group()  # servers that a dead runner leaves behind
             await self._process.wait()
         finally:
             for call in self._calls.values():
@@ -428,17 +429,21 @@ class EnvironmentProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_LIMIT_S):
                 await self._process.wait()
+        self._kill_group()
+        await self._process.wait()
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
 
 
 def environment_of(spec: EnvironmentSpec, python: Path, home: Path) -> dict[str, str]:
     """Returns the variables of an environment's process. Its programs come first on PATH."""
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
     passed["PATH"] = os.pathsep.join([str(python.parent), passed.get("PATH", os.defpath)])
-    own = {"HOME": str(home), "PYTHONPATH": os.pathsep.join(spec.path), "NO_PROXY": "127.0.0.1,localhost"}
-    return {**passed, **own, "PYTHONUNBUFFERED": "1", **spec.variables}
+    own = {"HOME": str(home), "PYTHONPATH": os.pathsep.join(spec.path), "PYTHONUNBUFFERED": "1"}
+    direct = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+    return {**passed, **own, **direct, **spec.variables}
 
 
 # --- In a run

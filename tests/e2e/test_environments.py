@@ -32,7 +32,7 @@ PACKAGES = {"nemo_gym": ("reasoning-gym==0.1.25",)}
 TRAIN = """
     --colocate --device cpu --no-bf16 --input-key prompt --metadata-key metadata
     --custom-generate-function-path slime.agent.environments:generate
-    --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 16
+    --num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 16
     --lr 1e-5 --lr-decay-style constant
 """
 
@@ -106,7 +106,7 @@ def test_two_steps(kind: str, files: Path, demo_model: Path, tmp_path: Path) -> 
     assert sum("train/loss" in row for row in rows) == 2
     for step in range(2):
         samples = [one for group in load_rollout(Path(rollouts.format(rollout_id=step)))[1] for one in group]
-        assert len({(one.group_index, one.index) for one in samples}) == 16
+        assert len({(one.group_index, one.index) for one in samples}) == 8
         for one in samples:
             assert isinstance(one.reward, float) and any(one.loss_mask or ()) and INFO in one.metadata
             if (wanted := expected(kind, one)) is not None:

@@ -200,7 +200,7 @@ def test_a_process_gets_a_short_fixed_list_of_variables(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "secret")
     spec = EnvironmentSpec("openenv", path=("/a", "/b"), variables={"MINE": "1"})
     found = environment_of(spec, tmp_path / "bin" / "python", tmp_path)
-    assert set(found) <= {*PASSED, "HOME", "PYTHONPATH", "NO_PROXY", "PYTHONUNBUFFERED", "MINE"}
+    assert set(found) <= {*PASSED, "HOME", "PYTHONPATH", "NO_PROXY", "no_proxy", "PYTHONUNBUFFERED", "MINE"}
     assert "secret" not in found.values() and found["PYTHONPATH"] == "/a:/b" and found["HOME"] == str(tmp_path)
     assert found["PATH"].startswith(f"{tmp_path}/bin{os.pathsep}")
 
