@@ -397,7 +397,7 @@ async def measured(sessions: int, turns: int, only: Sequence[str]) -> dict[str, 
     if "adapter_alone" in only:
         out["adapter_alone"] = await adapter_alone(rig, sessions, turns)
     if "adapter_and_client" in only:
-        out["adapter_and_client"] = await adapter_and_client(rig, sessions, 2, 512)
+        out["adapter_and_client"] = await adapter_and_client(rig, sessions, 1, 512)
     if "long_context" in only:
         out["long_context"] = await long_context(rig)
     if "custom_reward" in only:

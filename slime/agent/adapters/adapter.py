@@ -392,6 +392,8 @@ class Wire(ABC):
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+BACKLOG = 4096
+"""Connections that the kernel holds until they are accepted, so that a thousand agents can start at the same time."""
 MODEL = "slime"
 """The only entry in the model list. Requests with any other name use the same model."""
 SAMPLES_ALL = {
@@ -547,7 +549,7 @@ class Adapter:
         """Starts listening and returns the URL without a path."""
         self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
         bound = self._runner.addresses[0]
         return http_url(host, bound[1])
