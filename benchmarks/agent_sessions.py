@@ -335,7 +335,7 @@ def talked(rig: Rig, session: Session, num_turns: int, num_tokens: int) -> list[
 async def long_context(rig: Rig) -> dict[str, Any]:
     out: dict[str, Any] = {"tokens": CONTEXT}
     async with served(rig, rig.answer(8)) as (world, adapter, url):
-        for name, num_turns in (("1,000 turns", 1000), ("10 turns", 10)):
+        for name, num_turns in (("400 turns", 400), ("10 turns", 10)):
             key = adapter.open_session()
             session = adapter.session(key)
             history = talked(rig, session, num_turns, CONTEXT // num_turns // 2)
@@ -416,17 +416,18 @@ def main() -> None:
     parser.add_argument("--label", default="now")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = {
+    about = {
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", "-m", "benchmarks.agent_sessions", *sys.argv[1:]]),
-        **asyncio.run(measured(options.sessions, options.turns, options.only)),
         "cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
     }
+    found = asyncio.run(measured(options.sessions, options.turns, options.only))
+    result = {part: {**figures, **about, "load_average": os.getloadavg()[0]} for part, figures in found.items()}
     print(json.dumps(result, indent=1))
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else {}
-        options.json.write_text(json.dumps({**known, options.label: result}, indent=1) + "\n")
+        known[options.label] = {**known.get(options.label, {}), **result}
+        options.json.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
