@@ -20,14 +20,14 @@ import asyncio
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from slime.agent.adapters.adapter import Answer, Engine, Request, Turn, last_event, with_sampling
 from slime.agent.adapters.fields import BadRequest
-from slime.agent.adapters.openai_chat import call_of, message_of
+from slime.agent.adapters.openai_chat import call_of, message_of, tools_in
 from slime.agent.execution import conversation_template, or_failed
 from slime.agent.messages import Message
 from slime.agent.parsers import FORMATS, ToolFormat, format_of
@@ -37,7 +37,7 @@ from slime.agent.template_probe import tools_problem
 from slime.core.errors import ConfigError, DataError, HookError, SlimeError, TakenBack
 from slime.core.sample import TURN_COUNTS, Sample
 from slime.rollout.client.engine_client import EngineClient
-from slime.rollout.context import current, on_rollout_loop
+from slime.rollout.context import EXECUTION, current, on_rollout_loop
 from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.types import FunctionCall, Messages, Reply, Tools
 
@@ -92,6 +92,7 @@ class ModelChats:
     async def ask(self, client: EngineClient, messages: Messages, tools: Tools, sampling: Mapping[str, Any]) -> Reply:
         request = Request(_messages(messages), _tools(tools))
         params = {**JUDGE, **sampling}
+        _max_tokens(params["max_new_tokens"])
         turn = self._form.turn(Session(self._form.template), request, params, Limits(), trained=False)
         return _reply(await last_event(turn.events(client)))
 
@@ -101,22 +102,22 @@ class ExecutionChat:
 
     def __init__(self, client: Engine, form: _Form, params: Mapping[str, Any], session: Session) -> None:
         self._client, self._form, self._params, self._session = client, form, dict(params), session
-        self._num_turns = 0
+        self._num_turns = self._num_running = 0
+        self._is_fork = self._ended = False
+        self._others: set[str] = set()
+        """Sampling parameters of turns that are not trained on."""
         self._known_tools: dict[str, tuple[Any, ...]] = {}
         self._tools_run: Counter[str] = Counter()
 
     @on_rollout_loop
     async def ask(self, messages: Messages, *, tools: Tools | None = None, **sampling: Any) -> Reply:
         """See `slime.rollout.types.Chat.ask`."""
-        if isinstance(messages, str) and current().args.apply_chat_template:
-            raise ConfigError(
-                "current().chat renders messages itself, but --apply-chat-template has already rendered the prompts; "
-                "drop that flag, and pass sample.prompt, which is then a list of messages"
-            )
+        self._require_open("ask")
         if self._session.aborted:
             raise TakenBack("the run no longer accepts requests from this execution")
-        most, stop = sampling.pop("max_new_tokens", None), sampling.pop("stop", None) or ()
+        most, stop = _max_tokens(sampling.pop("max_new_tokens", None)), sampling.pop("stop", None) or ()
         given = _messages(messages)
+        _require_unrendered(given)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         request = Request(given, self._tools_for(given, tools), max_tokens=most, stop=stop)
         limits = LIMITS.get() or Limits()
@@ -125,7 +126,20 @@ class ExecutionChat:
             self._session.hit_limit = True
             params["max_new_tokens"] = 0
         turn = self._form.turn(self._session, request, params, limits, trained=trained)
-        return _reply(await last_event(turn.events(self._client)))
+        if not trained:
+            self._others |= {f"{name}={value}" for name, value in sampling.items() if value != self._params.get(name)}
+        self._num_running += 1
+        try:
+            return _reply(await last_event(turn.events(self._client)))
+        finally:
+            self._num_running -= 1
+
+    def _require_open(self, what: str) -> None:
+        """Raises `HookError` after `samples`."""
+        if self._ended:
+            raise HookError(
+                f"{what} was called after samples(), which ends a chat; call samples() once, when the chat is over"
+            )
 
     def _tools_for(self, messages: Sequence[Message], tools: Tools | None) -> tuple[Any, ...]:
         """Returns the tools; those of the conversation that the messages continue if `tools` is None."""
@@ -145,14 +159,15 @@ class ExecutionChat:
 
     async def run(self, reply: Reply, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """See `slime.rollout.types.Chat.run`."""
-        known = {function.__name__: function for function in functions}
+        known = {_function(one).__name__: one for one in _listed(functions, "functions")}
         return [call.result(await self._result(call, known)) for call in reply.calls]
 
     async def _result(self, call: FunctionCall, known: Mapping[str, Callable[..., Any]]) -> str:
         self._tools_run["tool_calls"] += 1
         try:
             if call.name not in known:
-                raise LookupError(f"there is no tool {call.name}; the tools are {', '.join(known)}")
+                self._tools_run["tool_errors"] += 1
+                return f"error: there is no tool {call.name}; the tools are {', '.join(known) or 'none'}"
             function = known[call.name]
             if inspect.iscoroutinefunction(function):
                 return str(await function(**call.arguments))
@@ -162,22 +177,34 @@ class ExecutionChat:
             raise
         except Exception as error:
             self._tools_run["tool_errors"] += 1
-            return f"error: {error}" if str(error) else f"error: {type(error).__name__}"
+            return f"error: {type(error).__name__}: {error}"
 
     def reward_turn(self, value: float) -> None:
         """See `slime.rollout.types.Chat.reward_turn`."""
+        self._require_open("reward_turn")
         self._session.reward_turn(value)
 
     def fork(self) -> ExecutionChat:
         """See `slime.rollout.types.Chat.fork`."""
         other = ExecutionChat(self._client, self._form, self._params, self._session.fork())
         other._known_tools |= self._known_tools
+        other._is_fork = True
         return other
 
     def samples(
         self, base: Sample, reward: float | Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
     ) -> list[Sample]:
         """See `slime.rollout.types.Chat.samples`."""
+        self._require_open("samples")
+        if not isinstance(base, Sample):
+            raise DataError(f"samples() needs the sample that the generate function got, not {type(base).__name__}")
+        if self._num_running:
+            raise HookError(
+                f"samples() was called while {self._num_running} calls of ask are running; await them first"
+            )
+        if metadata is not None and "agent" in metadata:
+            raise DataError('the metadata of samples() has the key "agent", which slime sets; use another key')
+        self._ended = True
         if self._tools_run:
             counts = base.metadata.setdefault(TURN_COUNTS, {})
             counts |= {name: counts.get(name, 0) + self._tools_run[name] for name in ("tool_calls", "tool_errors")}
@@ -185,26 +212,74 @@ class ExecutionChat:
         made = self._session.samples(base, decode=self._form.template.chat.decode, reward=reward)
         for sample in made:
             sample.metadata |= dict(metadata or {})
-        return or_failed(base, made)
+        return made if made or self._is_fork else or_failed(base, made, self._why_untrained())
+
+    def _why_untrained(self) -> str:
+        """Returns why there is no sample to train."""
+        if not self._num_turns:
+            return "the generate function never called ask"
+        if self._others:
+            shown = ", ".join(sorted(self._others))
+            return (
+                f"all turns were sampled with other parameters than the run's ({shown}), so they cannot be trained on"
+            )
+        return "no turn has a token, because a limit left no room for one"
 
 
 def _messages(given: Messages) -> tuple[Message, ...]:
     """Raises `DataError` for messages in another form."""
     if isinstance(given, str):
-        return (Message("user", given),)
+        given = [{"role": "user", "content": given}]
     try:
-        return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(given))
+        return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(_listed(given, "messages")))
     except BadRequest as error:
         raise DataError(str(error)) from error
 
 
+def _listed(given: Any, what: str) -> Sequence[Any]:
+    """Raises `DataError` if `given` is not a list."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        raise DataError(f"{what} must be a list, but it is of type {type(given).__name__}")
+    return list(given)
+
+
+def _require_unrendered(messages: Sequence[Message]) -> None:
+    """Raises `ConfigError` if the dataset has already rendered the prompt, which would be rendered twice."""
+    running = EXECUTION.get()
+    prompt = None if running is None else running.prompt
+    if current().args.apply_chat_template and any(message.text == prompt for message in messages):
+        raise ConfigError(
+            "current().chat renders messages itself, but --apply-chat-template has already rendered the prompts; drop "
+            "that flag, and pass sample.prompt, which is then what the dataset has"
+        )
+
+
+def _max_tokens(given: Any) -> int | None:
+    if given is not None and not (isinstance(given, int) and given > 0):
+        raise DataError(f"max_new_tokens is {given!r}, but must be a whole number above 0")
+    return given
+
+
 def _tools(given: Tools) -> tuple[Any, ...]:
-    return tuple(_schema(tool) if callable(tool) else tool for tool in given)
+    """Raises `DataError` or `HookError` for what cannot be a tool."""
+    made = [_schema(tool) if callable(tool) else tool for tool in _listed(given, "tools")]
+    try:
+        return tools_in({"tools": made})
+    except BadRequest as error:
+        raise DataError(str(error)) from error
+
+
+def _function(given: Any) -> Any:
+    """Raises `HookError` if `given` is not a function."""
+    if not inspect.isroutine(given):
+        raise HookError(f"{given!r} cannot be a tool that runs; pass a function")
+    return given
 
 
 @functools.cache
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns a function as a tool. Raises `HookError` if its type hints or docstring are incomplete."""
+    """Returns a function as a tool. Raises `HookError` if it is none, or its type hints or docstring are incomplete."""
+    _function(function)
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 

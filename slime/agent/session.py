@@ -265,13 +265,16 @@ class Session:
     def reward_turn(self, value: float) -> None:
         """Adds a reward at the end of the latest answer, in the branch where it was sampled and is trained.
 
-        Raises `DataError` if the reward is not finite, or if there is no answer yet.
+        An answer without tokens, at a limit, gets no reward: it would count for the turn before. Raises `DataError` if
+        the reward is not a finite number, or if there is no answer yet.
         """
-        if not math.isfinite(value):
-            raise DataError(f"the reward of a turn must be finite, got {value}")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"the reward of a turn must be a finite number, got {value!r}")
         if self._last is None:
             raise DataError("there is no answer to reward yet; call reward_turn after a response of the model")
         turn = self._last.turns[-1]
+        if turn.start == turn.end:
+            return
         self._last.turns[-1] = replace(turn, reward=turn.reward + float(value))
 
     def drop_turn(self, opened: Opened) -> None:
@@ -384,8 +387,11 @@ class Session:
 
         If the run cancelled a turn, returns only a copy of `base` with status ABORTED, because an agent cannot continue
         and must start over. `decode`: converts ids to text, for people and graders. `reward`: reward of every sample;
-        None: a grader sets it.
+        None: a grader sets it. Raises `DataError` if it is not a finite number or a dict.
         """
+        is_number = isinstance(reward, int | float) and math.isfinite(reward)
+        if not (reward is None or isinstance(reward, Mapping) or is_number):
+            raise DataError(f"the reward of sample {base.index} must be a finite number or a dict, got {reward!r}")
         if self.aborted:
             stopped = base.copy()
             stopped.status = Status.ABORTED

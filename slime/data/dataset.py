@@ -376,7 +376,8 @@ def _drop_long(rows: list[PromptRow], most: int | None) -> tuple[list[PromptRow]
     if num := sum(row.prompt_tokens is None for row in rows):
         text = (
             "%d prompts are messages that no chat template renders, so none of them is dropped for having more than %d "
-            "tokens; to drop long ones, add --apply-chat-template"
+            "tokens; to drop long ones, add --apply-chat-template, unless your generate function renders the messages, "
+            "as current().chat does"
         )
         logger.warning(text, num, most, extra=TELL_DRIVER)
     sizes = [len(row.prompt_tokens or ()) for row in rows]

@@ -109,6 +109,8 @@ class RolloutContext:
 class RunningExecution:
     params: Mapping[str, Any]
     """The run's sampling parameters for this execution."""
+    prompt: Any = None
+    """The sample's prompt."""
     chat: Chat | None = None
     """Opened by the first use."""
 

@@ -245,7 +245,7 @@ async def _generate_and_score(
         if sample.generate_function_path:
             hook = load(sample.generate_function_path, "generate") or hook
         fresh = seeded(args, params, sample.index or 0)
-        running = EXECUTION.set(RunningExecution(dict(fresh)))  # user code may change its own
+        running = EXECUTION.set(RunningExecution(dict(fresh), sample.prompt))  # user code may change its own
         try:
             with traced("generate", function=name_of(hook)):
                 result = await supervised(
@@ -258,6 +258,7 @@ async def _generate_and_score(
     statuses = {s.status for s in result}
     if Status.FAILED in statuses:
         reason = next(s.failure for s in result if s.status is Status.FAILED)
+        logger.warning("execution %s of group %s failed: %s", sample.index, sample.group_index, reason or "no reason")
         return Execution([before], Outcome.FAILED, reason or "no reason given")
     untrue = "" if evaluation else _not_as_sampled(args, result)
     if not statuses <= set(FINISHED):

@@ -90,7 +90,7 @@ class ChatCompletions(Wire):
         options = optional(body, "stream_options", dict) or {}
         return Request(
             messages=tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(messages)),
-            tools=_tools(body),
+            tools=tools_in(body),
             max_tokens=at_least_one(body, "max_completion_tokens") or at_least_one(body, "max_tokens"),
             sampling=sampling(body, tuple(SAMPLING)),
             stop=stops(body, "stop"),
@@ -235,7 +235,7 @@ def lets_call(body: Mapping[str, Any]) -> bool:
     )
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:
+def tools_in(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the tools in the form that chat templates expect; none if tool_choice is "none". Raises `BadRequest`."""
     tools = objects(body, "tools")
     for i, tool in enumerate(tools):

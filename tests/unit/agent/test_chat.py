@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.types import Chat, Progress
 from tests.support.agent_room import END, Room, agent_room
 
+PROMPT = "<|im_start|>user\nHi<|im_end|>\n"
 PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
@@ -52,7 +54,7 @@ def in_chat(work: Callable[[Room, Chat], Awaitable[Any]], *, most_turns: int = 1
                 models=contexts.Models(default=room.client),
             )
             with use(context):
-                EXECUTION.set(RunningExecution(PARAMS))
+                EXECUTION.set(RunningExecution(PARAMS, PROMPT))
                 return await work(room, current().chat)
 
     return asyncio.run(main())
@@ -111,7 +113,7 @@ def test_an_edited_conversation_branches_and_each_sampled_token_is_trained_once(
         for reward, messages in ((2.0, [*begun, user("left")]), (4.0, [*begun, user("right")]), (8.0, "Another.")):
             await chat.ask(messages)
             chat.reward_turn(reward)
-        with pytest.raises(DataError, match="must be finite, got nan"):
+        with pytest.raises(DataError, match="must be a finite number, got nan"):
             chat.reward_turn(float("nan"))
         made = chat.samples(Sample(index=0))
         said = [room.tokenizer.encode(word + END, add_special_tokens=False) for word in ("one", "two", "three", "four")]
@@ -144,7 +146,7 @@ def test_a_fork_knows_the_conversation_and_trains_only_its_own_turns() -> None:
     assert theirs[0].tokens[: len(prompt)] == prompt
     assert ours[0].metadata["agent"]["turns"] == 2 and theirs[0].metadata["agent"]["turns"] == 1
     assert sum(ours[0].loss_mask or ()) > sum(theirs[0].loss_mask or ()) > 0
-    assert nothing[0].status is Status.FAILED, "a fork without turns has nothing to train"
+    assert nothing == [], "a fork without turns has nothing to train"
 
 
 def test_a_turn_with_other_sampling_parameters_is_context() -> None:
@@ -201,6 +203,16 @@ def no_hints(query):  # type: ignore[no-untyped-def]
         (lambda chat: chat.ask([{"role": "wizard", "content": "?"}]), DataError, "wizard"),
         (lambda chat: chat.ask([{"role": "user", "content": [{"type": "image_url"}]}]), DataError, "image_url"),
         (lambda chat: chat.ask("?", tools=[no_hints]), HookError, "no_hints cannot be a tool"),
+        (
+            lambda chat: chat.ask("?", tools=[functools.partial(len, [])]),
+            HookError,
+            "cannot be a tool that runs; pass a function",
+        ),
+        (lambda chat: chat.ask("?", tools=[{"name": "look"}]), DataError, r"tools\[0\]"),
+        (lambda chat: chat.ask("?", tools=no_hints), DataError, "tools must be a list, but it is of type function"),
+        (lambda chat: chat.ask(None), DataError, "messages must be a list, but it is of type NoneType"),
+        (lambda chat: chat.ask({"role": "user"}), DataError, "messages must be a list, but it is of type dict"),
+        (lambda chat: chat.ask("?", max_new_tokens=0), DataError, "max_new_tokens is 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_the_reason(asked: Any, error: type[Exception], says: str) -> None:
@@ -211,12 +223,69 @@ def test_what_cannot_be_asked_is_refused_with_the_reason(asked: Any, error: type
     in_chat(work)
 
 
-def test_a_rendered_prompt_is_refused() -> None:
-    async def work(_: Room, chat: Chat) -> None:
-        with pytest.raises(ConfigError, match="drop that flag"):
-            await chat.ask("<|im_start|>user\nHi<|im_end|>\n")
+def test_a_prompt_that_the_dataset_has_rendered_is_refused_and_other_text_is_not() -> None:
+    async def work(room: Room, chat: Chat) -> None:
+        room.says("Hello.")
+        for messages in (PROMPT, [user(PROMPT)]):
+            with pytest.raises(ConfigError, match="drop that flag"):
+                await chat.ask(messages)
+        await chat.ask("Hi")
 
     in_chat(work, apply_chat_template=True)
+
+
+def test_samples_end_a_chat_once() -> None:
+    """Law: a token is in the samples of one call, and nothing that comes later is silently lost."""
+
+    async def work(room: Room, chat: Chat) -> Any:
+        room.says("one", "two")
+        asking = asyncio.create_task(chat.ask("Begin."))
+        await asyncio.sleep(0)
+        with pytest.raises(HookError, match="1 calls of ask are running"):
+            chat.samples(Sample(index=0))
+        await asking
+        for reward in ("x", float("nan")):
+            with pytest.raises(DataError, match="reward of sample 0 must be a finite number"):
+                chat.fork().samples(Sample(index=0), reward)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match="which slime sets"):
+            chat.samples(Sample(index=0), metadata={"agent": 1})
+        made = chat.samples(Sample(index=0))
+        for late in (lambda: chat.samples(Sample(index=0)), lambda: chat.reward_turn(1.0)):
+            with pytest.raises(HookError, match=r"after samples\(\)"):
+                late()
+        with pytest.raises(HookError, match=r"after samples\(\)"):
+            await chat.ask("More.")
+        return made
+
+    assert len(in_chat(work)) == 1
+
+
+def test_an_execution_without_anything_to_train_says_why() -> None:
+    async def unused(_: Room, chat: Chat) -> Any:
+        return chat.fork().samples(Sample(index=0), 1.0), chat.samples(Sample(index=0))
+
+    async def otherwise(room: Room, chat: Chat) -> Any:
+        room.says("one")
+        await chat.ask("Begin.", temperature=0.0)
+        return chat.samples(Sample(index=0))
+
+    nothing, (failed,) = in_chat(unused)
+    assert nothing == [] and failed.status is Status.FAILED and "never called ask" in failed.failure
+    (failed,) = in_chat(otherwise)
+    assert failed.status is Status.FAILED and "other parameters than the run's (temperature=0.0)" in failed.failure
+
+
+def test_a_turn_without_tokens_gets_no_reward() -> None:
+    async def work(room: Room, chat: Chat) -> Any:
+        room.says("one")
+        first = await chat.ask("Begin.")
+        chat.reward_turn(1.0)
+        await chat.ask([user("Begin."), first.message, user("More.")])
+        chat.reward_turn(-5.0)
+        return chat.samples(Sample(index=0))
+
+    (sample,) = in_chat(work, most_turns=1)
+    assert sum(sample.token_rewards or ()) == 1.0 and sample.status is Status.TRUNCATED
 
 
 def test_functions_answer_calls_by_name_and_errors_are_results() -> None:
@@ -240,7 +309,7 @@ def test_functions_answer_calls_by_name_and_errors_are_results() -> None:
 
     results, (sample,) = in_chat(work)
     texts = [one["content"] for one in results]
-    assert texts == ["it is red", "error: no network", "error: there is no tool fly; the tools are look, wait"]
+    assert texts == ["it is red", "error: OSError: no network", "error: there is no tool fly; the tools are look, wait"]
     assert sample.metadata["turn_counts"] == {"tool_calls": 4, "tool_errors": 2, "turns": 2}
 
 

@@ -94,7 +94,9 @@ def test_a_function_is_a_tool_of_three_turns(tmp_path: Path) -> None:
         response = sample.tokens[-sample.response_length :]
         assert response[sample.loss_mask > 0].tolist() == sampled_ids(engine, turns)
         context = engine.tokenizer.decode(response[sample.loss_mask == 0])
-        assert "<tool_response>\n5" in context and "error: add() got an unexpected keyword argument" in context
+        assert (
+            "<tool_response>\n5" in context and "error: TypeError: add() got an unexpected keyword argument" in context
+        )
         assert sample.reward == 1.0
     assert metrics["rollout/tool_calls/mean"] == 2 and metrics["rollout/tool_error_ratio"] == 0.5
 
