@@ -71,13 +71,13 @@ class Execution:
         return or_failed(base, self.adapter.finish_session(self.key, base, reward, metadata))
 
 
-def or_failed(base: Sample, made: list[Sample], why: str = "no response can be trained on") -> list[Sample]:
+def or_failed(base: Sample, made: list[Sample], why: str = "") -> list[Sample]:
     """Returns the samples of an execution, or a FAILED copy of `base` if there are none."""
     if made:
         return made
     failed = base.copy()
     failed.status = Status.FAILED
-    failed.failure = f"the agent ended, and there is nothing to train: {why}"
+    failed.failure = "the agent ended without a response that can be trained on" + (f": {why}" if why else "")
     return [failed]
 
 

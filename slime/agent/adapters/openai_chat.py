@@ -209,7 +209,7 @@ def _call(given: Mapping[str, Any], where: str) -> ToolCall:
     return ToolCall(required(given, "id", str, where), name, canonical_arguments(arguments))
 
 
-def text_of(content: Any, where: str) -> str:
+def text_of(content: Any, where: str = "content") -> str:
     """Returns the text of a string or of text parts; `where`: its field. Raises `BadRequest` for anything else."""
     if content is None:
         return ""

@@ -162,7 +162,7 @@ def problem() -> tuple[TrainBatch, BatchLogProbs]:
 
     def near(s: TrainSample) -> TrainSample:
         rollout = rng.normal(-np.log(VOCAB), 0.2, s.response_length).astype(np.float32)
-        return dataclasses.replace(s, rollout_log_probs=rollout)
+        return dataclasses.replace(s, rollout_log_probs=rollout, token_rewards=None)  # have tests of their own
 
     return TrainBatch(batch.rollout_id, tuple(near(s) for s in batch.samples)), make_log_probs(batch)
 
