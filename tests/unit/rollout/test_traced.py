@@ -22,6 +22,7 @@ from tests.support.rollout import rollout_args, with_manager
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of this process; executions may begin as often as they like."""
     monkeypatch.setattr(module, "EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_FREE", module._Free())  # an execution of another test may have been traced just now
     spans = start_recording("rollout", tmp_path / "traces")
     yield tmp_path / "traces"
     spans.close()
