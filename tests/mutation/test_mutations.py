@@ -32,7 +32,10 @@ UNIT_ROOMS = (
     "training",
     "weights",
 )
-COPIED = ("slime", "docs", "tests/support", "tests/contract/training", *(f"tests/unit/{room}" for room in UNIT_ROOMS))
+COPIED = (
+    *("slime", "docs", "examples", "tests/support", "tests/contract/training"),
+    *(f"tests/unit/{room}" for room in UNIT_ROOMS),
+)
 COPIED_FILES = (
     *("pyproject.toml", "train_async.py"),
     *("tests/__init__.py", "tests/conftest.py", "tests/contract/conftest.py"),
