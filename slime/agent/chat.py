@@ -17,16 +17,17 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from slime.agent.adapters.adapter import Answer, Engine, Request, Turn, last_event, with_sampling
-from slime.agent.adapters.fields import BadRequest
+from slime.agent.adapters.fields import BadRequest, at_least_one, stops
 from slime.agent.adapters.openai_chat import call_of, message_of, tools_in
 from slime.agent.execution import conversation_template, or_failed
 from slime.agent.messages import Message
@@ -90,9 +91,10 @@ class ModelChats:
         return ExecutionChat(client, self._form, params, Session(self._form.template))
 
     async def ask(self, client: EngineClient, messages: Messages, tools: Tools, sampling: Mapping[str, Any]) -> Reply:
-        request = Request(_messages(messages), _tools(tools))
         params = {**JUDGE, **sampling}
-        _max_tokens(params["max_new_tokens"])
+        with _refused():
+            at_least_one(params, "max_new_tokens")
+            request = Request(_messages(messages), _tools(tools))
         turn = self._form.turn(Session(self._form.template), request, params, Limits(), trained=False)
         return _reply(await last_event(turn.events(client)))
 
@@ -102,7 +104,7 @@ class ExecutionChat:
 
     def __init__(self, client: Engine, form: _Form, params: Mapping[str, Any], session: Session) -> None:
         self._client, self._form, self._params, self._session = client, form, dict(params), session
-        self._num_turns = self._num_running = 0
+        self._num_turns = 0
         self._is_fork = self._ended = False
         self._others: set[str] = set()
         """Sampling parameters of turns that are not trained on."""
@@ -115,11 +117,12 @@ class ExecutionChat:
         self._require_open("ask")
         if self._session.aborted:
             raise TakenBack("the run no longer accepts requests from this execution")
-        most, stop = _max_tokens(sampling.pop("max_new_tokens", None)), sampling.pop("stop", None) or ()
-        given = _messages(messages)
-        _require_unrendered(given)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        request = Request(given, self._tools_for(given, tools), max_tokens=most, stop=stop)
+        with _refused():
+            most, stop = at_least_one(sampling, "max_new_tokens"), stops(sampling, "stop")
+            given = _messages(messages)
+            _require_unrendered(given)
+            request = Request(given, self._tools_for(given, tools), max_tokens=most, stop=stop)
+        sampling = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "stop")}
         limits = LIMITS.get() or Limits()
         params, trained = with_sampling(self._params, sampling)
         if self._is_full(limits):
@@ -128,11 +131,7 @@ class ExecutionChat:
         turn = self._form.turn(self._session, request, params, limits, trained=trained)
         if not trained:
             self._others |= {f"{name}={value}" for name, value in sampling.items() if value != self._params.get(name)}
-        self._num_running += 1
-        try:
-            return _reply(await last_event(turn.events(self._client)))
-        finally:
-            self._num_running -= 1
+        return _reply(await last_event(turn.events(self._client)))
 
     def _require_open(self, what: str) -> None:
         """Raises `HookError` after `samples`."""
@@ -198,10 +197,8 @@ class ExecutionChat:
         self._require_open("samples")
         if not isinstance(base, Sample):
             raise DataError(f"samples() needs the sample that the generate function got, not {type(base).__name__}")
-        if self._num_running:
-            raise HookError(
-                f"samples() was called while {self._num_running} calls of ask are running; await them first"
-            )
+        if num := sum(branch.busy for branch in self._session.branches):
+            raise HookError(f"samples() was called while {num} calls of ask are running; await them first")
         if metadata is not None and "agent" in metadata:
             raise DataError('the metadata of samples() has the key "agent", which slime sets; use another key')
         self._ended = True
@@ -212,7 +209,7 @@ class ExecutionChat:
         made = self._session.samples(base, decode=self._form.template.chat.decode, reward=reward)
         for sample in made:
             sample.metadata |= dict(metadata or {})
-        return made if made or self._is_fork else or_failed(base, made, self._why_untrained())
+        return made if self._is_fork else or_failed(base, made, self._why_untrained())
 
     def _why_untrained(self) -> str:
         """Returns why there is no sample to train."""
@@ -227,11 +224,17 @@ class ExecutionChat:
 
 
 def _messages(given: Messages) -> tuple[Message, ...]:
-    """Raises `DataError` for messages in another form."""
+    """Raises `BadRequest` or `DataError` for messages in another form."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
+    return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(_listed(given, "messages")))
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Raises `DataError` in place of `BadRequest`, which is for answers over HTTP."""
     try:
-        return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(_listed(given, "messages")))
+        yield
     except BadRequest as error:
         raise DataError(str(error)) from error
 
@@ -254,19 +257,9 @@ def _require_unrendered(messages: Sequence[Message]) -> None:
         )
 
 
-def _max_tokens(given: Any) -> int | None:
-    if given is not None and not (isinstance(given, int) and given > 0):
-        raise DataError(f"max_new_tokens is {given!r}, but must be a whole number above 0")
-    return given
-
-
 def _tools(given: Tools) -> tuple[Any, ...]:
-    """Raises `DataError` or `HookError` for what cannot be a tool."""
-    made = [_schema(tool) if callable(tool) else tool for tool in _listed(given, "tools")]
-    try:
-        return tools_in({"tools": made})
-    except BadRequest as error:
-        raise DataError(str(error)) from error
+    """Raises `BadRequest`, `DataError` or `HookError` for what cannot be a tool."""
+    return tools_in({"tools": [_schema(tool) if callable(tool) else tool for tool in _listed(given, "tools")]})
 
 
 def _function(given: Any) -> Any:

@@ -301,28 +301,26 @@ class DataBuffer:
 
     def row_source(self, group_index: int) -> str | None:
         """Returns the file and line of an unsettled group's row; None if it has no row."""
-        with self._lock:
-            origin = self._account.origins.get(group_index)
-        prompts = self.prompts
-        return None if origin is None or origin.row is None or prompts is None else prompts[origin.row].source
+        row, prompts = self._row_of(group_index), self.prompts
+        return None if row is None or prompts is None else prompts[row].source
 
     def note_rewards(self, group_index: int, rewards: Sequence[float]) -> None:
         """Tells the sampler the rewards of an unsettled group's executions. Does nothing for a group without a row."""
         with self._lock:
-            origin = self._account.origins.get(group_index)
-            if self._walk is not None and origin is not None and origin.row is not None:
-                self._walk.note(origin.row, rewards)
+            row = self._row_of(group_index)
+            if self._walk is not None and row is not None:
+                self._walk.note(row, rewards)
 
     def task(self, group_index: int) -> str | None:
         """Returns the task of an unsettled group's row; None if it has none."""
+        row, prompts = self._row_of(group_index), self.prompts
+        return None if row is None or prompts is None else task_of(prompts[row], self._task_key)
+
+    def _row_of(self, group_index: int) -> int | None:
+        """Returns the row of an unsettled group; None if it has no row."""
         with self._lock:
             origin = self._account.origins.get(group_index)
-        prompts = self.prompts
-        return (
-            None
-            if origin is None or origin.row is None or prompts is None
-            else task_of(prompts[origin.row], self._task_key)
-        )
+        return None if origin is None else origin.row
 
     @property
     def epoch(self) -> int:
