@@ -31,7 +31,7 @@ from slime.agent.adapters.fields import BadRequest, at_least_one, stops
 from slime.agent.adapters.openai_chat import call_of, message_of, tools_in
 from slime.agent.execution import conversation_template, or_failed
 from slime.agent.messages import Message
-from slime.agent.parsers import FORMATS, ToolFormat, format_of
+from slime.agent.parsers import ToolFormat, format_or_text
 from slime.agent.session import Session, name_of_tools
 from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
@@ -84,8 +84,8 @@ class ModelChats:
     def _form(self) -> _Form:
         tool_format = current().args.agent_tool_format
         template = conversation_template(self._checkpoint, self._tokenizer, self._kwargs, tool_format)
-        name = tool_format or format_of(template.chat.template) or "text"
-        return _Form(template, FORMATS.build(name, None), tools_problem(template, tool_format))
+        calls = format_or_text(template.chat.template, tool_format)
+        return _Form(template, calls, tools_problem(template, tool_format))
 
     def open(self, client: EngineClient, params: Mapping[str, Any]) -> ExecutionChat:
         return ExecutionChat(client, self._form, params, Session(self._form.template))

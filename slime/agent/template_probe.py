@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import CLOSE, FORMATS, OPEN, ToolFormat, format_of, known_format
+from slime.agent.parsers import CLOSE, OPEN, ToolFormat, format_or_text, known_format
 from slime.agent.template import NO_TOOLS, ConversationTemplate, NotAppended
 from slime.core.errors import ConfigError, DataError
 from slime.data.chat import ChatRenderer, Rendered
@@ -81,7 +81,7 @@ def probe(chat: ChatRenderer, end_ids: Sequence[int], tool_format: str | None = 
     Raises `DataError` if `end_ids` is empty.
     """
     template = ConversationTemplate(chat, end_ids)
-    calls = FORMATS.build(tool_format or format_of(chat.template) or "text", None)
+    calls = format_or_text(chat.template, tool_format)
     wrong = _wrong_ends(chat, template)
     outcomes = tuple(_outcome(template, calls, *conversation) for conversation in features(chat, calls))
     return ProbeReport(outcomes, tuple(_endings(template, calls)), wrong)

@@ -41,7 +41,7 @@ from aiohttp import web
 
 from slime.agent.adapters.fields import GUIDED, BadRequest, Fields
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import FORMATS, Parsed, ToolFormat, begins, format_of
+from slime.agent.parsers import Parsed, ToolFormat, begins, format_or_text
 from slime.agent.session import Branch, Session
 from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
@@ -476,7 +476,7 @@ class Adapter:
         self.no_tools = ""
         """Why the chat template does not support tools; empty until an agent request with tools is rejected."""
         self._tools_problem = tools_problem(template, tool_format)
-        self._format = FORMATS.build(tool_format or format_of(template.chat.template) or "text", None)
+        self._format = format_or_text(template.chat.template, tool_format)
         self._sampling, self._max_context, self._max_turns = dict(sampling), max_context_tokens, max_turns
         self._agent_sampling, self._model = agent_sampling, model
         self._sessions: dict[str, OpenSession] = {}

@@ -235,6 +235,11 @@ def format_of(template: str) -> str | None:
     return max(fits, key=lambda entry: len(entry.signs)).name if fits else None
 
 
+def format_or_text(template: str, name: str | None = None) -> ToolFormat:
+    """Returns the format `name`, or the chat template's; if it is unknown, `text`, in which nothing is a call."""
+    return FORMATS.build(name or format_of(template) or "text", None)
+
+
 def known_format(template: str, name: str | None = None) -> ToolFormat:
     """Returns the format `name`, or the chat template's format. Raises `ConfigError` if the format is unknown."""
     name = name or format_of(template)
