@@ -46,7 +46,7 @@ from slime.buffer.groups import (
     record_of,
     reset_group,
 )
-from slime.buffer.samplers import Epochs, Prompts, PromptSampler, Walk, task_of
+from slime.buffer.samplers import Epochs, Prompts, PromptSampler, Walk, task_of, without_ids
 from slime.buffer.snapshot import SavedState, Snapshot, check_dataset
 from slime.core.errors import CheckpointError, DataError
 from slime.core.files import read_checkpoint_json
@@ -302,7 +302,7 @@ class DataBuffer:
     def row_source(self, group_index: int) -> str | None:
         """Returns the file and line of an unsettled group's row; None if it has no row."""
         row, prompts = self._row_of(group_index), self.prompts
-        return None if row is None or prompts is None else prompts[row].source
+        return None if row is None or prompts is None else without_ids(prompts, row).source
 
     def note_rewards(self, group_index: int, rewards: Sequence[float]) -> None:
         """Tells the sampler the rewards of an unsettled group's executions. Does nothing for a group without a row."""
@@ -314,7 +314,7 @@ class DataBuffer:
     def task(self, group_index: int) -> str | None:
         """Returns the task of an unsettled group's row; None if it has none."""
         row, prompts = self._row_of(group_index), self.prompts
-        return None if row is None or prompts is None else task_of(prompts[row], self._task_key)
+        return None if row is None or prompts is None else task_of(without_ids(prompts, row), self._task_key)
 
     def _row_of(self, group_index: int) -> int | None:
         """Returns the row of an unsettled group; None if it has no row."""

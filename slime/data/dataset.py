@@ -133,6 +133,10 @@ class PromptDataset:
         tokens = self._tokens[row]
         return replace(self._rows[row], prompt_tokens=None if tokens is None else tuple(tokens.tolist()))
 
+    def without_ids(self, row: int, /) -> PromptRow:
+        """Returns a row without the ids of its prompt, which take most of the time to read a row."""
+        return self._rows[row]
+
     @property
     def dropped(self) -> tuple[Quarantined, ...]:
         """All rows that were left out."""

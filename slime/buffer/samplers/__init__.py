@@ -290,6 +290,12 @@ def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
+def without_ids(prompts: Prompts, row: int) -> PromptRow:
+    """Returns a row, without the ids of its prompt if the dataset can leave them out (`PromptDataset.without_ids`)."""
+    found: PromptRow = getattr(prompts, "without_ids", prompts.__getitem__)(row)
+    return found
+
+
 def task_of(row: PromptRow, task_key: str) -> str | None:
     """Returns a row's task; None without one."""
     metadata = row.metadata
@@ -300,7 +306,7 @@ def task_of(row: PromptRow, task_key: str) -> str | None:
 def _rows_by_task(prompts: Prompts, task_key: str) -> dict[str, list[int]]:
     rows: dict[str, list[int]] = {}
     for number in range(len(prompts)):
-        row = prompts[number]
+        row = without_ids(prompts, number)
         task = task_of(row, task_key)
         if task is None:
             raise DataError(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.buffer.data_buffer import DataBuffer
-from slime.buffer.samplers import Epochs, Learnability, Task, TaskSampler, TaskWalk, TaskWeights
+from slime.buffer.samplers import Epochs, Learnability, Task, TaskSampler, TaskWalk, TaskWeights, without_ids
 from slime.core.errors import CheckpointError, ConfigError, DataError
 from slime.core.sample import Fingerprint, PromptRow, Sample
+from slime.data.dataset import PromptDataset
 from slime.rollout.manager import RolloutManager
 from tests.support.fake_engine import FakeEngine
 from tests.support.rollout import rollout_args, with_manager
@@ -198,3 +200,14 @@ def test_samples_of_a_user_have_no_task() -> None:
     (group,) = buffer.get_groups(1)
     buffer.note_rewards(group.group_index, [1.0])
     assert buffer.task(group.group_index) is None and buffer.metrics()["data/task/a/num_issued"] == 0.0
+
+
+def test_the_task_of_a_group_is_read_without_the_ids_of_its_prompt() -> None:
+    """Law: a long prompt makes the task of a finished group no slower to read; the rest of the row is as it is."""
+    rows = [PromptRow("a prompt", tuple(range(1000)), label="1", metadata={"task": "a"}, source="file:1")]
+    prompts = PromptDataset(rows)
+    assert without_ids(prompts, 0) == replace(rows[0], prompt_tokens=None) != prompts[0] == rows[0]
+    buffer = DataBuffer(prompts)
+    (group,) = buffer.get_groups(1)
+    assert buffer.task(group.group_index) == "a"
+    assert without_ids(TaskRows(["b"]), 0) == TaskRows(["b"])[0], "any other dataset gives its whole row"
