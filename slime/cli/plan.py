@@ -140,6 +140,7 @@ def job_of(args: Args, gpu: costs.Gpu) -> Job:
         stage_layers=costs.stage_layers(int(m["num_layers"]), sizes.pp, first, last),
         engine=engine,
         num_engines=num_engines,
+        num_eval_engines=args.eval_fleet or 0,
         colocated=bool(args.colocate),
         pool_fraction=float(fraction) if fraction else DEFAULT_POOL,
         bucket_bytes=args.update_weight_buffer_size,
@@ -191,6 +192,7 @@ def plan(job: Job) -> dict[str, Any]:
         "training": _layout(job),
         "engine": str(job.engine),
         "num_engines": job.num_engines,
+        "num_eval_engines": job.num_eval_engines,
         "memory": _memory(job),
         "seconds": {phase: [dataclasses.asdict(part) for part in parts] for phase, parts in phases.items()},
         "step_s": step_seconds(job, phases),
@@ -374,6 +376,9 @@ def _spare(job: Job) -> str:
 
 def _title(job: Job) -> str:
     place = "colocated" if job.colocated else "on GPUs of their own"
+    if job.num_eval_engines:
+        gpus = job.num_eval_engines * job.engine.num_ranks
+        place += f", and {job.num_eval_engines} more on {gpus} GPU{'s' * (gpus > 1)}, which only evaluate"
     return (
         f"{job.table.family}, {job.num_layers} layers, on {job.world} {job.gpu.name.upper()}: {_sizes(_layout(job))}; "
         f"{job.num_engines} engine{'s' * (job.num_engines > 1)} of {job.engine}, {place}; {job.num_samples} samples of "

@@ -34,8 +34,8 @@ from slime.core.errors import EngineError
 from slime.core.liveness import Silence
 from slime.core.processes import LOOPBACK, host_port
 from slime.core.text import EngineKeys
-from slime.core.topology import EngineLayout, WantedEngine
-from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
+from slime.core.topology import EngineLayout, ServedModel, WantedEngine
+from slime.fleet.supervisor import EVALUATION, EXPECTS_ANSWERS, FROZEN, POLICY, Engine, State
 from slime.observability.logs import setup_logging
 from slime.serving.agent_process import AgentProcess, AgentSettings
 from slime.serving.control import HttpEngineControl
@@ -213,6 +213,12 @@ class _Ending:
     """Number of restarts of the engine, including this one."""
 
 
+def _role_of(model: ServedModel) -> str:
+    if model.only_evaluates:
+        return EVALUATION
+    return POLICY if model.trained else FROZEN
+
+
 class RayEngines:
     def __init__(
         self, args: Args, plan: PlacementPlan, slots: Slots, hosts: GuardedHosts, *, log_dir: Path, keys: EngineKeys
@@ -245,7 +251,7 @@ class RayEngines:
                 placed.slots,
                 self._layout(wanted),
                 model=wanted.model.name,
-                role=POLICY if wanted.model.trained else FROZEN,
+                role=_role_of(wanted.model),
                 worker=wanted.group.worker,
                 lends=placed.colocated and self._args.offload_rollout,
                 host=self._plan.address_of(placed.slots[0]),

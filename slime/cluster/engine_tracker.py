@@ -21,7 +21,7 @@ from slime.core.engine_interface import WeightVersion
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.liveness import WORKING, Silence
 from slime.core.topology import EngineLayout
-from slime.fleet.supervisor import FROZEN, POLICY, Engine, Membership, State, Supervisor
+from slime.fleet.supervisor import EVALUATION, FROZEN, POLICY, Engine, Membership, State, Supervisor
 from slime.settings import Args
 
 if TYPE_CHECKING:
@@ -124,7 +124,12 @@ class Engines:
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
         self._control_key = control_key
         self.members = Membership(port.engines())
-        self._supervisor = Supervisor(self.members, port, restarts=args.use_fault_tolerance)
+        self._supervisor = Supervisor(
+            self.members,
+            port,
+            restarts=args.use_fault_tolerance,
+            vital=lambda engine: engine.role != EVALUATION or args.eval_fleet_must_work,
+        )
         self._admissions: dict[str, Any] = {}
         """Engine address -> object ref of the rollout actor's `admit` call."""
         self._stalled: Any = None
@@ -227,6 +232,23 @@ class Engines:
         self._supervisor.synced(engines, version)
         self._admit()
 
+    def begin_evaluation(self) -> tuple[Engine, ...]:
+        """Begins to send weights to the evaluation fleet. Returns the responding engines, without waiting for any."""
+        self.tend()
+        takers = self._of_role(EVALUATION)
+        self._supervisor.syncing(takers)
+        return tuple(self.members[engine.index] for engine in takers)
+
+    def serve_evaluation(self, engines: Sequence[Engine], version: WeightVersion) -> None:
+        """Records that engines of the evaluation fleet serve `version` and allows requests to them."""
+        self._supervisor.synced(engines, version)
+        self._admit()
+
+    def evaluating(self, version: WeightVersion) -> tuple[Engine, ...]:
+        """Returns the engines of the evaluation fleet that serve `version`."""
+        ready = self.members.in_states(State.READY)
+        return tuple(engine for engine in ready if engine.role == EVALUATION and engine.version == version)
+
     def failed_sync(self, engines: Sequence[Engine], error: SlimeError) -> bool:
         """Handles a failed weight sync. Returns whether an engine was lost, in which case a retry might succeed.
 
@@ -236,7 +258,7 @@ class Engines:
         failed = [engine for engine in engines if engine.url in error.engines]
         if len(failed) != 1 and self.lost_any(engines):  # one dead engine can make the others fail
             return True
-        if failed and len(failed) < len(self._still(None)):
+        if failed and len(failed) < len(self._of_role(engines[0].role)):
             for engine in self._still(failed):
                 self._supervisor.lost(engine, f"the weight sync to it failed: {error}", longest_s=LONGEST_REFUSAL_S)
             return True
@@ -305,11 +327,14 @@ class Engines:
 
         None: returns all responding policy engines.
         """
-        now = self.members.in_states(*ASKED)
         if engines is None:
-            return tuple(engine for engine in now if engine.role == POLICY)
-        known = {(engine.index, engine.incarnation) for engine in now}
+            return self._of_role(POLICY)
+        known = {(engine.index, engine.incarnation) for engine in self.members.in_states(*ASKED)}
         return tuple(engine for engine in engines if (engine.index, engine.incarnation) in known)
+
+    def _of_role(self, role: str) -> tuple[Engine, ...]:
+        """Returns the responding engines of a role."""
+        return tuple(engine for engine in self.members.in_states(*ASKED) if engine.role == role)
 
     def _admit(self) -> None:
         """Allows requests to every ready engine. Does not block. Raises the errors of earlier `admit` calls."""

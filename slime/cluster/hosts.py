@@ -182,6 +182,7 @@ class GuardedHosts:
 def plan_here(args: Args) -> PlacementPlan:
     """Returns the plan of a run that starts its own Ray. Assumes that `preflight` has checked the GPU or core count."""
     num_slots = args.actor_num_nodes * args.actor_num_gpus_per_node + args.rollout_num_gpus
+    num_slots += topology_of(args).num_eval_gpus
     return _plan(args, [Host("this host", LOOPBACK, num_slots, usable_cores())])
 
 

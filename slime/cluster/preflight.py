@@ -48,13 +48,15 @@ def _of_machine(args: Args) -> Iterator[str]:
         return
     num_train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     num_engines = 0 if args.debug_train_only else args.rollout_num_gpus
+    num_evaluating = topology_of(args).num_eval_gpus
     if args.device == "cuda":
         needed, here = max(num_train, num_engines) if args.colocate else num_train + num_engines, gpus_here()
+        needed += num_evaluating
         if here is not None and here < needed:
             yield _too_few_gpus(args, needed, here)
         return
     cores = usable_cores()
-    asked = {"--actor-num-gpus-per-node": num_train, "--rollout-num-gpus": num_engines}
+    asked = {"--actor-num-gpus-per-node": num_train, "--rollout-num-gpus": num_engines, "--eval-fleet": num_evaluating}
     for flag, number in asked.items():
         if number > cores:
             yield (
@@ -79,7 +81,7 @@ def _too_few_gpus(args: Args, needed: int, here: int) -> str:
     share = "" if args.colocate else ", or share them with --colocate"
     return (
         f"the run needs {needed} GPUs, but this machine has {here} (/dev/nvidia*, CUDA_VISIBLE_DEVICES); lower "
-        f"--actor-num-gpus-per-node or --rollout-num-gpus{share}"
+        f"--actor-num-gpus-per-node or --rollout-num-gpus{' or --eval-fleet' * (args.eval_fleet is not None)}{share}"
     )
 
 

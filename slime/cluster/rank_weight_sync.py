@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from slime.weights.recorded_fills import RecordedFills
 from slime.weights.rendezvous import join_store, listen_on, open_store
 from slime.weights.send_plan import Buffers
 from slime.weights.sync import sync_weights
-from slime.weights.transports import TRANSPORTS, TransportContext
+from slime.weights.transports import TRANSPORTS, Channel, TransportContext
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,22 @@ LEAST_LIMIT_S, LIMITS_OF_A_SYNC = 1800.0, 100
 `LIMITS_OF_A_SYNC` times that of an engine call, but at least `LEAST_LIMIT_S`."""
 
 
+@dataclass(slots=True)
+class _Fleet:
+    """The engines that a weight sync goes to: those that generate, or those of `--eval-fleet`."""
+
+    channel: Channel
+    known: dict[tuple[str, int], Receiver] = field(default_factory=dict)
+    """(address, number of restarts) -> receiver from the last weight sync. A restarted engine needs a new receiver,
+    because it has not joined a process group yet."""
+
+
 class RankWeightSync:
-    """Sends the weights of `backend` to engines. Methods are collective unless noted otherwise."""
+    """Sends the weights of `backend` to engines. Methods are collective unless noted otherwise.
+
+    The evaluation fleet has a channel of its own, so that its engines neither wait for nor delay those that generate.
+    Both channels fill the same buckets, because their weight syncs never overlap.
+    """
 
     def __init__(
         self,
@@ -79,67 +94,69 @@ class RankWeightSync:
         self._carried = backend.sight.digests(dtype, digest) if rank == CONDUCTOR else {}
         self._outgoing = quantised_outgoing(weights, format_of_folder(args.hf_checkpoint))
         gpu_of_slot = self._gpu_of_slot = self._gpus(slots[rank])
-        self._known: dict[tuple[str, int], Receiver] = {}
-        """(address, number of restarts) -> receiver from the last weight sync. A restarted engine needs a new receiver,
-        because it has not joined a process group yet."""
         self._given_up: set[tuple[str, int]] = set()
         """(address, number of restarts) of lost engines. Filled by another thread."""
-        self._channel = TRANSPORTS.build(args.update_weight_transport, args).open(
-            TransportContext(
-                peers=self._peers,
-                device=args.device,
-                gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
-                training_gpus=frozenset(gpu_of_slot.values()),
-                address=address,
-                timeout_s=args.weight_sync_timeout_s,
-                table=self._outgoing.table,
-                hf_checkpoint=Path(args.hf_checkpoint),
-                serialize=serialize_bucket,
-                shareable=shareable,
-                post_write=_post_write(args),
-            )
+        transport = TRANSPORTS.build(args.update_weight_transport, args)
+        context = TransportContext(
+            peers=self._peers,
+            device=args.device,
+            gpu_id=gpu_of_slot.get(slots[rank]) if gpu_of_slot else None,
+            training_gpus=frozenset(gpu_of_slot.values()),
+            address=address,
+            timeout_s=args.weight_sync_timeout_s,
+            table=self._outgoing.table,
+            hf_checkpoint=Path(args.hf_checkpoint),
+            serialize=serialize_bucket,
+            shareable=shareable,
+            post_write=_post_write(args),
         )
-        self._buffers = Buffers(lambda num_bytes: self._channel.allocate(num_bytes, backend.device))
+        self._generating = _Fleet(transport.open(context))
+        self._evaluating = _Fleet(transport.open(context)) if args.eval_fleet is not None else None
+        self._buffers = Buffers(lambda num_bytes: self._generating.channel.allocate(num_bytes, backend.device))
         self._fills = RecordedFills(on=backend.device.type == "cuda" and not self._args.offload_train)
 
-    def sync_weights(self, engines: Sequence[EngineInfo], pause_mode: str) -> dict[str, float]:
+    def sync_weights(
+        self, engines: Sequence[EngineInfo], pause_mode: str, *, to_eval_fleet: bool = False
+    ) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns `perf/update_weights_*`.
 
         `pause_mode`: what happens to running requests (`abort`, `retract` or `in_place`). If a delta sync fails,
         retries once with the full weights. Raises `WeightSyncError` on all ranks.
         """
-        known = self._known
-        keys = [(info.url, info.incarnation) for info in engines]
-        self._known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
+        fleet = self._evaluating if to_eval_fleet else self._generating
+        assert fleet is not None, "the run has no --eval-fleet"
+        known, keys = fleet.known, [(info.url, info.incarnation) for info in engines]
+        fleet.known = {key: known.get(key) or self._receiver(info) for key, info in zip(keys, engines, strict=True)}
         self._backend.require_weights()
         try:
-            metrics = self._send(pause_mode)
+            metrics = self._send(fleet, pause_mode)
         except SlimeError as error:
             if isinstance(error, DeadlineExceeded):  # either all ranks raise this, or the process group is broken
                 raise
-            if not self._peers.broadcast(self._channel.heals):  # only the conductor knows whether a retry helps
+            if not self._peers.broadcast(fleet.channel.heals):  # only the conductor knows whether a retry helps
                 raise
             logger.warning("%s; retrying with the full weights", error)
-            metrics = self._send(pause_mode)
+            metrics = self._send(fleet, pause_mode)
         finally:
             if self._backend.device.type == "cuda" and self._args.offload_train:  # engines need the memory
                 self.free()
-        self._backend.note_synced()
-        return {f"perf/{name}": value for name, value in (metrics | dict(self._channel.costs())).items()}
+        if fleet is self._generating:
+            self._backend.note_synced()
+        return {f"perf/{name}": value for name, value in (metrics | dict(fleet.channel.costs())).items()}
 
-    def _send(self, pause_mode: str) -> dict[str, float]:
+    def _send(self, fleet: _Fleet, pause_mode: str) -> dict[str, float]:
         self._messages.begin()
         return sync_weights(
             self._outgoing,
-            receivers=list(self._known.values()),
-            channel=self._channel,
+            receivers=list(fleet.known.values()),
+            channel=fleet.channel,
             digest=digest,
             version=self._backend.weight_version,
             buffer_bytes=self._args.update_weight_buffer_size,
             peers=self._peers,
             pause_mode=pause_mode,
             buffers=self._buffers,
-            fills=self._fills,
+            fills=self._fills if fleet is self._generating else None,
             carried=self._carried,
         )
 
@@ -164,7 +181,9 @@ class RankWeightSync:
         self._buffers.free()
 
     def close(self) -> None:
-        self._channel.close()
+        for fleet in (self._generating, self._evaluating):
+            if fleet is not None:
+                fleet.channel.close()
         self.free()
 
     def _gpus(self, slot: int) -> dict[int, str]:

@@ -280,8 +280,14 @@ class RolloutActor:
 
     async def evaluate(self, rollout_id: int) -> StepNews:
         await self._settle_once()
+        begin_s = time.time()
         metrics = await self._manager.evaluate(rollout_id)
-        return StepNews(metrics, self._manager.showcase.take("eval", rollout_id), warnings=self._for_driver.take())
+        shown = self._manager.showcase.take("eval", rollout_id)
+        return StepNews(metrics, shown, (begin_s, time.time()), self._for_driver.take())
+
+    async def abandon_evaluation(self) -> None:
+        """Cancels the running evaluation, whose call then raises `EngineError`."""
+        await self._manager.abandon_evaluation()
 
     async def held_out(self) -> tuple[HeldOut, ...]:
         return await self._manager.held_out()

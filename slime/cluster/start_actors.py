@@ -31,7 +31,7 @@ from slime.core.liveness import WORKING
 from slime.core.processes import address_towards, host_of, is_loopback
 from slime.core.text import EngineKeys
 from slime.fleet.external import ExternalEngines
-from slime.fleet.supervisor import POLICY, Engine
+from slime.fleet.supervisor import FROZEN, Engine
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker
@@ -262,13 +262,13 @@ def _lend(args: Args, engines: Sequence[Any], trainers: list[Any]) -> tuple[list
 
 
 def _warm_digests(args: Args, engines: Sequence[Engine], heads: list[Any], trainers: list[Any]) -> list[Any]:
-    """On GPUs, makes rank 0 and the policy engines compile their digest kernels as soon as they are up.
+    """On GPUs, makes rank 0 and the engines that it sends to compile their digest kernels as soon as they are up.
 
     `heads`: the actors of `engines`; empty for external engines.
     """
     if args.device != "cuda" or not trainers or not heads:
         return []
-    takers = [head for engine, head in zip(engines, heads, strict=True) if engine.role == POLICY]
+    takers = [head for engine, head in zip(engines, heads, strict=True) if engine.role != FROZEN]
     return [actor.warm_digests.remote() for actor in (trainers[0], *takers)]  # rank 0 verifies the weights
 
 

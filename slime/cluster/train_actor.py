@@ -102,9 +102,11 @@ class TrainActor:
             address=self._address,
         )
 
-    def sync_weights(self, engines: Sequence[EngineInfo], pause_mode: str) -> dict[str, float]:
+    def sync_weights(
+        self, engines: Sequence[EngineInfo], pause_mode: str, to_eval_fleet: bool = False
+    ) -> dict[str, float]:
         """Sends the weights to `engines`, verifies them and resumes the engines. Returns metrics and version."""
-        metrics: dict[str, float] = self._weight_sync.sync_weights(engines, pause_mode)
+        metrics: dict[str, float] = self._weight_sync.sync_weights(engines, pause_mode, to_eval_fleet=to_eval_fleet)
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     @ray.method(concurrency_group="tell")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,17 @@ import ray
 from slime.cluster.engine_tracker import TRAINERS_LIMIT_S, Actors
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
-from slime.cluster.waiting import first_death, peek, wait_for
+from slime.cluster.waiting import all_there, first_death, peek, wait_for
 from slime.cluster.weight_sync_sequence import MemoryHandOver, WeightSyncSequence
-from slime.core.errors import SAVE_FLAG, ActorDied
+from slime.core.engine_interface import WeightVersion
+from slime.core.errors import (
+    SAVE_FLAG,
+    ActorDied,
+    DeadlineExceeded,
+    EngineError,
+    SlimeError,
+    WeightSyncError,
+)
 from slime.core.text import evaluation_name, step_name
 from slime.observability.progress import StartUp
 from slime.observability.spans import collect, note_span, span
@@ -76,8 +84,129 @@ class HeldOutLoss:
         ]
 
 
+FLEET_FAILURES = (EngineError, WeightSyncError, DeadlineExceeded)
+"""Errors of an evaluation in the background after which training can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Background:
+    """An evaluation on the engines of `--eval-fleet`."""
+
+    rollout_id: int
+    version: WeightVersion
+    news: Any
+    """Object ref of the `StepNews`."""
+
+
+class EvalFleet:
+    """Evaluates in the background, on the engines of `--eval-fleet`. Used on the driver's thread.
+
+    `begin` sends the trainer's weights to the fleet and starts an evaluation. `poll` logs its metrics once it has
+    ended. An evaluation that fails is counted, and the run goes on, unless `--eval-fleet-must-work` is set.
+
+    Invariants
+    1. The fleet gets weights only while no evaluation is running, so all samples of an evaluation have one version.
+    2. An evaluation is logged under the step whose weights it used, however far training has come since.
+    3. No evaluation is left out: if the next one is due, training waits for the running one.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        actors: Actors,
+        weight_sync: WeightSyncSequence,
+        *,
+        watching: Callable[[str], AbstractContextManager[Callable[[], str]]],
+        log: Callable[[int, StepNews, dict[str, float]], None],
+    ) -> None:
+        """`watching`: shows progress during a wait, and yields the function to call on each poll. `log`: logs an
+        evaluation, with further metrics."""
+        self._actors, self._weight_sync, self._watching, self._log = actors, weight_sync, watching, log
+        self._must_work, self._limit_s = args.eval_fleet_must_work, args.rollout_global_timeout_s or NO_LIMIT_S
+        self._running: _Background | None = None
+        self._is_abandoned = False
+        self._num_failed = 0
+
+    def begin(self, rollout_id: int) -> None:
+        """Starts an evaluation of the trainer's weights. First waits for the running one, if any."""
+        if self._running is not None:
+            before, began_s = evaluation_name(self._running.rollout_id), time.monotonic()
+            self.finish()
+            logger.warning(
+                "training waited %.1f s for the evaluation %s, because the next one was due; add engines with "
+                "--eval-fleet, or raise --eval-interval",
+                time.monotonic() - began_s,
+                before,
+            )
+        try:
+            version = self._weight_sync.send_for_evaluation()
+            if version is None:
+                raise EngineError("no engine of --eval-fleet responds")
+        except FLEET_FAILURES as error:
+            self._failed(rollout_id, error)
+            return
+        self._is_abandoned = False
+        self._running = _Background(rollout_id, version, self._actors.rollout.evaluate.remote(rollout_id))
+
+    def poll(self) -> None:
+        """Logs the running evaluation if it has ended. Does not wait for it."""
+        if self._running is not None:
+            self._give_up_if_lost(self._running)
+            if all_there([self._running.news]):
+                self.finish()
+
+    def finish(self) -> None:
+        """Waits for the running evaluation, if any, and logs it."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        what = f"eval, {evaluation_name(running.rollout_id)}"
+        try:
+            with self._watching(what) as tended:
+
+                def on_poll() -> str:
+                    self._give_up_if_lost(running)
+                    return tended()
+
+                news = wait_for([running.news], for_what=what, limit_s=self._limit_s, on_poll=on_poll)[0]
+            _require_version(news, running)
+        except FLEET_FAILURES as error:
+            self._failed(running.rollout_id, error)
+            return
+        if news.span_s is not None:
+            note_span("evaluation", *news.span_s, rollout_id=running.rollout_id, version=running.version)
+        self._log(running.rollout_id, news, {FAILED_EVALUATIONS: float(self._num_failed)})
+
+    def _give_up_if_lost(self, running: _Background) -> None:
+        """Cancels an evaluation that no engine serves any more: a restarted engine has no weights of its version."""
+        if not self._is_abandoned and not self._actors.engines.evaluating(running.version):
+            self._is_abandoned = True
+            self._actors.rollout.abandon_evaluation.remote()
+
+    def _failed(self, rollout_id: int, error: SlimeError) -> None:
+        """Counts a failed evaluation and logs the count. Raises the error if the fleet must work, or if it says that
+        the rollout process or a training rank died."""
+        if self._must_work or isinstance(error, ActorDied):
+            raise error
+        self._num_failed += 1
+        logger.error("the evaluation %s failed, and the run goes on: %s", evaluation_name(rollout_id), error)
+        self._log(rollout_id, StepNews({}, []), {FAILED_EVALUATIONS: float(self._num_failed)})
+
+
+def _require_version(news: StepNews, running: _Background) -> None:
+    """Raises `EngineError` if the samples of an evaluation have another version than its engines received."""
+    found = news.metrics.get("eval/weight_version", running.version)
+    if found != running.version:
+        raise EngineError(
+            f"the evaluation {evaluation_name(running.rollout_id)} was sampled by version {found:g}, but its engines "
+            f"received version {running.version}"
+        )
+
+
 logger = logging.getLogger(__name__)
 
+FAILED_EVALUATIONS = "eval/num_failed_evaluations"
+"""Metric: failed evaluations of `--eval-fleet` so far."""
 NO_LIMIT_S = 30 * 24 * 3600.0
 """Timeout of a generation if the user sets none. Requests and graders have their own timeouts."""
 ROUTER_LIMIT_S = 60.0
@@ -113,6 +242,11 @@ class Run:
         actors.engines.may_take_memory(lambda: self._memory.is_lent)
         self._weight_sync = WeightSyncSequence(args, actors, memory=self._memory, tracker=tracker)
         self._held_out = HeldOutLoss(args, actors, memory=self._memory)
+        self._eval_fleet: EvalFleet | None = None
+        if args.eval_fleet is not None:
+            self._eval_fleet = EvalFleet(
+                args, actors, self._weight_sync, watching=self._watching, log=self._log_evaluation
+            )
         self._trained_since_sync = False
         self._batch = "data" if args.loss_type == "sft_loss" else "rollout"
         """What a step waits for, in messages."""
@@ -183,7 +317,17 @@ class Run:
             )
 
     def evaluate(self, rollout_id: int) -> None:
-        """Evaluates the synced weights on the held-out data: sampled responses and the loss of conversations."""
+        """Evaluates the synced weights on the held-out data: sampled responses and the loss of conversations.
+
+        With `--eval-fleet`, only starts to sample. `end_step` logs the result, under this `rollout_id`.
+        """
+        if self._eval_fleet is not None:
+            with span("eval"):
+                self._eval_fleet.begin(rollout_id)
+                losses = self._held_out.measure()
+            if losses:
+                self._tracker.log("eval", rollout_id, losses)
+            return
         news = StepNews({}, [])
         phase = self._startup.phase("eval", "the held-out data is evaluated")
         with phase, span("eval"), self._watching(f"eval, {evaluation_name(rollout_id)}") as on_poll:
@@ -193,9 +337,12 @@ class Run:
                     "evaluate", rollout_id, for_what=what, limit_s=self._rollout_limit_s, on_poll=on_poll
                 )
             losses = self._held_out.measure()
+        self._log_evaluation(rollout_id, news, losses)
+
+    def _log_evaluation(self, rollout_id: int, news: StepNews, more: dict[str, float]) -> None:
         for warning in news.warnings:
             logger.warning("%s", warning)
-        self._tracker.log("eval", rollout_id, {**news.metrics, **losses})
+        self._tracker.log("eval", rollout_id, {**news.metrics, **more})
         self._tracker.log_samples("eval", rollout_id, news.samples)
 
     def serve(self) -> None:
@@ -320,9 +467,14 @@ class Run:
     # --- the end of a step and of the run ---------------------------------------------------------------------------
 
     def end_step(self, rollout_id: int) -> None:
-        """Logs the step's timings. After the last step, also waits until its checkpoint is on disk."""
-        if rollout_id + 1 == self.args.num_rollout:
+        """Logs the step's timings, and an evaluation of `--eval-fleet` that has ended. After the last step, also waits
+        until its checkpoint is on disk and the last evaluation has ended."""
+        is_last = rollout_id + 1 == self.args.num_rollout
+        if is_last:
             self._saver.finish()
+        if self._eval_fleet is not None:
+            with span("eval"):
+                self._eval_fleet.finish() if is_last else self._eval_fleet.poll()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from slime.cluster.engine_tracker import MEMORY_LIMIT_S, WEIGHT_VERSION, Actors, EngineInfo
+from slime.core.engine_interface import WeightVersion
 from slime.core.errors import SlimeError
 from slime.fleet.supervisor import Engine
 from slime.observability.spans import span
@@ -40,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_LIMIT_S = 60.0
 """Timeout for aborting requests and for resuming them."""
-OF_SYNC, OF_JOIN = "update_weights_", "join_"
-"""Parts of metric names that distinguish weight syncs from joins, because both can happen in the same step."""
+OF_SYNC, OF_JOIN, OF_EVALUATION = "update_weights_", "join_", "eval_weights_"
+"""Parts of metric names that distinguish weight syncs, joins and sends to the evaluation fleet, all of which can happen
+in the same step."""
 
 
 # --- GPU memory of trainer and engines that share GPUs
@@ -244,6 +246,26 @@ class WeightSyncSequence:
         self._engines.end_sync(self._takers, self._version)
         if self._takers:
             logger.info("engines %s are serving again with version %d", [e.index for e in self._takers], self._version)
+
+    def send_for_evaluation(self) -> WeightVersion | None:
+        """Sends the trainer's weights to the evaluation fleet, verifies them, and lets its engines serve. The other
+        engines go on generating. The trainer must be idle, and no evaluation may be running.
+
+        Returns the version, or None if no engine of the fleet responds. Raises like `run`.
+        """
+        while takers := self._engines.begin_evaluation():
+            infos, tended = self._engines.infos(takers), self._tended(takers)
+            try:
+                metrics = self._actors.on_trainers("sync_weights", infos, "abort", True, on_poll=tended)[0]
+            except SlimeError as error:
+                if not self._engines.failed_sync(takers, error):
+                    raise
+                continue
+            version = int(metrics[WEIGHT_VERSION])
+            self._engines.serve_evaluation(takers, version)
+            self._tracker.add({k.replace(OF_SYNC, OF_EVALUATION): v for k, v in metrics.items() if OF_SYNC in k})
+            return version
+        return None
 
     def _ends(self, *, for_save: bool) -> bool:
         ends = EndRequests.of(self._args, self._pauses.mode)

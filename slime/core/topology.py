@@ -21,6 +21,8 @@ from slime.core.errors import ConfigError
 
 DEFAULT_NAME = "default"
 """Name of the only model of a run without `--sglang-config`."""
+EVAL_FLEET = "eval_fleet"
+"""Name of the model that the engines of `--eval-fleet` serve: the policy, at the version of its last evaluation."""
 
 
 class Worker(str, Enum):
@@ -72,7 +74,9 @@ class ServedModel:
     """A Hugging Face checkpoint folder."""
     groups: tuple[EngineGroup, ...]
     trained: bool = True
-    """Whether this is the policy, whose engines receive the trainer's weights. Other models serve their checkpoint."""
+    """Whether the engines receive the trainer's weights. Other models serve their checkpoint."""
+    only_evaluates: bool = False
+    """Whether these are the engines of `--eval-fleet`, which receive weights only for evaluations."""
 
     @property
     def in_pairs(self) -> bool:
@@ -102,13 +106,23 @@ class Topology:
 
     @property
     def num_gpus(self) -> int:
-        """Total number of GPUs, including placeholders."""
-        return sum(group.num_gpus for model in self.models for group in model.groups)
+        """Total number of GPUs, including placeholders, without the GPUs of `--eval-fleet`."""
+        return sum(group.num_gpus for model in self.models for group in model.groups if not model.only_evaluates)
+
+    @property
+    def num_eval_gpus(self) -> int:
+        """Number of GPUs of `--eval-fleet`."""
+        return sum(group.num_gpus for model in self.models for group in model.groups if model.only_evaluates)
 
     @property
     def policy(self) -> ServedModel | None:
-        """The trained model, or None if all models are frozen."""
-        return next((model for model in self.models if model.trained), None)
+        """The trained model that generates, or None if all models are frozen."""
+        return next((model for model in self.models if model.trained and not model.only_evaluates), None)
+
+    @property
+    def eval_fleet(self) -> ServedModel | None:
+        """The engines of `--eval-fleet`; None if evaluations run on the policy's engines."""
+        return next((model for model in self.models if model.only_evaluates), None)
 
     @property
     def main(self) -> ServedModel | None:

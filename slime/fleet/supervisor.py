@@ -23,6 +23,8 @@ Invariants
 5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model are sick or
    waiting for hosts, the run fails, even if other models are still served.
 6. An engine's number is its index in the list. Engines are never removed.
+7. The run does not fail because of an engine that is not vital (`--eval-fleet`). Such an engine is marked as sick where
+   a vital one would end the run.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ from slime.core.liveness import backoff_s
 from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
-POLICY, FROZEN = "policy", "frozen"
-"""Roles of a model: trained, or frozen at its checkpoint's weights."""
+POLICY, FROZEN, EVALUATION = "policy", "frozen", "evaluation"
+"""Roles of a model: trained, frozen at its checkpoint's weights, or trained but only for evaluations."""
 
 
 class State(str, Enum):
@@ -81,7 +83,7 @@ class Engine:
     layout: EngineLayout = ONE_RANK
     model: str = DEFAULT_NAME
     role: str = POLICY
-    """Role of the model. Only policy engines receive the trainer's weights."""
+    """Role of the model. Policy engines receive the trainer's weights, those for evaluations only before each one."""
     worker: Worker = Worker.REGULAR
     """Regular, or one half of a prefill-decode pair."""
     lends: bool = False
@@ -211,10 +213,12 @@ class Supervisor:
         port: EnginePort,
         *,
         restarts: bool = True,
+        vital: Callable[[Engine], bool] = lambda engine: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`restarts`: if False, losing an engine fails the run."""
+        """`restarts`: if False, losing an engine fails the run. `vital`: whether the run needs this engine."""
         self._membership, self._port, self._restarts, self._clock = membership, port, restarts, clock
+        self._vital = vital
         self._failures: Counter[int] = Counter()
         self._lives = _Lives()
         self._sick: set[int] = set()
@@ -252,7 +256,7 @@ class Supervisor:
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
-        if not (kind := self._kind_of(engine)) - lost - self._sick:
+        if not (kind := self._kind_of(engine)) - lost - self._sick and self._vital(engine):
             sick = len(kind & self._sick)
             ended = f", {sick} failed too often" * bool(sick)
             raise EngineError(
@@ -327,34 +331,45 @@ class Supervisor:
         self._failures[engine.index] += has_host
         self._missed.add(engine.index)
         failures, losses = self._failures[engine.index], self._lives.end(engine.index, self._clock(), counts=has_host)
-        if not self._restarts:
-            raise EngineError(
-                f"engine {engine.index} was lost, and --no-use-fault-tolerance forbids restarting it: {reason}"
-            )
-        if failures >= MAX_FAILURES and not engine.external:
-            raise EngineError(
-                f"engine {engine.index} failed {failures} times in a row without serving, so another restart would "
-                f"not help. Last reason: {reason}"
-            )
-        logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
-        if losses >= MAX_LOSSES and not engine.external:
+        if fatal := self._fatal(engine, failures, reason):
+            if self._vital(engine):
+                raise EngineError(fatal)
+            logger.error("%s; the run continues without it", shorten(fatal, REASON_CHARS))
+            self._sick.add(engine.index)
+            self._port.stop([engine.index])
+        else:
+            logger.warning("engine %d was lost: %s", engine.index, shorten(reason, REASON_CHARS))
+        if not fatal and losses >= MAX_LOSSES and not engine.external:
             self._give_up(engine, reason)
         longest_s = longest_s if engine.external else LONGEST_PAUSE_S
         pause_s = backoff_s(max(failures, losses, 1), PAUSE_S, longest_s)
         self._again_at[engine.index] = self._clock() + pause_s
 
+    def _fatal(self, engine: Engine, failures: int, reason: str) -> str:
+        """Returns why a lost engine is not restarted, or "" if it is. `failures`: those in a row."""
+        if not self._restarts:
+            return f"engine {engine.index} was lost, and --no-use-fault-tolerance forbids restarting it: {reason}"
+        if failures < MAX_FAILURES or engine.external:
+            return ""
+        return (
+            f"engine {engine.index} failed {failures} times in a row without serving, so another restart would not "
+            f"help. Last reason: {reason}"
+        )
+
     def _give_up(self, engine: Engine, reason: str) -> None:
-        """Marks an engine as sick. Raises `EngineError` if no other engine of its kind is left."""
+        """Marks an engine as sick. Raises `EngineError` if it is vital and no other engine of its kind is left."""
         self._sick.add(engine.index)
         often = f"engine {engine.index} failed {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
         left = self._kind_of(engine) - self._sick - self._hostless
-        if not left:
+        if not left and self._vital(engine):
             raise EngineError(
                 f"{often}, so another restart would not help, and no other engine of model {engine.model} is left. "
                 f"Last reason: {reason}"
             )
         self._port.stop([engine.index])
-        logger.error("%s, so it is not restarted; the run continues with engines %s", often, sorted(left))
+        logger.error(
+            "%s, so it is not restarted; the run continues with engines %s", often, sorted(left) or "of other models"
+        )
 
 
 class _Lives:

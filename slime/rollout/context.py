@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from slime.core.errors import HookError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import read_hf_config
+from slime.core.topology import EVAL_FLEET
 from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import Pictures
 from slime.rollout.client.engine_client import EngineClient
@@ -43,6 +44,15 @@ R = TypeVar("R")
 
 class Models(dict[str, EngineClient]):
     """Model name -> client. Raises `HookError` for models that are not served."""
+
+    def split(self, policy: str) -> tuple[Models, Models]:
+        """Returns the clients for generating and those for evaluating, which differ in the client of the policy if
+        there is an `--eval-fleet`.
+        """
+        others = {name: client for name, client in self.items() if name != EVAL_FLEET}
+        if EVAL_FLEET not in self:
+            return self, self
+        return Models(others), Models({**others, policy: self[EVAL_FLEET]})
 
     def __missing__(self, name: str) -> EngineClient:
         known = ", ".join(self) or "none"
@@ -73,6 +83,8 @@ class RolloutContext:
     """Runs the groups; None to run them in this process."""
     loopback: LoopbackRouter | None = None
     """The address of this process for HTTP clients of user code."""
+    on_eval_fleet: bool = False
+    """Whether this is an evaluation on the engines of `--eval-fleet`, so that `client` is their client."""
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
         """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""

@@ -44,6 +44,7 @@ from slime.core.errors import DataError, DeadlineExceeded, HookError, RequestRej
 from slime.core.processes import http_url
 from slime.core.sample import NOT_SAMPLED
 from slime.core.text import NO_KEYS, EngineKeys, shorten
+from slime.core.topology import EVAL_FLEET
 from slime.rollout.client.call import ENGINE_MAX_NEW_TOKENS, Call, Generation, Pictures, joined
 from slime.rollout.client.engine_client import REQUEST_SCOPE, STREAMED_INTERVAL, EngineClient
 from slime.rollout.context import RolloutContext, current, offered
@@ -71,11 +72,20 @@ ROUTING_KEY = "x-smg-routing-key"
 """The router sends all requests with the same value of this header to the same engine."""
 
 
+def _on_eval_fleet() -> bool:
+    """Returns whether this code belongs to an evaluation on the engines of `--eval-fleet`."""
+    try:
+        return current().on_eval_fleet
+    except HookError:
+        return False
+
+
 class LoopbackRouter:
     """Listens from the first `addressed` call until `close`. Belongs to one event loop."""
 
     def __init__(self, args: Args, clients: Mapping[str, EngineClient], keys: EngineKeys = NO_KEYS) -> None:
         self._args, self._clients, self._main = args, clients, topology_of(args).main
+        self._main_name = None if self._main is None else self._main.name
         self._is_exposed = any(args.was_given(name) for name in ("router_host", "sglang_router_ip"))
         self._key = args.router.get("api_key") or keys.use
         self._contexts: dict[str, contextvars.Context] = {}
@@ -101,6 +111,8 @@ class LoopbackRouter:
         router that the user made reachable for others. Does nothing without engines.
         """
         if not isinstance(view, Args) or self._is_exposed or not self._clients or self._main is None:
+            if isinstance(view, Args) and self._is_exposed and _on_eval_fleet():
+                self._send_to_eval_fleet(view)
             yield
             return
         self._listen()
@@ -127,6 +139,14 @@ class LoopbackRouter:
         self._of_rewards.run(LIMITS.set, None)
         self._of_rewards.run(REQUEST_SCOPE.set, None)
         self._set(view, REWARDS if self._own_addresses else SHARED)
+
+    def _send_to_eval_fleet(self, view: Args) -> None:
+        """Replaces the address of the policy's router in `view` by that of the router of `--eval-fleet`."""
+        assert self._main is not None, "there are engines"
+        routers = dict(self._args.sglang_model_routers or {})
+        routers[self._main.name] = ip, port = routers[EVAL_FLEET]
+        values = {"sglang_router_ip": ip, "sglang_router_port": port, "sglang_model_routers": routers}
+        view.__dict__.update(values)
 
     def _set(self, view: Args, host: str) -> None:
         assert self._main is not None, "there are engines"
@@ -173,9 +193,10 @@ class LoopbackRouter:
                 return _failed(403, "this address belongs to a run of another user")
             if http.path in ("/health", "/health_generate"):
                 return web.Response(status=200 if self._clients[model].engines() else 503)
-            if http.path != "/generate":
-                return await self._forward(http, model)
             context = self._context_of(http)
+            if http.path != "/generate":
+                apart = context is not None and model == self._main_name and context.run(_on_eval_fleet)
+                return await self._forward(http, EVAL_FLEET if apart else model)
             if context is None:
                 return _failed(503, "no function of the run is being called, so its engines take no requests")
             return await asyncio.get_running_loop().create_task(self._generate(http, model), context=context)
@@ -216,7 +237,7 @@ class LoopbackRouter:
             if not isinstance(payload, dict):
                 raise DataError("the body must be a JSON object")
             if not payload.get("stream"):
-                answer = await generation_of(self._clients[model], payload, http.headers)
+                answer = await generation_of(self._client_of(model), payload, http.headers)
                 answer["meta_info"].pop("routed_experts", None)  # the transcript has them
                 return _json(answer)
             return await self._streamed(http, model, payload)
@@ -224,6 +245,13 @@ class LoopbackRouter:
             status = _status(problem) if isinstance(problem, SlimeError) else 400
             self._note_refusal(str(problem))
             return _failed(status, str(problem))
+
+    def _client_of(self, model: str) -> EngineClient:
+        """Returns the client of a model for the call in whose context a request runs."""
+        try:
+            return current().models[model]
+        except HookError:  # a request of a reward function
+            return self._clients[model]
 
     def _note_refusal(self, said: str) -> None:
         """Logs a refusal, and keeps it for the error of the execution: an HTTP client's error has only the status."""
@@ -237,7 +265,7 @@ class LoopbackRouter:
     async def _streamed(self, http: web.Request, model: str, payload: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         payload = {**payload, "stream": False}
-        async with aclosing(generation_parts(self._clients[model], payload, http.headers)) as parts:
+        async with aclosing(generation_parts(self._client_of(model), payload, http.headers)) as parts:
             async for part in parts:
                 part["meta_info"].pop("routed_experts", None)
                 if not response.prepared:

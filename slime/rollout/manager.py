@@ -21,7 +21,7 @@ from typing import Any
 
 from slime.buffer.data_buffer import DataBuffer
 from slime.core.batch import TrainBatch, TrainSample
-from slime.core.errors import HookError
+from slime.core.errors import EngineError, HookError
 from slime.core.sample import Sample
 from slime.core.text import NO_KEYS, EngineKeys, evaluation_name, step_name
 from slime.core.topology import Worker
@@ -138,9 +138,11 @@ class RolloutManager:
         self._clients = (
             Models() if engines is None else model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
         )
-        self._loopback = LoopbackRouter(args, self._clients, keys)
         policy = topology_of(args).main
-        self._client = self._clients[policy.name] if policy is not None and self._clients else None
+        self._policy = policy.name if policy is not None and self._clients else None
+        self._models, self._eval_models = self._clients.split(self._policy or "")
+        self._loopback = LoopbackRouter(args, self._models, keys)
+        self._client = self._models[self._policy] if self._policy is not None else None
         self._workers = workers
         if workers is not None:
             workers.include(LocalEpisodes(self._client))
@@ -157,6 +159,7 @@ class RolloutManager:
         self.showcase = Showcase(args, self._tokenizer)
         """Samples to show for each step and evaluation; removed once the metrics are logged."""
         self._progress: list[Progress] = []
+        self._evaluation: asyncio.Task[dict[str, float]] | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -187,14 +190,35 @@ class RolloutManager:
         return batch, {} if logged else metrics
 
     async def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """Evaluates on the engines that generate, or on those of `--eval-fleet`. Raises `EngineError` after
+        `abandon_evaluation`.
+        """
+        task = self._evaluation = asyncio.create_task(self._evaluate(rollout_id), name="evaluation")
+        try:
+            await asyncio.wait([task])
+        finally:
+            await end_tasks([task])
+        if task.cancelled():
+            raise EngineError(
+                f"the evaluation {evaluation_name(rollout_id)} was cancelled, because its engines are lost"
+            )
+        return task.result()
+
+    async def abandon_evaluation(self) -> None:
+        """Cancels the running evaluation, if any."""
+        if self._evaluation is not None:
+            await end_tasks([self._evaluation])
+
+    async def _evaluate(self, rollout_id: int) -> dict[str, float]:
         started = time.monotonic()
-        with self._context(rollout_id) as context:
+        with self._context(rollout_id, evaluates=True) as context:
             if self._args.eval_function_path is None:
                 work = evaluate(context, rollout_id)
             else:
                 work = evaluate_by_function(context, rollout_id, self._source)
             output = await supervised(work, what=f"the evaluation {evaluation_name(rollout_id)}", limit_s=None)
-        metrics = {**output.metrics, "perf/eval_time": time.monotonic() - started}
+        taken = "perf/eval_fleet_time" if context.on_eval_fleet else "perf/eval_time"
+        metrics = {**output.metrics, taken: time.monotonic() - started}
         await self._recorder.save_evaluation(rollout_id, output)
         self.showcase.add_evaluation(rollout_id, output.data)
         path = self._args.custom_eval_rollout_log_function_path
@@ -266,6 +290,7 @@ class RolloutManager:
 
     async def close(self) -> None:
         """Closes schedule, graders and connections. Warns about and cancels components that exceed `CLOSE_LIMIT_S`."""
+        await self.abandon_evaluation()
         others = (self._workers, self._loopback, *self._clients.values(), self._teacher)
         for part in (self._schedule, self._graders, *(one for one in others if one is not None)):
             closing = asyncio.create_task(part.close(), name=f"closing {type(part).__name__}")
@@ -282,10 +307,6 @@ class RolloutManager:
         there = await self._workers.traffic() if self._workers is not None else []
         return traffic_metrics([here, *there])
 
-    def _num_tokens(self) -> int:
-        """Returns how many tokens of the policy have arrived in this process."""
-        return self._client.num_tokens if self._client is not None else 0
-
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Generates the batch of a step and records its groups."""
         before = self._account.in_flight()
@@ -301,21 +322,24 @@ class RolloutManager:
         return output
 
     @contextlib.contextmanager
-    def _context(self, rollout_id: int) -> Iterator[RolloutContext]:
+    def _context(self, rollout_id: int, *, evaluates: bool = False) -> Iterator[RolloutContext]:
         """Makes a new context current within the block, and lists it for `progress`."""
+        models = self._eval_models if evaluates else self._models
+        client = models[self._policy] if self._policy is not None else None
         context = RolloutContext(
             args=self._args,
-            client=self._client,
-            models=self._clients,
+            client=client,
+            models=models,
             tokenizer=self._tokenizer,
             graders=self._graders,
-            progress=Progress(arrived=self._num_tokens),
+            progress=Progress(arrived=lambda: client.num_tokens if client is not None else 0),
             loop=asyncio.get_running_loop(),
             rollout_id=rollout_id,
             teacher=self._teacher,
             eval_datasets=self._eval_datasets,
             workers=self._workers,
             loopback=self._loopback,
+            on_eval_fleet=client is not self._client,
         )
         self._progress.append(context.progress)
         try:

@@ -44,7 +44,7 @@ class StepNews:
     samples: list[ShownSample]
     """A few samples to display."""
     span_s: tuple[float, float] | None = None
-    """When the generation started and ended, in Unix time."""
+    """When the generation or evaluation started and ended, in Unix time."""
     warnings: tuple[str, ...] = ()
     """What the driver shows on the console (`slime.observability.logs.TELL_DRIVER`)."""
 

@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Any
 from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
 from slime.core.errors import ConfigError
 from slime.core.processes import server_url
-from slime.core.topology import DEFAULT_NAME, PAIRED, EngineGroup, EngineLayout, ServedModel, Topology, Worker
+from slime.core.topology import (
+    DEFAULT_NAME,
+    EVAL_FLEET,
+    PAIRED,
+    EngineGroup,
+    EngineLayout,
+    ServedModel,
+    Topology,
+    Worker,
+)
 from slime.core.user_files import parse_yaml, read_text
 from slime.settings.flags import Flag, coerce
 
@@ -51,13 +60,29 @@ def topology_of(args: Args) -> Topology:
     if args.rollout_external_engine_addrs:  # their sizes are unknown until they respond
         return Topology((ServedModel(DEFAULT_NAME, path, ()),))
     if args.sglang_config is not None:
-        return read_topology(
+        found = read_topology(
             args.sglang_config,
             hf_checkpoint=path,
             num_gpus_per_engine=args.rollout_num_gpus_per_engine,
             trains=not args.debug_rollout_only,
         )
-    return Topology((ServedModel(DEFAULT_NAME, path, _groups_of_flags(args)),))
+    else:
+        found = Topology((ServedModel(DEFAULT_NAME, path, _groups_of_flags(args)),))
+    return found if args.eval_fleet is None else _with_eval_fleet(found, args.eval_fleet)
+
+
+def _with_eval_fleet(topology: Topology, num_engines: int) -> Topology:
+    """Adds the engines of `--eval-fleet`: as the policy's first group of regular engines, placed after all others."""
+    policy = topology.policy
+    if policy is None:  # a rule refuses the flag
+        return topology
+    if any(model.name == EVAL_FLEET for model in topology.models):
+        raise ConfigError(f"{_FLAG} has a model named {EVAL_FLEET}, as --eval-fleet calls its engines; rename it")
+    running = [group for group in policy.groups if group.runs]
+    like = next((group for group in running if group.worker is Worker.REGULAR), None)
+    width = (like or running[0]).num_gpus_per_engine
+    group = EngineGroup(num_engines * width, width, overrides=like.overrides if like is not None else {})
+    return Topology((*topology.models, ServedModel(EVAL_FLEET, policy.path, (group,), only_evaluates=True)))
 
 
 def _groups_of_flags(args: Args) -> tuple[EngineGroup, ...]:

@@ -122,6 +122,8 @@ class Job:
     """Optimizer steps per batch."""
     forward_passes: int
     """Passes without gradients over the batch: reference, old log-probs."""
+    num_eval_engines: int = 0
+    """Engines of `--eval-fleet`, like the others, whose work overlaps with the step."""
     plain: float | None = None
     """FLOP/s of plain products on the machine at hand; None: the rate of `RATES`."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -67,10 +67,12 @@ class EpisodeWorker:
         self._args = args = share_of(args, num_workers)
         self._hooks = RolloutHooks.load(args)
         self._tokenizer = load_tokenizer(args)
-        self._models = model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
-        self._loopback = LoopbackRouter(args, self._models, keys)
+        self._clients = model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
         policy = topology_of(args).main
-        self._client = self._models[policy.name] if policy is not None else None
+        self._policy = policy.name if policy is not None else None
+        self._models, self._eval_models = self._clients.split(self._policy or "")
+        self._loopback = LoopbackRouter(args, self._models, keys)
+        self._client = self._models[self._policy] if self._policy is not None else None
         self._teacher = teacher_client(args)
         self._graders = grader_pool(args, self._loopback.address_for_rewards)
         self._last_words = last_words
@@ -112,18 +114,18 @@ class EpisodeWorker:
             await end_tasks([task], 2 * END_LIMIT_S)
 
     def admit(self, model: str, urls: Sequence[str], worker: Worker) -> None:
-        self._models[model].admit(urls, prefill=worker is Worker.PREFILL)
+        self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
-        self._models[model].dismiss(urls, died=died)
+        self._clients[model].dismiss(urls, died=died)
 
     def stalled(self, within_s: float) -> list[str]:
         """Like `RolloutManager.stalled`, for requests of this worker."""
-        return [url for client in self._models.values() for url in client.stalled(within_s)]
+        return [url for client in self._clients.values() for url in client.stalled(within_s)]
 
     def progressing(self, within_s: float) -> list[str]:
         """Like `RolloutManager.progressing`, for requests of this worker."""
-        return [url for client in self._models.values() for url in client.progressing(within_s)]
+        return [url for client in self._clients.values() for url in client.progressing(within_s)]
 
     def traffic(self) -> Sums | None:
         """Returns the sums over the worker's requests to the policy since the last call."""
@@ -155,15 +157,17 @@ class EpisodeWorker:
         await self._graders.close()
         if self._watchdog is not None:
             self._watchdog.close()
-        for client in (self._loopback, *self._models.values(), self._teacher):
+        for client in (self._loopback, *self._clients.values(), self._teacher):
             if client is not None:
                 await client.close()
 
     async def _work(self, work: Work) -> Done:
+        models = self._eval_models if work.scope is None else self._models
+        client = models[self._policy] if self._policy is not None else None
         context = RolloutContext(
             args=self._args,
-            client=self._client,
-            models=self._models,
+            client=client,
+            models=models,
             tokenizer=self._tokenizer,
             graders=self._graders,
             progress=Progress(),
@@ -171,6 +175,7 @@ class EpisodeWorker:
             rollout_id=work.rollout_id,
             teacher=self._teacher,
             loopback=self._loopback,
+            on_eval_fleet=client is not self._client,
         )
         if work.scope is not None:
             REQUEST_SCOPE.set(self._scopes[work.scope])

@@ -76,10 +76,8 @@ SAMPLED = Need(
     "a rollout or an evaluation that samples; fine-tuning reads conversations as they are",
 )
 """Condition for the rollout's sampling settings, which an evaluation may inherit."""
-_SAMPLES = (
-    _EVALUATES,
-    Need(_samples, "an evaluation that samples; conversations without a grader are evaluated by their loss"),
-)
+_SAMPLED = Need(_samples, "an evaluation that samples; conversations without a grader are evaluated by their loss")
+_SAMPLES = (_EVALUATES, _SAMPLED)
 
 
 def _same_as(name: str, *, within: Range | None = None, needs: Need | tuple[Need, ...] = _SAMPLES) -> Any:
@@ -136,6 +134,13 @@ class EvalSettings:
     """Fraction of each dataset's samples, rounded up, that may fail permanently (engine, tool, your function) before
     the run fails. A sample fails permanently after three attempts, or one without progress. Failed samples are counted
     but do not affect scores; a dataset whose samples all fail has no score."""
+    eval_fleet: int | None = opt(None, within=COUNT, needs=(_EVALUATES_LATER, _SAMPLED))
+    """Evaluate in the background, on this many engines of their own (--rollout-num-gpus-per-engine GPUs each, besides
+    --rollout-num-gpus), while training and generation go on. They get the weights of each evaluation's step. Default:
+    the engines that generate also evaluate, and training waits."""
+    eval_fleet_must_work: bool = opt(False, needs=Need(lambda s: s.eval_fleet is not None, "--eval-fleet"))
+    """Fail the run if an evaluation on --eval-fleet fails or its engines cannot be kept running. Default: such failures
+    are logged and counted (eval/num_failed_evaluations), and the run goes on."""
 
 
 def evaluation_has_data(args: Args) -> str | None:
@@ -169,4 +174,26 @@ def lengths_fit(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (evaluation_has_data, lengths_fit)
+def fleet_can_evaluate(args: Args) -> str | None:
+    """An evaluation fleet gets weights from a trainer that keeps them on its GPUs, on engines that the run starts."""
+    if args.eval_fleet is None:
+        return None
+    reasons = {
+        "--colocate": (args.colocate, "it moves the trainer's weights off the GPU before an evaluation; drop one"),
+        "--rollout-external-engine-addrs": (
+            bool(args.rollout_external_engine_addrs),
+            "the run does not start external engines, so it cannot reserve some for evaluation; drop one",
+        ),
+        "--debug-rollout-only": (args.debug_rollout_only, "no trainer sends weights to the fleet; drop one"),
+        "--debug-train-only": (args.debug_train_only, "the run starts no engines; drop one"),
+        "--update-weight-local-checkpoint-dir": (
+            args.components.get("update_weight_local_checkpoint_dir") is not None,
+            "the folder on a host holds one version, and the fleet serves an older one than the other engines; use "
+            "--update-weight-transport distributed",
+        ),
+    }
+    found = next(((flag, why) for flag, (given, why) in reasons.items() if given), None)
+    return None if found is None else f"eval_fleet {args.eval_fleet} does not work with {found[0]}: {found[1]}"
+
+
+RULES: tuple[Rule, ...] = (evaluation_has_data, lengths_fit, fleet_can_evaluate)

@@ -161,7 +161,8 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, context: TransportContext) -> Channel:
-        """Returns the channel for one training rank. Every rank calls it once. Not a collective."""
+        """Returns a channel for one training rank. Every rank calls it once, and once more with `--eval-fleet`, for the
+        engines of the fleet. Not a collective."""
 
 
 TRANSPORTS: Registry[Transport] = Registry(

@@ -17,7 +17,7 @@ from slime.cluster.engine_tracker import Engines
 from slime.cluster.hosts import GuardedHosts
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError, WeightSyncError
 from slime.core.topology import Worker
-from slime.fleet.supervisor import EXPECTS_ANSWERS, FROZEN, Engine, Membership, State
+from slime.fleet.supervisor import EVALUATION, EXPECTS_ANSWERS, FROZEN, Engine, Membership, State
 
 
 class Port:  # the part of `RayEngines` that is called here
@@ -88,6 +88,7 @@ class Fleet(Engines):
             rollout_health_check_timeout=0.2,
             rollout_health_check_interval=0.1,
             request_timeout_s=600.0,
+            eval_fleet_must_work=False,
         )
         self.rollout = rollout = Rollout()
         own_guardian = SimpleNamespace(tend=lambda: None)
@@ -175,6 +176,24 @@ def test_frozen_engines_take_no_weights_and_give_way_if_they_lend_their_memory(m
         fleet.tend()
         assert fleet.rollout.said == [("dismiss", "http://3")] and fleet.joiners() == ()
     assert fleet.rollout.said[1:] == [("admit", "http://3")]
+
+
+def test_engines_of_an_evaluation_fleet_get_weights_for_evaluations_and_no_others(make: type[Fleet]) -> None:
+    """Law: neither a weight sync nor a join has to do with them, nor an evaluation with the others."""
+    policy, first, second = Engine(0, (0,)), *(Engine(i, (i,), model="eval_fleet", role=EVALUATION) for i in (1, 2))
+    fleet = make(policy, first, second)
+    assert [engine.index for engine in fleet.joiners()] == [0]
+    fleet.end_sync(fleet.begin_sync(), 1)
+    assert fleet.states() == "ready syncing syncing" and fleet.can_answer and not fleet.evaluating(1)
+    takers = fleet.begin_evaluation()
+    assert [engine.index for engine in takers] == [1, 2]
+    assert fleet.failed_sync(takers, failure(2)), "of the fleet, one is left"
+    assert fleet.states() == "ready syncing dead"
+    fleet.serve_evaluation(fleet.begin_evaluation(), 1)
+    assert fleet.rollout.said == [("admit", "http://0"), ("admit", "http://1")]
+    assert [engine.index for engine in fleet.evaluating(1)] == [1] and not fleet.evaluating(2)
+    fleet.end_sync(fleet.begin_sync(), 2)
+    assert [engine.version for engine in fleet.members.engines] == [2, 1, None]
 
 
 def test_engines_that_fail_a_weight_sync_alone_are_lost_and_the_others_get_it_again(fleet: Fleet) -> None:

@@ -32,7 +32,7 @@ from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec
 from slime.settings import Args
 from slime.settings.topology_yaml import topology_of
-from tests.support.rollout import rollout_args, write_checkpoint_stub
+from tests.support.rollout import rollout_args, write_checkpoint_stub, write_prompts
 from tests.support.weights import FakeEngine, FakeWire, Whole, model
 
 TP2 = EngineLayout(tp_size=2)
@@ -252,11 +252,13 @@ def test_a_rank_sends_as_the_settings_say_and_to_each_engine_with_its_key(
     assert len(made) == 2, "another process is at that address"
     rank.give_up("http://a", 0)
     rank.sync_weights([new], "retract")
-    (receiver,) = rank._known.values()
+    (receiver,) = rank._generating.known.values()
     assert not receiver.is_lost(), "the one before it was"
     rank.give_up("http://a", 1)
     assert receiver.is_lost()
     rank.close()
+    with pytest.raises(AssertionError, match="no --eval-fleet"):
+        rank.sync_weights([new], "abort", to_eval_fleet=True)
     told: dict[str, Any] = {}
     monkeypatch.setattr(rank_weight_sync, "sync_weights", lambda outgoing, **named: told.update(named) or {})
     rank._carried = {"visual": "a digest"}
@@ -335,14 +337,45 @@ def test_whether_a_failed_weight_sync_is_sent_again_is_what_the_conductor_says(
         return {}
 
     monkeypatch.setattr(rank_weight_sync, "sync_weights", send)
-    monkeypatch.setattr(rank._channel, "heals", not heals)
-    monkeypatch.setattr(rank._channel, "costs", dict)
+    monkeypatch.setattr(rank._generating.channel, "heals", not heals)
+    monkeypatch.setattr(rank._generating.channel, "costs", dict)
     said["word"] = heals
     went_on = False
     with suppress(WeightSyncError):
         rank.sync_weights([], "abort")
         went_on = True
     assert (went_on, sent) == (heals, [5] * (1 + heals))
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_fleet_has_its_own_channel_and_is_no_weight_sync_to_those_that_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: no process group or receiver is shared, and what remembers the weights that sample is not told."""
+    held = ("--eval-prompt-data", "held", str(write_prompts(tmp_path / "held.jsonl", 2)), "--eval-interval", "1")
+    args = rollout_args(tmp_path, "--eval-fleet", "1", *held, "--sglang-dtype", "float32")
+    (table, state), noted = model(), list[str]()
+    backend: Any = SimpleNamespace(
+        outgoing=lambda dtype: Whole(table, state.items()),
+        sight=SimpleNamespace(digests=lambda dtype, digest: {}),
+        device=torch.device("cpu"),
+        weight_version=5,
+        require_weights=lambda: None,
+        note_synced=lambda: noted.append("synced"),
+    )
+    rank = RankWeightSync(args, backend, rank=0, slots=[0], address="127.0.0.1")
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(rank_weight_sync, "sync_weights", lambda outgoing, **named: sent.append(named) or {})
+    policy, evaluator = (EngineInfo(i, f"http://{i}", ONE_RANK, (i,), KEYS.control) for i in (0, 1))
+    rank.sync_weights([policy], "retract")
+    rank.sync_weights([evaluator], "abort", to_eval_fleet=True)
+    rank.sync_weights([policy], "retract")
+    urls = [[receiver.control.url for receiver in one["receivers"]] for one in sent]
+    assert urls == [["http://0"], ["http://1"], ["http://0"]] and noted == ["synced"] * 2
+    first, between, last = (one["channel"] for one in sent)
+    assert first is last is not between and sent[0]["receivers"][0] is sent[2]["receivers"][0]
+    assert [one["version"] for one in sent] == [5] * 3 and sent[1]["fills"] is None, "recorded fills are not replayed"
+    rank.close()
 
 
 class Hosts:
@@ -549,7 +582,7 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     assert wanted.items() <= train_actor.os.environ.items()
     rank.give_up("http://a", 1)  # before there is a weight sync
     rank._backend = SimpleNamespace(weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0)
-    rank._weight_sync = Noting("sync", said, sync_weights=lambda engines, mode: {"seconds": 1.0})
+    rank._weight_sync = Noting("sync", said, sync_weights=lambda engines, mode, **whom: {"seconds": 1.0})
     rank.train("batch")
     assert rank.sync_weights([], "abort") == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
     rank.give_up("http://a", 1)

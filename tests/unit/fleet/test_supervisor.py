@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -73,13 +73,14 @@ class Fleet:
         restarts: bool = True,
         models: tuple[str, ...] = (),
         workers: tuple[Worker, ...] = (),
+        vital: Callable[[Engine], bool] = lambda engine: True,
     ) -> None:
         self.port, self.now = FakePort(), 0.0
         kinds = zip(models or (DEFAULT_NAME,) * num, workers or (Worker.REGULAR,) * num, strict=True)
         self.members = Membership(
             Engine(i, (i,), model=model, worker=worker) for i, (model, worker) in enumerate(kinds)
         )
-        self.supervisor = Supervisor(self.members, self.port, restarts=restarts, clock=lambda: self.now)
+        self.supervisor = Supervisor(self.members, self.port, restarts=restarts, vital=vital, clock=lambda: self.now)
         for i in range(num):
             self.supervisor.up(i, f"http://{i}")
         self.supervisor.synced(self.members.engines, 1)
@@ -116,6 +117,36 @@ def test_a_lost_engine_is_dismissed_started_again_and_serves_after_a_weight_sync
     assert (joiner.index, joiner.url, joiner.version, joiner.incarnation) == (1, "http://new", None, 1)
     fleet.supervisor.synced([joiner], 4)
     assert fleet.states() == [State.READY, State.READY] and fleet.members[1].version == 4
+
+
+@pytest.mark.parametrize("how", ["no restarts", "starts fail", "often", "no host"])
+def test_the_run_goes_on_without_an_engine_that_is_not_vital(how: str) -> None:
+    """Law: what would end the run for any other engine leaves this one dead, once and for all unless its host is
+    only absent."""
+    models = ("policy", "evaluation")
+    fleet = Fleet(2, models=models, restarts=how != "no restarts", vital=lambda engine: engine.model == "policy")
+    if how == "no host":
+        fleet.port.hostless.add(1)
+    losses = {"no restarts": 1, "starts fail": MAX_FAILURES, "often": MAX_LOSSES, "no host": 1}[how]
+    for loss in range(losses):
+        fleet.port.wrong[1] = "killed"
+        fleet.supervisor.tend()
+        fleet.now += LONGEST_PAUSE_S
+        if loss + 1 < losses:
+            fleet.supervisor.tend()
+            fleet.port.answers[1] = "http://again"
+            fleet.supervisor.tend()
+            if how == "often":
+                fleet.supervisor.synced([fleet.members[1]], 1)
+    starts = sum(line.startswith("start ") for line in fleet.port.log)
+    for _ in range(3):
+        fleet.now += LONGEST_PAUSE_S
+        fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.DEAD]
+    assert sum(line.startswith("start ") for line in fleet.port.log) == starts
+    fleet.port.hostless.clear()
+    fleet.supervisor.tend()
+    assert fleet.states()[1] is (State.STARTING if how == "no host" else State.DEAD)
 
 
 def test_an_engine_that_was_replaced_during_a_weight_sync_does_not_serve_what_another_one_got() -> None:

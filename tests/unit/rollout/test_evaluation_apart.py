@@ -6,10 +6,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from slime.core.sample import Sample
+import aiohttp
+import pytest
+
+from slime.core.errors import EngineError
+from slime.core.sample import Sample, Status
+from slime.core.topology import EVAL_FLEET
+from slime.rollout.context import current
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, with_manager, write_prompts
 
 Call = tuple[str, bool, int | None, int | None]
@@ -65,3 +71,87 @@ def seen() -> list[Call]:
     from slime.settings.hook_contracts import load_hook
 
     return load_hook(f"{__file__}:recorded_generate", "generate").__globals__["CALLS"]  # type: ignore[no-any-return, attr-defined]
+
+
+async def through_http(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """Asks the address that the settings name, as code that knows nothing of slime does."""
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    payload = {"input_ids": list(sample.tokens), "sampling_params": sampling_params, "return_logprob": True}
+    async with aiohttp.ClientSession() as session, session.post(url, json=payload) as answer:
+        made = await answer.json()
+    tokens = [triple[1] for triple in made["meta_info"]["output_token_logprobs"]]
+    log_probs = [triple[0] for triple in made["meta_info"]["output_token_logprobs"]]
+    version = int(made["meta_info"]["weight_version"])
+    sample.append_response_tokens(tokens, log_probs=log_probs, weight_version=version)
+    sample.status = Status.COMPLETED
+    return sample
+
+
+async def in_any_way(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """One execution after another: as slime does, through HTTP, and by the policy's name."""
+    assert sample.index is not None
+    if sample.index % 3 == 0:
+        return await generate(args, sample, sampling_params)
+    way = through_http if sample.index % 3 == 1 else of_the_model
+    return await way(args, sample, sampling_params, evaluation)
+
+
+async def of_the_model(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    """Asks the policy by its name."""
+    assert sorted(current().models) == ["default"] and current().on_eval_fleet == evaluation
+    made = await current().models["default"].generate(sample.tokens, sampling_params)
+    sample.append_response_tokens(made.tokens, log_probs=made.log_probs, weight_version=made.weight_version)
+    sample.status = Status.COMPLETED
+    return sample
+
+
+def test_an_evaluation_fleet_samples_evaluations_and_nothing_else(tmp_path: Path) -> None:
+    """Law: however code reaches the policy, in an evaluation the fleet answers, and in training the other engines; a
+    pause of those does not touch a running evaluation."""
+    held = write_prompts(tmp_path / "held.jsonl", 3)
+    flags = ["--eval-prompt-data", "held", str(held), "--eval-interval", "1", "--eval-fleet", "1"]
+    flags += ["--custom-generate-function-path", f"{__file__}:in_any_way"]
+    args, fleet = rollout_args(tmp_path, *flags), FakeEngine(weight_version="7")
+
+    async def work(manager: RolloutManager) -> tuple[Any, Any]:
+        async with serve(fleet):
+            manager.admit(EVAL_FLEET, [fleet.url])
+            batch, _ = await manager.generate(0)
+            assert not fleet.requests
+            fleet.hold_at = 4
+            evaluation = asyncio.create_task(manager.evaluate(0))
+            while len(fleet.running) < 3:
+                await asyncio.sleep(0.01)
+            await manager.pause()
+            fleet.hold_at = None
+            metrics = await evaluation
+            manager.resume()
+            manager.commit(0)
+            return batch, metrics
+
+    policy = FakeEngine()
+    batch, metrics = asyncio.run(with_manager(args, policy, work))
+    assert len(policy.requests) == len(batch.samples) == 8 and not fleet.aborted
+    assert metrics["eval/weight_version"] == 7 and metrics["eval/held-num_scored"] == len(fleet.requests) == 3
+    assert "perf/eval_fleet_time" in metrics and "perf/eval_time" not in metrics
+
+
+def test_an_evaluation_that_is_given_up_leaves_no_request(tmp_path: Path) -> None:
+    held = write_prompts(tmp_path / "held.jsonl", 3)
+    flags = ["--eval-prompt-data", "held", str(held), "--eval-interval", "1", "--eval-fleet", "1"]
+    args, fleet = rollout_args(tmp_path, *flags), FakeEngine(hold_at=2)
+
+    async def work(manager: RolloutManager) -> None:
+        async with serve(fleet):
+            manager.admit(EVAL_FLEET, [fleet.url])
+            evaluation = asyncio.create_task(manager.evaluate(3))
+            while len(fleet.running) < 3:
+                await asyncio.sleep(0.01)
+            await manager.abandon_evaluation()
+            with pytest.raises(EngineError, match="the evaluation after step 3 was cancelled"):
+                await evaluation
+            await manager.close()
+            assert all(stop.is_set() for stop in fleet.running.values()), "aborted, if the engine still knows it"
+            assert len(fleet.aborted) == 3 and not manager.progress()
+
+    asyncio.run(with_manager(args, FakeEngine(), work))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from slime.cluster.hosts import plan_here
 from slime.core.errors import ConfigError
 from slime.core.topology import Topology, Worker
 from slime.settings import parse_args
@@ -129,6 +130,64 @@ def test_the_command_line_alone_is_one_model(base: list[str]) -> None:
         (4, 2, Worker.REGULAR, "")
     ]
     assert topology_of(args.replace(debug_train_only=True)).models == ()
+
+
+def evaluating(base: list[str], tmp_path: Path, *flags: str, synchronous: bool = True) -> Any:
+    held = tmp_path / "held.jsonl"
+    held.write_text('{"input": "1+1=", "label": "2"}\n')
+    words = ["--eval-prompt-data", "held", str(held), "--eval-interval", "2", *flags]
+    return parse_args([*base, *words], synchronous=synchronous)
+
+
+def test_an_evaluation_fleet_stands_last_on_gpus_of_its_own(base: list[str], tmp_path: Path) -> None:
+    """Law: it serves the policy in engines like the policy's own, and is no part of the rollout's GPUs."""
+    args = evaluating(base, tmp_path, "--eval-fleet", "2", "--rollout-num-gpus-per-engine", "2")
+    topology = topology_of(args)
+    policy, fleet = topology.models
+    assert (topology.policy, topology.main, topology.eval_fleet) == (policy, policy, fleet)
+    assert fleet.trained and fleet.only_evaluates and fleet.path == policy.path
+    assert [(g.num_gpus, g.num_gpus_per_engine, g.worker) for g in fleet.groups] == [(4, 2, Worker.REGULAR)]
+    assert (topology.num_gpus, topology.num_eval_gpus, args.rollout_num_gpus) == (2, 4, 2)
+    assert [wanted.model.name for wanted in topology.wanted()] == ["default", "eval_fleet", "eval_fleet"]
+    assert plan_here(args).num_slots == 1 + 2 + 4
+    file = tmp_path / "fleet.yaml"
+    groups = [
+        group(1, worker_type="placeholder"),
+        group(4, num_gpus_per_engine=4, overrides={"max_running_requests": 3}),
+    ]
+    file.write_text(yaml.safe_dump({"sglang": [{"name": "a", "server_groups": groups}]}))
+    found = topology_of(evaluating(base, tmp_path, "--eval-fleet", "1", "--sglang-config", str(file))).eval_fleet
+    assert found is not None and found.groups[0].overrides == {"max_running_requests": 3}
+    assert found.groups[0].num_gpus_per_engine == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--colocate"], "eval_fleet 1 does not work with --colocate: it moves the trainer's weights off the GPU"),
+        (["--rollout-external-engine-addrs", "10.0.0.1:3000"], "external engines, so it cannot reserve some"),
+        (["--debug-rollout-only"], "no trainer sends weights to the fleet"),
+        (["--num-rollout", "0"], "eval_fleet"),
+        (
+            ["--update-weight-transport", "disk", "--update-weight-local-checkpoint-dir", "/tmp/local"],
+            "a host holds one version",
+        ),
+    ],
+)
+def test_where_an_evaluation_fleet_cannot_work_it_is_refused(
+    base: list[str], tmp_path: Path, flags: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        evaluating(base, tmp_path, "--eval-fleet", "1", "--strict", *flags)
+
+
+def test_a_model_may_not_have_the_name_of_the_evaluation_fleet(base: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        yaml.safe_dump({"sglang": [{"name": "eval_fleet", "server_groups": [group(1, num_gpus_per_engine=1)]}]})
+    )
+    with pytest.raises(ConfigError, match="has a model named eval_fleet"):
+        evaluating(base, tmp_path, "--eval-fleet", "1", "--sglang-config", str(file))
 
 
 def test_the_file_gives_the_number_of_gpus(base: list[str], tmp_path: Path) -> None:
