@@ -113,6 +113,7 @@ def _frozen_client(args: Args, model: ServedModel, tokenizer: Any, keys: EngineK
         request_timeout_s=args.request_timeout_s,
         engine_wait_s=args.engine_wait_s,
         max_concurrency=args.sglang_server_concurrency,
+        max_kv_use=_max_kv_use(args),
         vocab_size=_vocab_size(path),
         keys=keys,
         end=end_of_text(path, tokenizer),
@@ -140,6 +141,7 @@ def engine_client(
         request_timeout_s=args.request_timeout_s,
         engine_wait_s=args.engine_wait_s,
         max_concurrency=args.sglang_server_concurrency,
+        max_kv_use=_max_kv_use(args),
         vocab_size=_vocab_size(args.hf_checkpoint),
         keys=keys,
         token_versions=requests_continue(args),
@@ -149,6 +151,11 @@ def engine_client(
         pairs=pairs,
         trained=trained,
     )
+
+
+def _max_kv_use(args: Args) -> float | None:
+    """Returns `--rollout-concurrency-max-kv-use` if the number of requests follows the engines' load, else None."""
+    return args.rollout_concurrency_max_kv_use if args.rollout_concurrency == "adaptive" else None
 
 
 def end_of_text(hf_checkpoint: str, tokenizer: Any) -> EndOfText:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ from slime.rollout.recordings import Recorder
 from slime.rollout.sample_metrics import Showcase, speed, staleness
 from slime.rollout.schedules import SCHEDULES
 from slime.rollout.sft import HeldOut, check_datasets, held_out_batches
-from slime.rollout.traces import traffic_metrics
+from slime.rollout.traces import load_metrics, traffic_metrics
 from slime.rollout.train_batch import BatchAccount, to_train_batch
 from slime.rollout.types import OpenChats, Progress, RolloutFnTrainOutput
 from slime.rollout.user_functions import in_time, is_logged_by_user
@@ -143,6 +144,8 @@ class RolloutManager:
         self._models, self._eval_models = self._clients.split(self._policy or "")
         self._loopback = LoopbackRouter(args, self._models, keys)
         self._client = self._models[self._policy] if self._policy is not None else None
+        self._numbers: dict[str, int] = {}
+        """The policy's engines -> their numbers in metrics. A new engine gets the first free one."""
         self._workers = workers
         if workers is not None:
             workers.include(LocalEpisodes(self._client))
@@ -238,12 +241,17 @@ class RolloutManager:
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
         """Adds engines to a model. `worker`: whether they do prefill, decode or both."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
+        for url in urls if model == self._policy else ():
+            free = (number for number in itertools.count() if number not in self._numbers.values())
+            self._numbers.setdefault(url, next(free))
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 
     def dismiss(self, model: str, urls: Sequence[str], died: bool = False) -> None:
         """Removes engines of a model; their requests move to others. `died`: whether the engines have died or hung."""
         self._clients[model].dismiss(urls, died=died)
+        for url in urls if model == self._policy else ():
+            self._numbers.pop(url, None)
         if self._workers is not None:
             self._workers.dismiss(model, urls, died)
 
@@ -305,7 +313,10 @@ class RolloutManager:
         """Returns metrics of the requests to the policy since the last batch, from this process and the workers."""
         here = self._client.take_traffic() if self._client is not None else None
         there = await self._workers.traffic() if self._workers is not None else []
-        return traffic_metrics([here, *there])
+        loads = [self._client.take_loads()] if self._client is not None else []
+        if self._workers is not None and self._args.rollout_concurrency == "adaptive":
+            loads += await self._workers.loads()
+        return traffic_metrics([here, *there]) | load_metrics(loads, self._numbers)
 
     async def _rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Generates the batch of a step and records its groups."""

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.observability.spans import note_span
 from slime.rollout.client.call import NO_DRAFTS, Drafts
-from slime.rollout.client.upstream import Try, Upstream
+from slime.rollout.client.upstream import Load, Try, Upstream
 
 EXECUTION_ROWS, EVERY_S = 4, 1.0
 
@@ -139,6 +139,65 @@ class Sums:
         idle_s = self.idle * self.period_s + later.idle * later.period_s
         both["idle"] = idle_s / both["period_s"] if both["period_s"] > 0 else min(self.idle, later.idle)
         return Sums(**both)
+
+
+@dataclass(slots=True)
+class LoadSums:
+    """What one engine reported to one process between two batches."""
+
+    limit: int = 0
+    """The newest limit on the process's requests."""
+    num: int = 0
+    queued: int = 0
+    most_queued: int = 0
+    kv_use: float = 0.0
+    most_kv_use: float = 0.0
+
+    def add(self, load: Load, *, limit: int) -> None:
+        self.limit, self.num = limit, self.num + 1
+        self.queued, self.most_queued = self.queued + load.queued, max(self.most_queued, load.queued)
+        self.kv_use, self.most_kv_use = self.kv_use + load.kv_use, max(self.most_kv_use, load.kv_use)
+
+    def beside(self, other: LoadSums) -> LoadSums:
+        """Returns the sums of two processes, which limit their own requests each."""
+        return LoadSums(
+            self.limit + other.limit,
+            self.num + other.num,
+            self.queued + other.queued,
+            max(self.most_queued, other.most_queued),
+            self.kv_use + other.kv_use,
+            max(self.most_kv_use, other.most_kv_use),
+        )
+
+
+MOST_ENGINES = 32
+"""Maximum number of engines with metrics of their own."""
+
+
+def load_metrics(taken: Iterable[Mapping[str, LoadSums]], numbers: Mapping[str, int]) -> dict[str, float]:
+    """Returns `perf/engine_limit/*`, `perf/engine_queue/*` and `perf/engine_kv_use/*` from the reports of all
+    processes; {} without reports. `numbers`: engine -> its number in the names of metrics.
+    """
+    of_engine: dict[str, LoadSums] = {}
+    for seen in taken:
+        for url, sums in seen.items():
+            of_engine[url] = of_engine[url].beside(sums) if url in of_engine else sums
+    if not of_engine:
+        return {}
+    limits = {url: float(sums.limit) for url, sums in of_engine.items()}
+    queues = {url: sums.queued / sums.num for url, sums in of_engine.items()}
+    uses = {url: sums.kv_use / sums.num for url, sums in of_engine.items()}
+    metrics = {
+        "perf/engine_limit/min": min(limits.values()),
+        "perf/engine_limit/max": max(limits.values()),
+        "perf/engine_queue/max": float(max(sums.most_queued for sums in of_engine.values())),
+        "perf/engine_kv_use/max": max(sums.most_kv_use for sums in of_engine.values()),
+    }
+    for name, values in (("limit", limits), ("queue", queues), ("kv_use", uses)):
+        metrics[f"perf/engine_{name}/mean"] = sum(values.values()) / len(values)
+        known = sorted((numbers[url], value) for url, value in values.items() if url in numbers)
+        metrics |= {f"perf/engine_{name}/{number}": value for number, value in known if number < MOST_ENGINES}
+    return metrics
 
 
 @dataclass(slots=True)

@@ -281,6 +281,28 @@ PANELS: Sequence[Panel] = (
         kinds=SAMPLED,
     ),
     Panel(
+        "Requests per engine",
+        "With --rollout-concurrency adaptive: the limit, which follows an engine's load, and what queues in it.",
+        TIME,
+        (
+            Line("perf/engine_limit/mean", "limit"),
+            Line("perf/engine_queue/mean", "in the engine's queue"),
+            Line("perf/engine_queue/max", "longest queue", dashed=True),
+        ),
+        unit="requests",
+        in_picture=False,
+        kinds=SAMPLED,
+    ),
+    Panel(
+        "KV cache in use",
+        "With --rollout-concurrency adaptive: the fraction of an engine's KV cache that running requests use.",
+        TIME,
+        (Line("perf/engine_kv_use/mean", "mean"), Line("perf/engine_kv_use/max", "largest", dashed=True)),
+        scale="share",
+        in_picture=False,
+        kinds=SAMPLED,
+    ),
+    Panel(
         "Training speed",
         "Floating-point operations per second per rank, over the entire training call.",
         TIME,

@@ -52,7 +52,7 @@ from slime.rollout.client.retries import MAY_RUN_STATUSES, UNREACHABLE_STATUSES,
 from slime.rollout.client.upstream import PAUSED, REQUEST_SCOPE, Budget, Interrupted, RequestScope, Try, Upstream
 from slime.rollout.client.wire import Events, Wire
 from slime.rollout.guard import waiting
-from slime.rollout.traces import Sums, Traffic
+from slime.rollout.traces import LoadSums, Sums, Traffic
 from slime.rollout.transcript import STRAYS, TRANSCRIPT
 from slime.rollout.types import Chats, Messages, Reply, Tools
 
@@ -69,6 +69,8 @@ event loop.
 """
 PAUSE_POLL_S, PAUSE_REPEAT, PAUSE_POLLS = 0.01, 20, 500
 """An abort can overtake a request on its way to the engine, so aborts are repeated."""
+LOADS_EVERY_S = 1.0
+"""How often engines with requests are asked for their load."""
 STREAM_INTERVAL = 64
 """Tokens per event. An event costs the client about 15 microseconds plus 0.5 per token, and the engine's processes
 more. (Even without streaming, these processes exchange a message every 50 tokens.) Tokens that an engine had not sent
@@ -93,6 +95,7 @@ class EngineClient:
         request_timeout_s: float = 600.0,
         engine_wait_s: float = 900.0,
         max_concurrency: int = 256,
+        max_kv_use: float | None = None,
         vocab_size: int | None = None,
         keys: EngineKeys = NO_KEYS,
         token_versions: bool = False,
@@ -105,7 +108,8 @@ class EngineClient:
         """`urls`: engines to admit initially.
 
         `request_timeout_s`: limit without progress. `engine_wait_s`: how long a call waits while no engine is
-        reachable. `max_concurrency`: requests in flight per engine. `vocab_size`: prompts with ids outside the
+        reachable. `max_concurrency`: requests in flight per engine. `max_kv_use`: if set, their number follows the
+        engine's own load, up to `max_concurrency` (`upstream.Concurrency`). `vocab_size`: prompts with ids outside the
         vocabulary are rejected, because they kill an engine. `keys`: API keys. `token_versions`: engines must report
         the version of each token. `experts`: the format of routed experts, if engines return them. `end`: detects the
         end of completions. `shared`: the engines also serve other clients, whose requests must not be aborted.
@@ -118,8 +122,14 @@ class EngineClient:
         self._token_versions, self._experts, self._end = token_versions, experts, end
         self._wire, self._shared, self._trained = Wire(keys), shared, trained
         limits: dict[str, Any] = {"silence_limit_s": request_timeout_s, "wait_limit_s": engine_wait_s}
-        limits |= {"most_per_engine": max_concurrency}
+        limits |= {"most_per_engine": max_concurrency, "max_kv_use": max_kv_use}
         self._pool = PairPool(self._wire, **limits) if pairs else EnginePool(urls, **limits)
+        self._follows_loads = max_kv_use is not None
+        self._following: asyncio.Task[None] | None = None
+        self._loads_seen: dict[str, LoadSums] = {}
+        """Engine -> sums over its reports since the last `take_loads`."""
+        self._unreported: set[str] = set()
+        """Engines whose missing report has been logged."""
         self._traffic, self._suspects = Traffic(), Suspects()
         self._handing_back: list[RequestScope] = []
         self._budget = Budget(IDS_IN_A_TURN)
@@ -213,6 +223,11 @@ class EngineClient:
     def take_traffic(self) -> Sums | None:
         """Returns the request counts and waiting times since the last call; None if there were no requests."""
         return self._traffic.take_sums(self._pool.upstreams, asyncio.get_running_loop().time())
+
+    def take_loads(self) -> dict[str, LoadSums]:
+        """Returns engine -> what it reported since the last call. Empty without `max_kv_use`."""
+        seen, self._loads_seen = self._loads_seen, {}
+        return seen
 
     def stalled(self, within_s: float = math.inf) -> list[str]:
         """Returns the engines that were found stalled in the last `within_s` seconds.
@@ -309,8 +324,40 @@ class EngineClient:
         """Awaits the functions of `at_close`, delivers pending aborts, then closes the connections."""
         while self._in_front:
             await self._in_front.pop()()
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
         await self._pool.close()
         await self._wire.close()
+
+    # ---- the engines' own load (`max_kv_use`) ------------------------------------------------------------------------
+
+    def _follow_loads(self) -> None:
+        """Makes sure that engines with requests are asked for their load. Call this with each request."""
+        if self._follows_loads and (self._following is None or self._following.done()):
+            self._following = asyncio.create_task(self._ask_for_loads(), name="engine loads")
+
+    async def _ask_for_loads(self) -> None:
+        while asked := [upstream for upstream in self._pool.upstreams if upstream.tries]:
+            began = asyncio.get_running_loop().time()
+            await asyncio.gather(*map(self._ask_for_load, asked))
+            await asyncio.sleep(max(0.0, began + LOADS_EVERY_S - asyncio.get_running_loop().time()))
+
+    async def _ask_for_load(self, upstream: Upstream) -> None:
+        """Takes an engine's report. Without one, its limit stays; the first failure of each engine is logged."""
+        try:
+            load = await self._wire.load(upstream.url)
+        except (aiohttp.ClientError, TimeoutError, EngineError) as problem:
+            if upstream.admitted and upstream.url not in self._unreported:
+                self._unreported.add(upstream.url)
+                logger.warning(
+                    "engine %s does not report its load, so its limit stays at %d requests: %s",
+                    *(upstream.url, upstream.most, str(problem) or type(problem).__name__),
+                )
+            return
+        if self._pool.reported(upstream, load):
+            seen = self._loads_seen.setdefault(upstream.url, LoadSums())
+            seen.add(load, limit=upstream.most)
 
     # ---- one call --------------------------------------------------------------------------------------------------
 
@@ -368,6 +415,7 @@ class EngineClient:
             lap, one, before = self._traffic.begin_try(now()), None, len(call.tokens)
             try:
                 one = await self._pool.acquire(session=job.session, prompt=prompt, scope=job.scope, is_over=job.is_over)
+                self._follow_loads()
             finally:
                 if one is None:
                     self._traffic.end_try(lap, None, now(), tokens=0, read=(0, 0), again=call.num_requests > 0)

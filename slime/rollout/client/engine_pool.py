@@ -6,7 +6,8 @@ a slot is freed, when an engine is admitted or responds again, when the gate ope
 are requests, a watch task looks for attempts and engines that make no progress. Everything runs on one event loop.
 
 Invariants
-1. An engine has at most `most_per_engine` concurrent attempts, or one, as a probe, if it was unreachable.
+1. An engine gets no attempt beyond its slots, or beyond one, as a probe, if it was unreachable. It has
+   `most_per_engine` slots, or as many as its reports allow (`Concurrency`). If the number falls, running attempts stay.
 2. All requests of a session go to the same engine while it is alive. Requests with the same prompt also share an
    engine, to use its prefix cache, unless its load is far above the lowest. All other requests go to the least loaded
    engine.
@@ -33,6 +34,8 @@ from slime.rollout.client.upstream import (
     DIED,
     DISMISSED,
     LATE,
+    Concurrency,
+    Load,
     RequestScope,
     Slices,
     Try,
@@ -41,7 +44,10 @@ from slime.rollout.client.upstream import (
 
 
 class Loads:
-    """Engines in buckets by number of running attempts, so the least loaded engine is found without a scan."""
+    """Engines in buckets by number of free slots, so the least loaded engine is found without a scan.
+
+    The load of an engine is its running attempts less its slots: 0 if all slots are taken.
+    """
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, dict[Upstream, None]] = defaultdict(dict)
@@ -54,7 +60,7 @@ class Loads:
 
     def put(self, upstream: Upstream) -> None:
         self.drop(upstream)
-        load = len(upstream.tries)
+        load = len(upstream.tries) - upstream.most
         self._load[upstream] = load
         self._buckets[load][upstream] = None
         self._least = min(self._least, load)
@@ -98,15 +104,17 @@ class EnginePool:
         urls: Iterable[str],
         *,
         most_per_engine: int,
+        max_kv_use: float | None = None,
         silence_limit_s: float,
         wait_limit_s: float,
         wanted: str = "an engine",
     ) -> None:
-        """`silence_limit_s`: how long an attempt may go without progress. `wait_limit_s`: how long requests wait while
-        no engine is reachable. `wanted`: what to call an engine in error messages.
+        """`max_kv_use`: if set, the number of slots follows the load that each engine reports (`Concurrency`), up to
+        `most_per_engine`. `silence_limit_s`: how long an attempt may go without progress. `wait_limit_s`: how long
+        requests wait while no engine is reachable. `wanted`: what to call an engine in error messages.
         """
         self._most, self.silence_limit_s, self._wait_limit_s = most_per_engine, silence_limit_s, wait_limit_s
-        self._wanted = wanted
+        self._wanted, self._max_kv_use = wanted, max_kv_use
         self._name, self._num_admitted = f"{OWN_REQUESTS}{uuid.uuid4().hex}", 0
         self._upstreams: dict[str, Upstream] = {}
         self._loads = Loads()
@@ -142,6 +150,9 @@ class EnginePool:
             if url not in self._upstreams:
                 self._num_admitted += 1
                 upstream = Upstream(url, f"{self._name}.{self._num_admitted}.", _now())
+                if self._max_kv_use is not None:
+                    upstream.follows = Concurrency(self._most, max_kv_use=self._max_kv_use)
+                upstream.most = self._most if upstream.follows is None else upstream.follows.limit
                 self._upstreams[url] = upstream
                 self._wake_for(upstream)
 
@@ -211,6 +222,23 @@ class EnginePool:
         self._wake_next()
         return None
 
+    def reported(self, upstream: Upstream, load: Load) -> bool:
+        """Adjusts the slots of an engine to its report. Returns whether the report was new."""
+        follows, before = upstream.follows, upstream.most
+        if follows is None or not upstream.admitted:
+            return False
+        is_new = follows.take(load, in_flight=len(upstream.tries), is_needed=upstream.was_full)
+        if is_new:
+            upstream.most, upstream.was_full = follows.limit, len(upstream.tries) >= follows.limit
+        if upstream.most != before and not upstream.failures:
+            self._loads.put(upstream)
+        if upstream.most > before:
+            free = max(0, upstream.most - max(before, len(upstream.tries)))
+            pinned = min(free, len(upstream.waiting))
+            _wake(upstream.waiting, pinned)
+            _wake(self._waiting, free - pinned)
+        return is_new
+
     def begin(self, one: Try, payload: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the payload to send to the attempt's engine. Called just before it is sent."""
         return payload
@@ -224,7 +252,8 @@ class EnginePool:
         if upstream.admitted:
             if not upstream.failures:
                 self._loads.put(upstream)
-            _wake(upstream.waiting or self._waiting, 1)
+            if upstream.has_slot:  # not if the limit has fallen below the number of running attempts
+                _wake(upstream.waiting or self._waiting, 1)
 
     def heard(self, upstream: Upstream) -> None:
         """Records that the engine responded. After a stall, only a token marks the engine as reachable again."""
@@ -253,13 +282,13 @@ class EnginePool:
     def _wake_for(self, upstream: Upstream) -> None:
         """Wakes one waiter per free slot of an engine that has joined or has recovered."""
         self._loads.put(upstream)
-        _wake(self._waiting, max(0, self._most - len(upstream.tries)))
+        _wake(self._waiting, max(0, upstream.most - len(upstream.tries)))
 
     def _wake_next(self) -> None:
         """Wakes the next waiter if a slot is free. Called when a woken waiter does not take its slot."""
         if self._waiting and self.is_open:
             least = self._loads.least_loaded()
-            if (least is not None and len(least.tries) < self._most) or self._engine_to_retry() is not None:
+            if (least is not None and least.has_slot) or self._engine_to_retry() is not None:
                 _wake(self._waiting, 1)
 
     def _home(self, key: Hashable) -> Upstream | None:
@@ -269,12 +298,12 @@ class EnginePool:
     def _choose(self, home: Upstream | None, prompt: Hashable) -> Upstream | None:
         """Returns an engine with a free slot; None if all are full, or if the session's engine is full."""
         if home is not None:
-            return home if len(home.tries) < self._most else None
+            return home if home.has_slot else None
         least = self._loads.least_loaded()
-        if least is None or len(least.tries) >= self._most:
+        if least is None or not least.has_slot:
             return self._engine_to_retry()
         near = self._home(prompt) if prompt else None
-        most = min(self._most, len(least.tries) + NEAR)
+        most = min(near.most if near is not None else 0, len(least.tries) + NEAR)
         return near if near is not None and len(near.tries) < most else least
 
     def _engine_to_retry(self) -> Upstream | None:

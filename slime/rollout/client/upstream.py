@@ -17,12 +17,15 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime.core.errors import EngineError
 
 if TYPE_CHECKING:
     from slime.rollout.client.engine_pool import EnginePool
@@ -62,12 +65,111 @@ class Interrupted(Exception):
         self.why = why
 
 
+# ---- the number of requests that an engine can use (`--rollout-concurrency adaptive`) -------------------------------
+
+START = 32
+"""Limit of an engine that has not reported yet."""
+PERSISTS = 2
+"""Successive reports with a queue that lower the limit. New requests wait for the next prefill, so one is normal."""
+LOWEST_SHARE, AFTER_RETRACTION = 0.5, 0.9
+"""Smallest fraction to which one report lowers a limit. Fraction to which it is lowered if the engine retracts requests
+but has none in its queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine reports about itself. With DP attention, sums and the highest use of all its groups."""
+
+    at: float
+    """When the engine wrote it, on its own clock. Reports with the same time are the same report."""
+    running: int
+    queued: int
+    """Requests that the engine has accepted but does not run, including retracted ones."""
+    retracted: int
+    """Requests that it stopped running to free memory, since its previous figures."""
+    kv_use: float
+    """Fraction of the KV cache that running requests use."""
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> Load:
+        """Reads the answer of SGLang's `/v1/loads`. Raises `EngineError` if it has another form."""
+        try:
+            groups = answer["loads"]
+            return cls(
+                at=max(float(one["timestamp"]) for one in groups),
+                running=sum(int(one["num_running_reqs"]) for one in groups),
+                queued=sum(int(one["num_waiting_reqs"]) for one in groups),
+                retracted=sum(int(one.get("queues", {}).get("retracted", 0)) for one in groups),
+                kv_use=max(float(one["token_usage"]) for one in groups),
+            )
+        except (KeyError, TypeError, ValueError) as problem:
+            raise EngineError(f"the engine's report of its load has another form: {problem!r}") from problem
+
+
+class Concurrency:
+    """The limit on one client's requests at one engine, which follows the load that the engine reports. Pure.
+
+    Invariants
+    1. The limit is at least 1 and at most `most`.
+    2. It rises only if requests needed more, the engine has no queue, and its KV use is below the bound: twofold before
+       the first queue, then by 1, 2, 3, ... until it falls again.
+    3. It falls if requests queue in `PERSISTS` successive reports, to the fraction of requests that the engine runs, or
+       if the engine retracts requests. As several clients of an engine rise by the same number and fall by the same
+       fraction, their limits become equal.
+    4. While more requests than the limit are in flight, it stays, because they show what the old limit did.
+    """
+
+    def __init__(self, most: int, *, max_kv_use: float) -> None:
+        self._level = float(min(START, most))
+        """The limit before it is rounded down. Otherwise, small limits would fall by larger fractions."""
+        self._most, self._max_kv_use = most, max_kv_use
+        self._rise = 1
+        self._seen_at = -math.inf
+        self._num_queues = 0
+        """Successive reports with a queue."""
+        self._is_starting = True
+
+    @property
+    def limit(self) -> int:
+        return int(self._level)
+
+    def take(self, load: Load, *, in_flight: int, is_needed: bool) -> bool:
+        """Takes a report; ignores one that it knows. Returns whether it was new.
+
+        `in_flight`: this client's requests at the engine. `is_needed`: whether they reached the limit since the last
+        report.
+        """
+        if load.at <= self._seen_at:
+            return False
+        self._seen_at = load.at
+        self._num_queues = self._num_queues + 1 if load.queued else 0
+        if in_flight > self.limit:
+            return True
+        if load.retracted or self._num_queues >= PERSISTS:
+            runs = load.running / (load.running + load.queued) if load.queued else AFTER_RETRACTION
+            self._level = max(1.0, self._level * max(runs, LOWEST_SHARE))
+            self._is_starting, self._num_queues, self._rise = False, 0, 1
+        elif load.kv_use >= self._max_kv_use:
+            self._is_starting = False
+        elif is_needed and not load.queued:
+            rise = self.limit if self._is_starting else self._rise
+            self._level = min(float(self._most), self._level + rise)
+            self._rise += not self._is_starting
+        return True
+
+
 class Upstream:
     """A client's view of one engine."""
 
     def __init__(self, url: str, prefix: str, now: float) -> None:
         """`prefix`: prefix of all request ids at this engine."""
         self.url, self.prefix = url, prefix
+        self.most = 0
+        """Number of slots. Set by the pool."""
+        self.follows: Concurrency | None = None
+        """Sets `most` from the engine's reports; None if it is fixed."""
+        self.was_full = False
+        """Whether all slots were taken at some time since the last report."""
         self.tries: set[Try] = set()
         self.waiting: dict[asyncio.Future[None], None] = {}
         """Waiting requests of sessions pinned to this engine, in order of arrival."""
@@ -84,6 +186,11 @@ class Upstream:
         if not self.tries:
             self._busy_since = now
         self.tries.add(one)
+        self.was_full = self.was_full or not self.has_slot
+
+    @property
+    def has_slot(self) -> bool:
+        return len(self.tries) < self.most
 
     def remove_try(self, one: Try, now: float) -> None:
         if one in self.tries:

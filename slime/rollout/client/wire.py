@@ -28,6 +28,7 @@ import orjson
 
 from slime.core.errors import EngineError
 from slime.core.text import EngineKeys
+from slime.rollout.client.upstream import Load
 
 ABORT_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 10.0
@@ -35,6 +36,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 2.0
 """How long an idle connection is kept. SGLang closes it after 5 s, and a request sent at that moment would fail as if
 the engine had died."""
+LOAD_TIMEOUT_S = 10.0
 ABORTS_AT_ONCE = 32
 END_TIMEOUT_S = 1.0
 """If a response does not end within this time, its connection is closed instead of reused."""
@@ -124,6 +126,14 @@ class Wire:
     async def post(self, url: str, payload: Mapping[str, Any]) -> aiohttp.ClientResponse:
         """Sends a request. Returns once status and headers have arrived. Raises `aiohttp.ClientError`."""
         return await self._open().post(url, data=orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY))
+
+    async def load(self, url: str) -> Load:
+        """Returns the load that an engine reports. Raises `EngineError`, `aiohttp.ClientError` or `TimeoutError`."""
+        limit = aiohttp.ClientTimeout(total=LOAD_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        async with self._open().get(f"{url}/v1/loads?include=core,queues", timeout=limit) as answer:
+            if answer.status != 200:
+                raise EngineError(f"the engine refuses to report its load, with status {answer.status}")
+            return Load.of(decode(await answer.read()))
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
         """Drains the response after the last event, so that the connection can be reused."""

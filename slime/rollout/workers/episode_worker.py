@@ -29,7 +29,7 @@ from slime.rollout.execute import Outcome, run_execution
 from slime.rollout.factories import grader_pool, load_tokenizer, model_clients, teacher_client
 from slime.rollout.guard import END_LIMIT_S, Watchdog, beside, end_tasks, num_left_behind
 from slime.rollout.loopback_router import LoopbackRouter
-from slime.rollout.traces import Sums
+from slime.rollout.traces import LoadSums, Sums
 from slime.rollout.types import OpenChats, Progress
 from slime.rollout.user_functions import RolloutHooks
 from slime.rollout.workers.episodes import Done, Work, work_on
@@ -130,6 +130,10 @@ class EpisodeWorker:
     def traffic(self) -> Sums | None:
         """Returns the sums over the worker's requests to the policy since the last call."""
         return None if self._client is None else self._client.take_traffic()
+
+    def loads(self) -> dict[str, LoadSums]:
+        """Returns what the policy's engines reported to this worker since the last call."""
+        return {} if self._client is None else self._client.take_loads()
 
     async def abort(self, scope: int) -> None:
         """Cancels the requests of a scope, and rejects later ones."""

@@ -32,7 +32,7 @@ from slime.rollout.context import RolloutContext
 from slime.rollout.execute import Execution, GroupResult, Outcome
 from slime.rollout.generate import eval_sampling_params
 from slime.rollout.guard import beside, waiting
-from slime.rollout.traces import Sums
+from slime.rollout.traces import LoadSums, Sums
 from slime.rollout.user_functions import RolloutHooks
 from slime.rollout.workers.episodes import Done, Episodes, LocalEpisodes, Work
 from slime.settings.eval_config import EvalDatasetConfig
@@ -323,6 +323,10 @@ class WorkerFleet(Episodes):
             await asyncio.wait(asked, timeout=QUERY_LIMIT_S)
         counted, self._counts = self._counts, {}
         return list(counted.values())
+
+    async def loads(self) -> list[dict[str, LoadSums]]:
+        """Returns what engines reported to each worker that answers in time (`EngineClient.take_loads`)."""
+        return [seen for seen in await self._ask_all("loads") if seen]
 
     async def num_left_behind(self) -> int:
         """Counts user tasks and threads left behind in this process and in the workers that answer in time."""

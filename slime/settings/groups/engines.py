@@ -27,7 +27,7 @@ from slime.core.processes import is_loopback
 from slime.core.topology import PAIRED, EngineGroup, EngineLayout, ServedModel
 from slime.settings.conditions import requests_continue, shares_gpus
 from slime.settings.fields import Need, Passed, Rule, internal, is_not_zero, opt, refuse_if
-from slime.settings.flags import COUNT, PORT, SECONDS, host_form, require_key
+from slime.settings.flags import COUNT, FRACTION, PORT, SECONDS, host_form, require_key
 from slime.settings.schema import layout_problem_of, mtp_problem_of
 from slime.settings.topology_yaml import layout_of_group, read_addresses, settings_of_group, topology_of
 
@@ -47,6 +47,16 @@ class ServingSettings:
 
     sglang_server_concurrency: int = opt(512, within=COUNT)
     """Maximum number of requests in flight per engine."""
+    rollout_concurrency: str = opt("fixed", choices=("fixed", "adaptive"), needs=_ENGINES)
+    """Requests in flight per engine. fixed: sglang_server_concurrency. adaptive: at most that many; the number follows
+    what each engine reports. It rises while the engine has no queue and its KV cache has room, and falls if requests
+    queue in the engine or lose their memory."""
+    rollout_concurrency_max_kv_use: float = opt(
+        0.9,
+        within=FRACTION,
+        needs=Need(lambda s: s.rollout_concurrency == "adaptive", "--rollout-concurrency adaptive"),
+    )
+    """Fraction of an engine's KV cache in use from which its number of requests does not rise."""
     engine_start_timeout_s: float = opt(600.0, within=SECONDS)
     """Seconds that a starting engine may go without a sign of life: no computation, no log output. Startup always fails
     after five times as long. On a busy machine the limits are longer (docs/fault_tolerance.md). Also limits every other
@@ -357,6 +367,11 @@ def _against_pairs(args: Args, model: ServedModel) -> Iterator[tuple[str, str]]:
             f"--pause-generation-mode {args.pause_generation_mode}",
             "a KV cache of old weights could reach an engine with new weights, and tokens would get the wrong version; "
             "use abort",
+        )
+    if args.rollout_concurrency == "adaptive":
+        yield (
+            "--rollout-concurrency adaptive",
+            "a queue at one engine of a pair can be due to the other, so it does not say which limit to lower; drop it",
         )
     if args.offload_rollout and shares_gpus(args, model):
         yield (
