@@ -190,6 +190,8 @@ class RolloutActor:
         self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
         self._routers: Routers | None = None
         self._has_settled = False
+        self._readmits = args.eval_fleet is not None
+        """Whether engines are admitted again before each evaluation."""
         if num_engines and (key := args.router.get("api_key") or keys.use):
             write_key(Path(log_dir).parent / KEY_FILE, key)
         if num_engines and needs_routers(args):
@@ -279,6 +281,7 @@ class RolloutActor:
         return await beside(set_apart, batch, compared=self._compares_experts), news
 
     async def evaluate(self, rollout_id: int) -> StepNews:
+        self._has_settled = self._has_settled and not self._readmits
         await self._settle_once()
         begin_s = time.time()
         metrics = await self._manager.evaluate(rollout_id)

@@ -124,7 +124,6 @@ class EvalFleet:
         self._actors, self._weight_sync, self._watching, self._log = actors, weight_sync, watching, log
         self._must_work, self._limit_s = args.eval_fleet_must_work, args.rollout_global_timeout_s or NO_LIMIT_S
         self._running: _Background | None = None
-        self._is_abandoned = False
         self._num_failed = 0
 
     def begin(self, rollout_id: int) -> None:
@@ -145,7 +144,6 @@ class EvalFleet:
         except FLEET_FAILURES as error:
             self._failed(rollout_id, error)
             return
-        self._is_abandoned = False
         self._running = _Background(rollout_id, version, self._actors.rollout.evaluate.remote(rollout_id))
 
     def poll(self) -> None:
@@ -178,9 +176,11 @@ class EvalFleet:
         self._log(running.rollout_id, news, {FAILED_EVALUATIONS: float(self._num_failed)})
 
     def _give_up_if_lost(self, running: _Background) -> None:
-        """Cancels an evaluation that no engine serves any more: a restarted engine has no weights of its version."""
-        if not self._is_abandoned and not self._actors.engines.evaluating(running.version):
-            self._is_abandoned = True
+        """Cancels an evaluation that no engine serves any more: a restarted engine has no weights of its version.
+
+        Repeated at each poll, because the evaluation may not have begun yet.
+        """
+        if not self._actors.engines.evaluating(running.version) and not all_there([running.news]):
             self._actors.rollout.abandon_evaluation.remote()
 
     def _failed(self, rollout_id: int, error: SlimeError) -> None:

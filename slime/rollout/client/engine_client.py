@@ -348,7 +348,7 @@ class EngineClient:
         try:
             load = await self._wire.load(upstream.url)
         except (aiohttp.ClientError, TimeoutError, EngineError) as problem:
-            if upstream.admitted and upstream.url not in self._unreported:
+            if upstream.admitted and not upstream.failures and upstream.url not in self._unreported:
                 self._unreported.add(upstream.url)
                 logger.warning(
                     "engine %s does not report its load, so its limit stays at %d requests: %s",
