@@ -12,7 +12,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "self._joins_alone = True",
     ),
     "four failures of an engine": Mutation(
-        "supervisor", "fleet/supervisor.py", "failures >= MAX_FAILURES and", "failures > MAX_FAILURES and"
+        "supervisor", "fleet/supervisor.py", "if failures < MAX_FAILURES or", "if failures <= MAX_FAILURES or"
     ),
     "a sick engine is started for ever": Mutation(
         "supervisor", "fleet/supervisor.py", "losses >= MAX_LOSSES and", "losses > 99 * MAX_LOSSES and"
@@ -99,8 +99,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "weights for frozen engines": Mutation(
         "engines",
         "cluster/engine_tracker.py",
-        "return tuple(engine for engine in now if engine.role == POLICY)",
-        "return now",
+        "            return self._of_role(POLICY)",
+        "            return self.members.in_states(*ASKED)",
     ),
     "engines without the key": Mutation("wiring", "cluster/engine_actors.py", "            keys=self._keys,\n", ""),
     "engines sample alike": Mutation(
@@ -288,13 +288,13 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "wiring", "cluster/rank_weight_sync.py", "self._gpus(slots[rank])", "self._gpus(slots[0])"
     ),
     "no rank hands the function after a write on": Mutation(
-        "wiring", "cluster/rank_weight_sync.py", "                post_write=_post_write(args),\n", ""
+        "wiring", "cluster/rank_weight_sync.py", "            post_write=_post_write(args),\n", ""
     ),
     "each rank sends again as it thinks best": Mutation(
         "wiring",
         "cluster/rank_weight_sync.py",
-        "if not self._peers.broadcast(self._channel.heals):",
-        "if not self._channel.heals:",
+        "if not self._peers.broadcast(fleet.channel.heals):",
+        "if not fleet.channel.heals:",
     ),
     "what engines loaded themselves is not compared": Mutation(
         "wiring", "cluster/rank_weight_sync.py", "            carried=self._carried,\n", ""

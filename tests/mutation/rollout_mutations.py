@@ -151,6 +151,7 @@ ROLLOUT_WIRING: dict[str, Mutation] = {
         "rollout/factories.py",
         "        engine_wait_s=args.engine_wait_s,\n"
         "        max_concurrency=args.sglang_server_concurrency,\n"
+        "        max_kv_use=_max_kv_use(args),\n"
         "        vocab_size=_vocab_size(args.hf_checkpoint),",
         "        engine_wait_s=args.engine_wait_s,\n        vocab_size=_vocab_size(args.hf_checkpoint),",
     ),
