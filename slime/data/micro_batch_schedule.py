@@ -16,7 +16,7 @@ Invariants
 
 Samples that share a prefix (`slime.data.shared_prefixes`) form a bundle, which counts shared tokens once and goes into
 one micro-batch. A bundle is split only to reach the required number of micro-batches or, with `micro_batch_size`, when
-a micro-batch is full.
+a micro-batch is full. A group whose tree exceeds a micro-batch is divided along its branches.
 
 Beyond bundles, groups are not kept together: a step boundary can separate the executions of a prompt. Advantages are
 computed from the whole batch, so only a step's loss denominators depend on the boundary, and steps of equal size
@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slime.core.errors import ConfigError, DataError
-from slime.data.shared_prefixes import MOST_READ, Prefixes
+from slime.data.shared_prefixes import MOST_COPIED, Prefixes
 
 MicroBatch = tuple[int, ...]
 """Batch positions of the samples in one forward pass."""
@@ -77,6 +77,7 @@ def build_schedule(
     micro_batch_size: int | None = None,
     max_tokens_per_gpu: int | None = None,
     cp_size: int = 1,
+    splits_heads: bool = False,
     micro_batch_multiple: int = 1,
     balance: bool = False,
     cost_S: Sequence[float] | None = None,
@@ -97,6 +98,7 @@ def build_schedule(
     any unit, such as from `FlopsModel.forward`; the default is its number of tokens.
 
     `prefixes`: the shared prefixes, if sharing is on. `prefix_cost`: the cost of n shared tokens, in units of `cost_S`.
+    `splits_heads`: context-parallel ranks split heads, so each copies only a part of every shared key.
 
     A batch with fewer executions than `global_batch_size` is one step. Raises `ConfigError` if a size is invalid or the
     executions do not divide into whole steps (samples would be dropped), `DataError` on malformed input.
@@ -114,10 +116,8 @@ def build_schedule(
     _check(num_tokens_S, execution_S, costs, sizes)
     cap = micro_batch_size or 1 if max_tokens_per_gpu is None else max_tokens_per_gpu * cp_size
     tokens = None if max_tokens_per_gpu is None else [int(n) for n in num_tokens_S]
-    bundling = _Bundling(cap, cp_size, tokens, costs, prefixes, prefix_cost)
-    members: dict[int, list[int]] = {}
-    for position, execution in enumerate(execution_S):
-        members.setdefault(int(execution), []).append(position)
+    bundling = _Bundling(cap, 1 if splits_heads else cp_size, tokens, costs, prefixes, prefix_cost)
+    members = _members(execution_S)
     steps = []
     for chosen in _split_into_steps(list(members), global_batch_size, num_steps):
         positions = sorted(p for execution in chosen for p in members[execution])
@@ -126,6 +126,14 @@ def build_schedule(
             bins = _evened(bins, cap)
         steps.append(StepSchedule(_assign(bins, dp_size, balance), num_executions=len(chosen)))
     return Schedule(tuple(steps))
+
+
+def _members(execution_S: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the positions of each execution's samples, in the order in which the executions first occur."""
+    members: dict[int, list[int]] = {}
+    for position, execution in enumerate(execution_S):
+        members.setdefault(int(execution), []).append(position)
+    return members
 
 
 def _check(
@@ -176,8 +184,8 @@ class _Bundle:
     positions: tuple[int, ...] = ()
     tokens: int = 0
     """Total number of tokens, counting shared tokens once."""
-    read: int = 0
-    """Total number of keys that a rank reads."""
+    copied: int = 0
+    """Total number of keys of shared prefixes that a rank copies."""
     cost: float = 0.0
     room: int = 0
     """Share of a micro-batch that the bundle takes up, in units of `cap`."""
@@ -188,18 +196,25 @@ class _Bundling:
     """Builds bundles that fit into a micro-batch of `cap` tokens, or `cap` samples if `tokens_S` is None."""
 
     cap: int
-    cp_size: int
+    num_gathering: int
+    """Number of context-parallel ranks that gather keys; 1 if each has whole sequences."""
     tokens_S: Sequence[int] | None
     costs_S: Sequence[float]
     prefixes: Prefixes | None
     prefix_cost: Callable[[int], float]
 
     def of(self, positions: Sequence[int]) -> list[_Bundle]:
-        """Adds each sample to the bundle of its group with the longest common prefix, among those with room."""
+        """Adds each sample to the bundle of its group with the longest common prefix, among those with room.
+
+        Samples are added in the order of their tree, so a full bundle ends between two branches, as near to the leaves
+        as possible. Returns the bundles in the order of their first samples in `positions`.
+        """
+        if self.prefixes is None:
+            return [self._joined(_Bundle(), position, 0) for position in positions]
         bundles: list[_Bundle] = []
         of_group: dict[int, list[int]] = {}
-        for position in positions:
-            peers = [] if self.prefixes is None else of_group.setdefault(self.prefixes.group_S[position], [])
+        for position in self.prefixes.in_tree_order(positions):
+            peers = of_group.setdefault(self.prefixes.group_S[position], [])
             options = [(self._shared(position, bundles[i]), i) for i in peers]
             fitting = [(n, i) for n, i in options if n and self._joined(bundles[i], position, n).room <= self.cap]
             shared, chosen = max(fitting, key=lambda option: option[0], default=(0, len(bundles)))
@@ -207,7 +222,7 @@ class _Bundling:
                 peers.append(chosen)
                 bundles.append(_Bundle())
             bundles[chosen] = self._joined(bundles[chosen], position, shared)
-        return bundles
+        return sorted(bundles, key=lambda bundle: min(bundle.positions))
 
     def halves(self, bundle: _Bundle) -> list[_Bundle]:
         at = _even_split([self.costs_S[p] for p in bundle.positions])
@@ -228,20 +243,13 @@ class _Bundling:
         cost = bundle.cost + self.costs_S[position] - (self.prefix_cost(shared) if shared else 0.0)
         if self.tokens_S is None:
             return _Bundle(positions, cost=cost, room=len(positions))
-        own = self.tokens_S[position] - shared
-        tokens, read = bundle.tokens + own, bundle.read + self._keys(own, shared)
-        # `MOST_READ` limits the keys of one rank, `cap` the tokens of all ranks. The tighter limit applies.
-        most = math.ceil(read * self.cp_size / MOST_READ)
+        # A rank that gathers keys has two chunks of each sample, and each reads the whole prefix.
+        chunks = 1 if self.num_gathering == 1 else 2
+        tokens, copied = bundle.tokens + self.tokens_S[position] - shared, bundle.copied + chunks * shared
+        # `MOST_COPIED` limits the copies on one rank, `cap` the tokens of all ranks. The tighter limit applies.
+        most = math.ceil(copied * self.num_gathering / MOST_COPIED)
         room = max(tokens, most) if len(positions) > 1 else min(tokens, self.cap)
-        return _Bundle(positions, tokens, read, cost, room)
-
-    def _keys(self, own: int, shared: int) -> int:
-        """Returns the number of keys a rank reads for a sample with `own` tokens after `shared` ones.
-
-        A context-parallel rank has two chunks (first and last, second and second to last, ...); each reads all
-        tokens up to its end.
-        """
-        return shared + own if self.cp_size == 1 else 2 * shared + own + math.ceil(own / (2 * self.cp_size))
+        return _Bundle(positions, tokens, copied, cost, room)
 
 
 _Bin = list[_Bundle]

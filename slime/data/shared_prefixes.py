@@ -23,9 +23,9 @@ from slime.core.batch import Elsewhere, TrainSample
 
 LEAST_SHARED = 16
 """Minimum length of a shared prefix. Sharing copies the keys of the row, so shorter prefixes do not pay off."""
-MOST_READ = 8
-"""Maximum number of keys per rank, as a multiple of its token limit. Shared keys are copied for each sample that reads
-them. The limit bounds the memory for these copies and still allows an eightfold reduction in compute.
+MOST_COPIED = 8
+"""Maximum number of copied keys on a rank, as a multiple of its token limit. Shared keys are copied for each sample
+that reads them. The limit bounds the memory for these copies and still allows an eightfold reduction in compute.
 """
 
 Tokens = npt.NDArray[np.int32]
@@ -88,6 +88,19 @@ class Prefixes:
         size = min(len(a), len(b))
         alike = _common(a[:size], b[:size])
         return common if alike == len(a) == len(b) else alike
+
+    def in_tree_order(self, positions: Sequence[int]) -> list[int]:
+        """Sorts samples by their groups, in the order in which the groups first occur, and by their tokens.
+
+        So the samples below any fork of a group's tree are neighbours, and each shares most with the sample before it.
+        """
+        of_group: dict[int, list[int]] = {}
+        for position in positions:
+            of_group.setdefault(self.group_S[position], []).append(position)
+        # Big-endian bytes of ids, which are not negative, compare like the ids.
+        return [
+            p for own in of_group.values() for p in sorted(own, key=lambda p: self.tokens_S[p].astype(">i4").tobytes())
+        ]
 
     def of_row(self, positions: Sequence[int]) -> tuple[Shared, ...]:
         """Returns, for each sample of a row, the prefix that it shares with an earlier sample."""

@@ -30,6 +30,7 @@ from slime.core.batch import TrainBatch, trains_any
 from slime.core.topology import ParallelSizes
 from slime.models import family_of, load_family, table_for
 from slime.models.common.flops import tflops_per_gpu
+from slime.models.common.packed_attention import ALL_TO_ALL
 from slime.ops import select
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes
@@ -213,17 +214,19 @@ class MegatronBackend:
         return mean_loss(log_probs, batch)
 
     def _prepare(self, batch: TrainBatch, *, one_step: bool = False, sampled: bool = True) -> PreparedBatch:
+        config = self._trainable.chunks[0].config
         prepared = prepare(
             batch,
             self.args,
             self._algorithm,
             dp_size=self.parallel_info.dp_size,
             cp_size=self.parallel_info.sizes.cp,
+            splits_heads=config.cp_comm_type == ALL_TO_ALL,
             micro_batch_multiple=micro_batch_multiple(self._trainable.ddps),
             flops=self._flops if self.args.balance_data else None,
             one_step=one_step,
         )
-        routing = BatchRouting.of(self.args, batch, self._trainable.chunks[0].config, self.device) if sampled else None
+        routing = BatchRouting.of(self.args, batch, config, self.device) if sampled else None
         return dataclasses.replace(prepared, routing=routing, images=self.sight.of_batch(batch))
 
     def _with_advantages(self, prepared: PreparedBatch) -> PreparedBatch:

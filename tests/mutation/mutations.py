@@ -275,6 +275,24 @@ DATA: dict[str, Mutation] = {
         "starts = [*firsts, 0]",
         "starts = [0] * len(lengths)",
     ),
+    "positions are one less behind a shared prefix": Mutation(
+        "shared prefixes",
+        "training/model/row_shards.py",
+        "np.repeat(starts - before, lengths)",
+        "np.repeat(starts - np.maximum(before - 1, 0), lengths)",
+    ),
+    "a branch sees its siblings": Mutation(
+        "shared prefixes",
+        "data/packing.py",
+        "rows[:n] for rows, n in zip(self.token_rows, self.num_shared, strict=True)",
+        "np.arange(rows[0], rows[n]) if n else _NONE for rows, n in zip(self.token_rows, self.num_shared, strict=True)",
+    ),
+    "context-parallel ranks do not see shared prefixes": Mutation(
+        "shared prefixes",
+        "data/context_split.py",
+        "keys += [place[prefix], place[start : start + seen]]",
+        "keys += [place[start : start + len(prefix)], place[start : start + seen]]",
+    ),
     "tokens of other experts are shared": Mutation(
         "shared prefixes",
         "data/shared_prefixes.py",

@@ -165,7 +165,13 @@ def evaluate(toy: Toy, layout: Layout, batch: MicroBatch, *, what: str) -> tuple
     indices = {name: torch.from_numpy(getattr(cut, name)) for name in names}
     lengths = tuple(cu_seqlens.diff().tolist())
     row_cut = ContextShard(
-        layout.cp_group, **indices, keys=_copies(cut.key_rows), cu_lengths=cu_seqlens, lengths=lengths
+        layout.cp_group,
+        **indices,
+        keys=_copies(cut.key_rows),
+        cu_lengths=cu_seqlens,
+        lengths=lengths,
+        cu_keys=cu_seqlens,
+        key_lengths=lengths,
     )
     which, local = row_cut.owned(batch.predicting)
     states = toy.hidden(batch).index_select(0, row_cut.positions).index_select(0, local)

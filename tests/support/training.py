@@ -155,6 +155,55 @@ def forked_batch(num_groups: int = 3, *, seed: int = 0, vocab_size: int = 128) -
     return TrainBatch(rollout_id=0, samples=tuple(samples))
 
 
+BRANCHES: tuple[tuple[str, ...], ...] = (
+    ("plan", "look", "edit", "test"),
+    ("plan", "look", "edit", "again"),
+    ("plan", "look"),
+    ("plan", "ask", "edit"),
+    ("other", "look", "edit"),
+)
+"""The turns of an agent's branches after the prompt. They fork after no turn, after one, two and three; the third is
+the beginning of the first, and equal turns behind different ones are not shared."""
+
+
+def agent_batch(num_groups: int = 2, executions: int = 2, *, seed: int = 0, vocab_size: int = 128) -> TrainBatch:
+    """The branches (`BRANCHES`) of several executions for each of a few prompts, shuffled.
+
+    Executions share the prompt alone, and branches of an execution their first turns. Each branch has masks, rewards
+    of tokens and a reward of its own, so a shared token may be trained in one branch and context in another, but what
+    an engine did once, a log-prob, is the same in all.
+    """
+    rng = np.random.default_rng(seed)
+    made: list[dict[str, Any]] = []
+    for group in range(num_groups):
+        prompt = rng.integers(3, vocab_size, int(rng.integers(17, 24)))
+        for execution in range(executions):
+            turns: dict[tuple[str, ...], Any] = {}
+            for branch in BRANCHES:
+                for end in range(1, len(branch) + 1):
+                    size = int(rng.integers(3, 9))
+                    new = rng.integers(3, vocab_size, size), rng.normal(-4.8, 0.1, size)
+                    turns.setdefault(branch[:end], new)
+                parts = [turns[branch[:end]] for end in range(1, len(branch) + 1)]
+                response, log_probs = (np.concatenate(x) for x in zip(*parts, strict=True))
+                mask = (rng.random(len(response)) < 0.6).astype(np.float32)
+                mask[-1] = 1.0
+                made.append(
+                    {
+                        "tokens": np.concatenate([prompt, response]).astype(np.int32),
+                        "loss_mask": mask,
+                        "rollout_log_probs": log_probs.astype(np.float32),
+                        "token_versions": np.where(mask > 0, 1, -1).astype(np.int32),
+                        "token_rewards": np.where(mask > 0, rng.normal(size=len(response)), 0.0),
+                        "reward": float(rng.normal()),
+                        "group_index": group,
+                        "index": group * executions + execution,
+                        "truncated": False,
+                    }
+                )
+    return TrainBatch(rollout_id=0, samples=tuple(TrainSample(**made[i]) for i in rng.permutation(len(made))))
+
+
 def with_samples(batch: TrainBatch, samples: list[TrainSample]) -> TrainBatch:
     """The same batch holding other samples."""
     return dataclasses.replace(batch, samples=tuple(samples))

@@ -1,11 +1,11 @@
 """What the shared ranks (`tests.support.ranks`) do of training: layouts of a model, one after the other.
 
 A layout: checkpoint, world_size, out (a folder for what is saved), megatron and args (settings), scenarios ({name:
-{order, args}}), seed of the batch, lengths (from and to, of its responses), forked (samples of a group begin alike),
-seeing (a folder for their images), routed (numbers of layers, experts and experts of a token, recorded at random),
-rounds (training steps after the scenarios), round_args (settings of the rounds alone), save_after (a round), load (a
-folder that `save` wrote), export (into the folder hf) and provoke (errors; true by default). Every
-rank writes its part of a checkpoint into `after_N` and, with `save_end`, `end`.
+{order, args}}), seed of the batch, lengths (from and to, of its responses), forked (samples of a group begin alike;
+"agent": they are branches of an agent), seeing (a folder for their images), routed (numbers of layers, experts and
+experts of a token, recorded at random), rounds (training steps after the scenarios), round_args (settings of the rounds
+alone), save_after (a round), load (a folder that `save` wrote), export (into the folder hf) and provoke (errors; true
+by default). Every rank writes its part of a checkpoint into `after_N` and, with `save_end`, `end`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from slime.core.errors import HookError, NumericsError
 from tests.support.adapters import fill_b
 from tests.support.measured_backend import MeasuredBackend
 from tests.support.ranks import Ranks, Seat
-from tests.support.training import forked_batch, random_batch, training_args, with_routed_experts, with_samples
+from tests.support.training import (
+    agent_batch,
+    forked_batch,
+    random_batch,
+    training_args,
+    with_routed_experts,
+    with_samples,
+)
 from tests.support.vision import seeing_batch
 
 KINDS_OF_ERRORS = ("non_finite", "gap", "hook")
@@ -68,7 +75,8 @@ def train_layout(seat: Seat, spec: dict[str, Any]) -> Outcome:
     if args.lora_rank:
         fill_b(backend)
     made = {"seed": spec.get("seed", 0), **({"response_lengths": spec["lengths"]} if "lengths" in spec else {})}
-    batch = (forked_batch if spec.get("forked") else random_batch)(**made)
+    make = {"agent": agent_batch, True: forked_batch, False: random_batch}[spec.get("forked", False)]
+    batch = make(**made)
     if spec.get("seeing"):
         batch = seeing_batch(Path(spec["seeing"]), Path(spec["checkpoint"]), seed=spec.get("seed", 0))
     if spec.get("routed"):

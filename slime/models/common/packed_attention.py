@@ -84,12 +84,23 @@ class RowShard(Protocol):
     def cu_lengths(self) -> Tensor:
         """[N + 1] int32 on the model's device: cumulative full lengths of the sequences, starting with 0."""
 
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """[N] full numbers of keys, including the shared prefixes."""
+
+    @property
+    def cu_keys(self) -> Tensor:
+        """[N + 1] int32 on the model's device: cumulative `key_lengths`, starting with 0."""
+
     def of_keys(self, rows: Tensor) -> Tensor:
         """rows [T / cp, ...] of this rank's tokens -> the key rows of all local chunks, concatenated [K, ...]."""
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> concatenated keys and values for all local chunks [K, g,
-        d]."""
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] of this rank's tokens -> both of all ranks' tokens [T, g, d]."""
+
+    @property
+    def keys(self) -> Repeats:
+        """The rows of `keys_and_values` that the local chunks attend to, chunk by chunk."""
 
     def by_heads(self, part: Tensor) -> Tensor:
         """All heads of this rank's tokens [T / cp, h, d] -> this rank's heads of all tokens [T, h / cp, d]."""
@@ -130,7 +141,8 @@ class PackedSequences(PackedSeqParams):
     shard: RowShard | None = None
     """This rank's shard of the row; None without context parallelism."""
     repeats: Repeats | None = None
-    """With shared prefixes: which keys each sequence uses. Under context parallelism, `shard` does this instead."""
+    """With shared prefixes: which keys of the row each sequence uses. None if context-parallel ranks gather keys: then
+    `shard` does this."""
     asked: Repeats | None = None
     """With shared prefixes: the hidden states from which outputs are computed. One state can be used several times,
     because several tokens may follow a shared prefix."""
@@ -187,14 +199,19 @@ class PackedAttention(torch.nn.Module):
         if packed.shard is not None and self.splits_heads:
             out = self._attend_with_own_heads(query, key, value, packed, packed.shard)
             return out.reshape(query.size(0), -1)
+        repeats = packed.repeats
         if packed.shard is not None:
-            key, value = packed.shard.keys_and_values(key, value)
-        if packed.repeats is None:
-            out = self._attend(query, key, value, packed)
-        else:
-            with repeated((key, value), packed.repeats) as (key, value):
-                out = self._attend(query, key, value, packed)
-        return out.reshape(query.size(0), -1)
+            (key, value), repeats = packed.shard.keys_and_values(key, value), packed.shard.keys
+        return self._attend_to_keys(query, key, value, packed, repeats).reshape(query.size(0), -1)
+
+    def _attend_to_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, repeats: Repeats | None
+    ) -> Tensor:
+        """Like `_attend`, for the keys and values of a row, from which `repeats` selects those of each sequence."""
+        if repeats is None:
+            return self._attend(query, key, value, packed)
+        with repeated((key, value), repeats) as (key, value):
+            return self._attend(query, key, value, packed)
 
     def _attend_with_own_heads(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, shard: RowShard
@@ -203,11 +220,14 @@ class PackedAttention(torch.nn.Module):
         attention over the whole row with heads / cp heads."""
         both = shard.by_heads(torch.cat([key, value], dim=-1))
         key, value = both.split([key.size(-1), value.size(-1)], dim=-1)
-        lengths, starts = shard.lengths, shard.cu_lengths
         row = dataclasses.replace(
-            packed, query_lengths=lengths, key_lengths=lengths, cu_query=starts, cu_key=starts, repeats=None
+            packed,
+            query_lengths=shard.lengths,
+            key_lengths=shard.key_lengths,
+            cu_query=shard.cu_lengths,
+            cu_key=shard.cu_keys,
         )
-        return shard.by_tokens(self._attend(shard.by_heads(query), key, value, row))
+        return shard.by_tokens(self._attend_to_keys(shard.by_heads(query), key, value, row, packed.repeats))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         """query [T, heads, d], concatenated keys and values of all sequences -> [T, heads, d_v]."""

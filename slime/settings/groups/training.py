@@ -353,8 +353,6 @@ def context_ranks_can_split_heads(args: Args) -> str | None:
                 f"--cp-comm-type a2a splits heads over tensor- and context-parallel ranks, but {tp * cp} ranks do not "
                 f"divide {name} {m[name]} of the checkpoint; {instead}"
             )
-    if args.use_prefix_sharing:
-        return f"--cp-comm-type a2a does not work with --use-prefix-sharing; drop one of the two, or {instead}"
     if problem := prefix_problem_of(args.hf_checkpoint):
         return f"--cp-comm-type a2a does not work with this model: {problem}; {instead}"
     return None

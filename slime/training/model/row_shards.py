@@ -59,6 +59,9 @@ class ContextShard:
     cu_lengths: Tensor
     """[N + 1] int32: the start of each full sequence, then the total length."""
     lengths: tuple[int, ...]
+    cu_keys: Tensor
+    """[N + 1] int32: the start of each full sequence's keys, including its shared prefix, then the total number."""
+    key_lengths: tuple[int, ...]
     responses: tuple[Tensor, Tensor, Tensor] | None = None
     """The response positions [R] of the row and the result of `owned` for them. This is computed on the host, because
     `owned` would wait for the device."""
@@ -69,13 +72,17 @@ class ContextShard:
 
         In the backward pass, the rank that holds a key sums its gradients from the queries of all ranks.
         """
-        gathered = gather_from_sequence_parallel_region(rows.contiguous(), group=self.group)
-        return repeat_rows(gathered, self.keys)
+        return repeat_rows(self._gathered(rows), self.keys)
 
     def keys_and_values(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key [T / cp, g, d_k], value [T / cp, g, d_v] -> `of_keys` of both, [K, g, d]."""
-        keys, values = self.of_keys(torch.cat([key, value], dim=-1)).split([key.size(-1), value.size(-1)], dim=-1)
+        """key [T / cp, g, d_k], value [T / cp, g, d_v] of this rank's tokens -> both of all ranks' tokens [T, g, d]."""
+        both = self._gathered(torch.cat([key, value], dim=-1))
+        keys, values = both.split([key.size(-1), value.size(-1)], dim=-1)
         return keys, values
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        gathered: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=self.group)
+        return gathered
 
     def by_heads(self, part: Tensor) -> Tensor:
         """All-to-all from a split by tokens to a split by heads: `part` [T / cp, h, d] -> [T, h / cp, d] in row order.
@@ -159,8 +166,10 @@ class RowPlan:
         max_seqlen: int,
         asked: npt.NDArray[np.int64] | None = None,
         prefixes: Sequence[npt.NDArray[np.int64]] | None = None,
+        splits_heads: bool = False,
     ) -> RowPlan:
-        """Builds this rank's plan. `asked`: positions [U] of the outputs. `prefixes`: see `PackedBatch.prefixes`."""
+        """Builds this rank's plan. `asked`: positions [U] of the outputs. `prefixes`: see `PackedBatch.prefixes`.
+        `splits_heads`: `--cp-comm-type a2a`."""
         lengths, starts = np.diff(cu_seqlens), cu_seqlens[:-1].astype(np.int64)
         before = np.zeros_like(starts) if prefixes is None else np.array([len(p) for p in prefixes], np.int64)
         positions = np.arange(int(cu_seqlens[-1])) - np.repeat(starts - before, lengths)
@@ -168,9 +177,11 @@ class RowPlan:
         group, shard = None, dict[str, npt.NDArray[Any]]()
         if mpu.is_initialized() and mpu.get_context_parallel_world_size() > 1:
             group = mpu.get_context_parallel_group()
-            split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size(), prefixes=prefixes)
+            shard = {"cu_lengths": cu_seqlens, "cu_keys": _cumulative(key)}
+            read = None if splits_heads else prefixes
+            split = split_context(cu_seqlens, cp_rank=group.rank(), cp_size=group.size(), prefixes=read)
             query, key, positions = split.query_lengths, split.key_lengths, positions[split.positions]
-            shard = {name: getattr(split, name) for name in _INDICES} | {"cu_lengths": cu_seqlens}
+            shard |= {name: getattr(split, name) for name in _INDICES}
             keys = Repeats.arrays(split.key_rows, int(cu_seqlens[-1]))
             shard |= {f"keys/{name}": array for name, array in keys.items()}
             if asked is not None:
@@ -182,7 +193,7 @@ class RowPlan:
             rows = asked if group is None else shard["owned"]
             questions = Repeats.arrays(rows, len(positions))
             arrays |= {f"asked/{name}": array for name, array in questions.items()}
-        if prefixes is not None and group is None:
+        if prefixes is not None and (group is None or splits_heads):
             own = np.split(np.arange(int(cu_seqlens[-1])), starts[1:])
             seen = [part for both in zip(prefixes, own, strict=True) for part in both]
             repeats = Repeats.arrays(np.concatenate(seen), int(cu_seqlens[-1]))
@@ -193,12 +204,15 @@ class RowPlan:
         """Returns the row on the device. `tensors` must contain the device copies of `arrays`."""
         cu_seqlens, shard = torch.from_numpy(self.cu_seqlens), None
         if self.group is not None:
-            indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths")}
+            indices = {name: tensors[f"shard/{name}"] for name in (*_INDICES, "cu_lengths", "cu_keys")}
             responses, lengths = None, tuple(np.diff(self.cu_seqlens).tolist())
             if "shard/which" in tensors:
                 responses = tensors[ASKED], tensors["shard/which"], tensors["shard/owned"]
             keys = Repeats.of(tensors, "shard/keys/")
-            shard = ContextShard(self.group, **indices, keys=keys, lengths=lengths, responses=responses)
+            key_lengths = tuple(np.diff(self.arrays["shard/cu_keys"]).tolist())
+            shard = ContextShard(
+                self.group, **indices, keys=keys, lengths=lengths, key_lengths=key_lengths, responses=responses
+            )
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,

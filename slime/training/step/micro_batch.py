@@ -67,6 +67,8 @@ class PreparedBatch:
     """Encodes the samples' images; None without images."""
     shared: Mapping[tuple[int, ...], tuple[Shared, ...]] | None = None
     """A micro-batch's sample positions -> what each sample shares with an earlier one; None if nothing is shared."""
+    splits_heads: bool = False
+    """Whether context-parallel ranks split heads (`--cp-comm-type a2a`)."""
 
     @property
     def shared_fraction(self) -> float:
@@ -84,6 +86,7 @@ def prepare(
     *,
     dp_size: int,
     cp_size: int = 1,
+    splits_heads: bool = False,
     micro_batch_multiple: int = 1,
     flops: FlopsModel | None = None,
     one_step: bool = False,
@@ -92,6 +95,7 @@ def prepare(
 
     `one_step` is for measurements: a batch of any size becomes a single step, whatever the settings. `flops` is the
     cost model for `--balance-data`. A micro-batch can have `--max-tokens-per-gpu` tokens on each of `cp_size` ranks.
+    `splits_heads`: context-parallel ranks split heads (`--cp-comm-type a2a`).
     """
     samples = batch.samples
     check_samples(samples, args, algorithm)
@@ -108,6 +112,7 @@ def prepare(
         micro_batch_size=args.micro_batch_size if room is None else None,
         max_tokens_per_gpu=room,
         cp_size=cp_size,
+        splits_heads=splits_heads,
         balance=args.balance_data,
         cost_S=None if flops is None else [flops.forward(s.num_tokens, num_logits=s.response_length) for s in samples],
         micro_batch_multiple=micro_batch_multiple,
@@ -124,7 +129,7 @@ def prepare(
     rows = [row for step in schedule.steps for rank in step.micro_batches for row in rank]
     shared = None if prefixes is None else {row: prefixes.of_row(row) for row in rows}
     every = tuple(weights.get(p, TokenWeights(s.loss_mask, 0.0)) for p, s in enumerate(samples))
-    return PreparedBatch(batch, schedule, every, tuple(shares), tuple(units), shared=shared)
+    return PreparedBatch(batch, schedule, every, tuple(shares), tuple(units), shared=shared, splits_heads=splits_heads)
 
 
 def with_advantages(
@@ -235,7 +240,7 @@ def to_device(
     shared = None if prepared.shared is None or not positions else prepared.shared[tuple(positions)]
     row = pack(samples, pad_to_multiple=pad_to_multiple, pad_each_to=pad_each_to, shared=shared)
     own = _of_row(row)
-    plan = RowPlan.of(row.cu_seqlens, max_seqlen=row.max_seqlen, asked=own[ASKED], prefixes=row.prefixes)
+    plan = _plan_of(row, own[ASKED], splits_heads=prepared.splits_heads)
     lengths = tuple(s.response_length for s in samples)
     pictures = None if prepared.images is None else prepared.images.row(samples, row, plan.arrays["row/positions"])
     arrays = {**own, **_of_tokens(prepared, positions), **plan.arrays, **({} if pictures is None else pictures.arrays)}
@@ -271,6 +276,12 @@ def to_device(
         ref_log_probs=tensors.get("ref_log_probs"),
         old_values=tensors.get("old_values"),
         returns=tensors.get("returns"),
+    )
+
+
+def _plan_of(row: PackedBatch, asked: npt.NDArray[np.int64], *, splits_heads: bool) -> RowPlan:
+    return RowPlan.of(
+        row.cu_seqlens, max_seqlen=row.max_seqlen, asked=asked, prefixes=row.prefixes, splits_heads=splits_heads
     )
 
 

@@ -16,6 +16,9 @@ from tests.support.ranks import Seat
 LENGTHS, NUM_HEADS, NUM_GROUPS, HEAD_DIM, VALUE_DIM, VOCAB = (16, 8, 24), 4, 2, 8, 6, 11
 HEADS = torch.linspace(0.5, 2.0, NUM_HEADS)
 """A weight of each head."""
+FORKS = (np.zeros(0, np.int64), np.arange(10), np.concatenate([np.arange(10), np.arange(16, 20)]))
+"""Row positions of the prefix of each sequence, if the row is a tree: the second sequence forks off the first, and the
+third off the second."""
 PREDICTING = ((0, 1, 2, 9, 14, 16, 17, 25, 30, 46), (0,))
 """Predicting positions of the row; of the second set one rank holds all."""
 
@@ -38,21 +41,41 @@ def problem() -> dict[str, torch.Tensor]:
     }
 
 
-def packed_sequences(cu_seqlens: torch.Tensor) -> Any:
+def packed_sequences(cu_seqlens: torch.Tensor, **how: Any) -> Any:
     from slime.training.model.row_shards import RowPlan
 
-    plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS))
+    plan = RowPlan.of(cu_seqlens.numpy(), max_seqlen=max(LENGTHS), **how)
     return plan.packed({name: torch.from_numpy(array) for name, array in plan.arrays.items()})
 
 
-def compute(positions: tuple[int, ...], *, splits_heads: bool = False) -> dict[str, torch.Tensor]:
-    """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups."""
+def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, forked: bool) -> torch.Tensor:
+    """Of the whole row, by one softmax over all its keys and a mask that says which of them each query sees."""
+    seen, start = torch.zeros(len(query), len(query), dtype=torch.bool), 0
+    for prefix, length in zip(FORKS, LENGTHS, strict=True):
+        for token in range(start, start + length):
+            seen[token, start : token + 1] = True
+            seen[token, torch.from_numpy(prefix)] |= forked
+        start += length
+    key, value = (x.repeat_interleave(NUM_HEADS // NUM_GROUPS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD_DIM**0.5
+    weights = scores.masked_fill(~seen, -float("inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+def compute(
+    positions: tuple[int, ...], *, splits_heads: bool = False, forked: bool = False, plain: bool = False
+) -> dict[str, torch.Tensor]:
+    """This rank's attention output, the log-probs at `positions` and the gradients; the whole row without groups.
+
+    `forked`: the sequences are branches (`FORKS`). `plain`: by `plain_attention`.
+    """
     from slime.models.common.packed_attention import PackedAttention
     from slime.training.model.log_probs import VocabShard, token_log_probs
     from slime.training.model.row_shards import ASKED, RowPlan
 
     cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
-    packed = packed_sequences(cu_seqlens)
+    tree: dict[str, Any] = {"prefixes": FORKS, "splits_heads": splits_heads} if forked else {}
+    packed = packed_sequences(cu_seqlens, **tree)
     cut = packed.shard
     held = torch.arange(sum(LENGTHS)) if cut is None else cut.positions
     p = problem()
@@ -62,7 +85,8 @@ def compute(positions: tuple[int, ...], *, splits_heads: bool = False) -> dict[s
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.softmax_scale, attention.splits_heads = None, splits_heads
-    out = attention(leaves["query"], leaves["key"], leaves["value"], packed_seq_params=packed)
+    of_row = leaves["query"], leaves["key"], leaves["value"]
+    out = plain_attention(*of_row, forked) if plain else attention(*of_row, packed_seq_params=packed)
     wanted, targets = torch.tensor(positions), p["targets"][: len(positions)]
     which, own = (torch.arange(len(positions)), wanted) if cut is None else cut.owned(wanted)
     if cut is not None:
@@ -104,12 +128,18 @@ def exchange(seat: Seat) -> dict[str, torch.Tensor]:
             mpu.destroy_model_parallel()
 
 
-def compute_part(seat: Seat, *, splits_heads: bool = False) -> list[dict[str, torch.Tensor]]:
-    """What this rank finds, for each of `PREDICTING`."""
+def compute_part(seat: Seat) -> dict[tuple[bool, bool], list[dict[str, torch.Tensor]]]:
+    """(splits_heads, forked) -> what this rank finds, for each of `PREDICTING`. Heads are split if they can be."""
     activate("cpu")
     with seat.world():
         mpu.initialize_model_parallel(context_parallel_size=seat.world_size)
         try:
-            return [compute(positions, splits_heads=splits_heads) for positions in PREDICTING]
+            return {
+                (splits_heads, forked): [
+                    compute(positions, splits_heads=splits_heads, forked=forked) for positions in PREDICTING
+                ]
+                for splits_heads in ((False, True) if NUM_GROUPS % seat.world_size == 0 else (False,))
+                for forked in (False, True)
+            }
         finally:
             mpu.destroy_model_parallel()

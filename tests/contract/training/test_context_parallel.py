@@ -3,14 +3,12 @@ is what runs through all tokens of a head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from tests.contract.training.context_ranks import (
     HEADS,
+    NUM_GROUPS,
     NUM_HEADS,
     PREDICTING,
     compute,
@@ -18,20 +16,27 @@ from tests.contract.training.context_ranks import (
     exchange,
     problem,
 )
-from tests.support.ranks import Ranks, Seat
+from tests.support.ranks import Ranks
 
 
-def by_all_to_all(seat: Seat) -> list[dict[str, torch.Tensor]]:
-    return compute_part(seat, splits_heads=True)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, ranks: Ranks) -> None:
+    """Law: of sequences and of a tree of branches, whether ranks gather keys or split heads."""
+    by_rank = ranks.run(compute_part, size)
+    assert len(by_rank[0]) == (4 if NUM_GROUPS % size == 0 else 2)
+    for splits_heads, forked in by_rank[0]:
+        check([rank[splits_heads, forked] for rank in by_rank], forked=forked)
 
 
-@pytest.mark.parametrize(
-    ("size", "part"), [(2, compute_part), (2, by_all_to_all), pytest.param(4, compute_part, marks=pytest.mark.slow)]
-)
-def test_the_cut_row_has_the_gradient_of_the_whole_row(size: int, part: Callable[..., Any], ranks: Ranks) -> None:
-    by_rank = ranks.run(part, size)
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_whole_row_has_the_gradient_of_a_mask_over_all_keys(forked: bool) -> None:
+    check([[compute(positions, forked=forked) for positions in PREDICTING]], forked=forked)
+
+
+def check(by_rank: list[list[dict[str, torch.Tensor]]], *, forked: bool) -> None:
+    """The results of all ranks are those of one softmax over all keys of the row."""
     for case, positions in enumerate(PREDICTING):
-        whole, parts = compute(positions), [rank[case] for rank in by_rank]
+        whole, parts = compute(positions, forked=forked, plain=True), [rank[case] for rank in by_rank]
         for part in parts:
             torch.testing.assert_close(part["log_probs"], whole["log_probs"], rtol=1e-5, atol=1e-5)
             for name in ("out", "grad_query", "grad_key", "grad_value"):

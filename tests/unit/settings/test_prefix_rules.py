@@ -52,19 +52,13 @@ SPLIT = "--actor-num-gpus-per-node 2 --context-parallel-size 2 --cp-comm-type"
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "said"),
-    [
-        ({"num_key_value_heads": 1}, "", "2 ranks do not divide num_query_groups 1"),
-        ({}, SHARED, "does not work with --use-prefix-sharing"),
-        (NEXT, "", "recurrent state"),
-    ],
+    ("config", "said"),
+    [({"num_key_value_heads": 1}, "2 ranks do not divide num_query_groups 1"), (NEXT, "recurrent state")],
 )
-def test_context_ranks_split_heads_only_where_they_can(
-    base: list[str], config: dict[str, Any], flags: str, said: str
-) -> None:
+def test_context_ranks_split_heads_only_where_they_can(base: list[str], config: dict[str, Any], said: str) -> None:
     own = json.loads((Path(base[base.index("--hf-checkpoint") + 1]) / "config.json").read_text())
-    flags = f"{SPLIT} a2a {flags}"
-    assert parse_args([*base, *f"{SPLIT} a2a".split()]).megatron["cp_comm_type"] == "a2a"
+    flags = f"{SPLIT} a2a"
+    assert parse_args([*base, SHARED, *f"{SPLIT} a2a".split()]).megatron["cp_comm_type"] == "a2a"
     message = refused([*_of(base, {**(own if "model_type" not in config else {}), **config}), *flags.split()])
     assert said in message and "--cp-comm-type all_gather" in message
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from slime.algorithms.from_settings import Algorithm
 from slime.core.batch import TrainBatch
+from slime.data.context_split import split_context
+from slime.data.packing import pack
 from slime.models.common.packed_attention import PackedAttention, PackedSequences
 from slime.models.common.rotary import cos_sin
 from slime.ops.qk_rotary import rotate
@@ -26,7 +28,7 @@ from slime.training.model.log_probs import TokenScores, VocabShard, score_tokens
 from slime.training.step.loss import objective_of
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages
 from tests.support.formulas import make_log_probs
-from tests.support.training import forked_batch, training_args, with_samples
+from tests.support.training import agent_batch, forked_batch, training_args, with_samples
 
 VOCAB, LAYERS, HEADS, GROUPS, DIM = 31, 2, 4, 2, 8
 HIDDEN = HEADS * DIM
@@ -89,9 +91,28 @@ def packed_attention(packed: PackedSequences) -> Any:
     return lambda q, k, v: attention(q, k, v, packed_seq_params=packed)
 
 
-def in_the_row(decoder: Decoder, batch: MicroBatch) -> TokenScores:
+def in_chunks(prepared: PreparedBatch, positions: tuple[int, ...], cp_size: int) -> Any:
+    """Attention of a row that `cp_size` ranks divide: each has the queries of its chunks and gathers the keys."""
+    assert prepared.shared is not None
+    samples = [prepared.batch.samples[p] for p in positions]
+    row = pack(samples, pad_each_to=2 * cp_size, shared=prepared.shared[positions])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros(len(q), HIDDEN, dtype=q.dtype)
+        for rank in range(cp_size):
+            cut = split_context(row.cu_seqlens, cp_rank=rank, cp_size=cp_size, prefixes=row.prefixes)
+            lengths = {"query_lengths": cut.query_lengths, "key_lengths": cut.key_lengths}
+            own, keys = (torch.from_numpy(x) for x in (cut.positions, cut.order[cut.key_rows]))
+            chunks = packed_attention(PackedSequences(qkv_format="thd", **lengths))(q[own], k[keys], v[keys])
+            out = out.index_copy(0, own, chunks)
+        return out
+
+    return attend
+
+
+def in_the_row(decoder: Decoder, batch: MicroBatch, attend: Any = None) -> TokenScores:
     assert batch.packed.positions is not None
-    hidden = decoder.hidden(batch.tokens, batch.packed.positions, packed_attention(batch.packed))
+    hidden = decoder.hidden(batch.tokens, batch.packed.positions, attend or packed_attention(batch.packed))
     shard = VocabShard(0, VOCAB, None)
     return score_tokens(
         hidden[batch.asked_positions],
@@ -117,17 +138,20 @@ def one_by_one(decoder: Decoder, prepared: PreparedBatch, positions: tuple[int, 
 
 
 def step(
-    batch: TrainBatch, *, dp_size: int = 1, plain: bool = False, **changes: Any
+    batch: TrainBatch, *, dp_size: int = 1, cp_size: int = 1, plain: bool = False, **changes: Any
 ) -> tuple[float, dict[str, Tensor], int]:
     """Loss, gradients and computed tokens of a step, over all ranks and micro-batches. `plain`: by the reference."""
-    args = training_args(Path("unused"), **SETTINGS, **changes)
+    args = training_args(Path("unused"), **{**SETTINGS, **changes})
     algorithm, decoder = Algorithm.of(args), Decoder()
     before = make_log_probs(batch)
-    prepared = with_advantages(prepare(batch, args, algorithm, dp_size=dp_size), args, algorithm, before)
+    prepared = prepare(batch, args, algorithm, dp_size=dp_size, cp_size=cp_size)
+    prepared = with_advantages(prepared, args, algorithm, before)
     objective, total, num_tokens = objective_of(args, algorithm), 0.0, 0
     for positions in (row for rank in prepared.schedule.steps[0].micro_batches for row in rank):
-        mb = to_device(prepared, positions, CPU, pad_to_multiple=4)
-        scores = one_by_one(decoder, prepared, positions) if plain and positions else in_the_row(decoder, mb)
+        pad = {"pad_to_multiple": 4} if cp_size == 1 else {"pad_each_to": 2 * cp_size}
+        mb = to_device(prepared, positions, CPU, **pad)
+        attend = None if cp_size == 1 or not positions else in_chunks(prepared, positions, cp_size)
+        scores = one_by_one(decoder, prepared, positions) if plain and positions else in_the_row(decoder, mb, attend)
         loss = objective.loss(mb, scores).loss
         loss.backward()
         total, num_tokens = total + loss.item(), num_tokens + len(mb.tokens)
@@ -161,6 +185,23 @@ def test_loss_and_gradient_are_those_of_samples_by_themselves() -> None:
         shared = step(batch, dp_size=dp_size, use_prefix_sharing=True, **split)
         check(shared, want)
         assert shared[2] < step(batch, dp_size=dp_size, **split)[2], "fewer tokens are computed"
+
+
+@pytest.mark.parametrize("estimator", ["grpo_turn", "reinforce_plus_plus"])
+def test_an_agents_branches_have_the_loss_and_gradient_of_branches_by_themselves(estimator: str) -> None:
+    """Law: forks at several depths change nothing, on one rank or on several that divide each row, although a shared
+    token has another advantage in each branch and is trained in some and context in others."""
+    batch, how = agent_batch(1, vocab_size=VOCAB), {"advantage_estimator": estimator, "use_kl_loss": False}
+    want = step(batch, plain=True, micro_batch_size=1, **how)
+    whole = sum(s.num_tokens for s in batch.samples)
+    for cp_size, split in (
+        (1, {"micro_batch_size": 100}),
+        (2, {"micro_batch_size": 100}),
+        (2, {"micro_batch_size": 4}),
+    ):
+        shared = step(batch, cp_size=cp_size, use_prefix_sharing=True, **split, **how)
+        check(shared, want)
+        assert shared[2] < (0.5 if split["micro_batch_size"] == 100 else 0.8) * whole, "shared tokens are computed once"
 
 
 def token_loss(
