@@ -55,6 +55,8 @@ class Message:
     """For a tool result: id of the call that it answers."""
     name: str | None = None
     """For a tool result: name of the function."""
+    stop: str = ""
+    """The stop string that ended the answer: its tokens are sampled, but the text ends before it."""
 
     def for_template(self) -> dict[str, Any]:
         out: dict[str, Any] = {"role": self.role, "content": self.text}
@@ -74,18 +76,22 @@ class Message:
     def same(self, other: Message) -> bool:
         """Whether both say the same. Ignores thinking (see `thought`), which clients need not send back.
 
-        The text of an assistant may differ in white space, since the session keeps the sampled tokens in any case.
+        The text of an assistant may differ in white space, since the session keeps the sampled tokens in any case, and
+        a client may put back the stop string that ended it, which those tokens contain.
         """
         if self.role != other.role or len(self.calls) != len(other.calls):
             return False
-        same_text = self.text == other.text or self.text.strip() == other.text.strip()
-        if not same_text and (self.role != "assistant" or self.text.split() != other.text.split()):
+        if self.text != other.text and not any(_reads_as(text, other) for text in {self.text, self.text + self.stop}):
             return False
         return all(a.same(b) for a, b in zip(self.calls, other.calls, strict=True))
 
     def thought(self) -> list[str]:
         """Returns the words of the thinking."""
         return (self.reasoning or "").split()
+
+
+def _reads_as(text: str, other: Message) -> bool:
+    return text.strip() == other.text.strip() or (other.role == "assistant" and text.split() == other.text.split())
 
 
 def canonical_arguments(given: str | Mapping[str, Any] | None) -> str:

@@ -88,8 +88,10 @@ class ChatRenderer:
                 "FILE, or store rendered prompts in the dataset and drop --apply-chat-template"
             )
         self._tokenizer = tokenizer
-        self._backend = _backend(tokenizer)
+        self._backend = _backend(tokenizer, "decode", "_decode")
         """Decodes without the checks of transformers, which take as long again."""
+        self._encoder = _backend(tokenizer, "__call__", "_encode_plus")
+        """Encodes likewise. Others may set its truncation or padding, which transformers resets for every text."""
         self._kwargs = dict(kwargs or {})
         by_id = tokenizer.added_tokens_decoder
         added = {str(token): token for token in by_id.values()}
@@ -157,9 +159,9 @@ class ChatRenderer:
                 ids += spelled
                 starts += [at] * len(spelled)
             elif text:
-                encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-                ids += encoded["input_ids"]
-                starts += [at + start for start, _ in encoded["offset_mapping"]]
+                more, offsets = self._encode_with_offsets(text)
+                ids += more
+                starts += [at + start for start, _ in offsets]
         return ids, starts
 
     def disarmed(self, text: str, rendered: Rendered) -> str:
@@ -183,6 +185,15 @@ class ChatRenderer:
         if self.control_ids & set(spelled):
             raise DataError(f"the text contains {control!r}, which this tokenizer can only encode as a control token")
         return spelled
+
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], Sequence[tuple[int, int]]]:
+        backend = self._encoder
+        plain = backend is not None and backend.truncation is None and backend.padding is None
+        if plain and backend.encode_special_tokens == self._tokenizer.split_special_tokens:
+            encoding = backend.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return found["input_ids"], found["offset_mapping"]
 
     def _encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -235,10 +246,13 @@ class ChatRenderer:
         return value
 
 
-def _backend(tokenizer: Any) -> Any:
-    """Returns the `tokenizers` object behind a tokenizer that decodes by it alone; None if the class adds to it."""
+def _backend(tokenizer: Any, *names: str) -> Any:
+    """Returns the `tokenizers` object behind a tokenizer; None if its class has its own form of one of two methods.
+
+    `names`: of a method that every tokenizer has, and of the one by which it calls the `tokenizers` object.
+    """
     kind, modules = type(tokenizer), ("tokenization_utils_base", "tokenization_utils_tokenizers")
-    found = [getattr(getattr(kind, name, None), "__module__", "") for name in ("decode", "_decode")]
+    found = [getattr(getattr(kind, name, None), "__module__", "") for name in names]
     return tokenizer.backend_tokenizer if found == [f"transformers.{name}" for name in modules] else None
 
 

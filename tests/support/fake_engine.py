@@ -72,16 +72,16 @@ class FakeEngine:
             if fault == "hang":
                 await stop.wait()
             if body.get("stream"):
-                return await self._stream(request, body, stop, cut=fault == "cut")
+                return await self._stream(request, body, stop, fault if fault in ("cut", "error") else None)
             return web.json_response(await self._sample(body, stop))
         finally:
             self.running.pop(body["rid"], None)
             self.transports.pop(body["rid"], None)
 
     async def _stream(
-        self, request: web.Request, body: dict[str, Any], stop: asyncio.Event, *, cut: bool
+        self, request: web.Request, body: dict[str, Any], stop: asyncio.Event, fault: str | None
     ) -> web.StreamResponse:
-        """Events of `stream_interval` tokens, which hold what is new."""
+        """Events of `stream_interval` tokens, which hold what is new; with a fault, it comes after two of them."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         interval = body["sampling_params"].get("stream_interval") or 1
@@ -101,9 +101,12 @@ class FakeEngine:
                     if last:
                         await response.write(b"data: [DONE]\n\n")
                         return response
-                    if cut and num_events == 2:
+                    if fault is not None and num_events == 2:
                         assert request.transport is not None
-                        request.transport.close()
+                        if fault == "error":
+                            await response.write(b'data: {"error": {"code": 500, "message": "as told"}}\n\n')
+                        else:
+                            request.transport.close()
                         return response
         except ConnectionError:
             return response

@@ -49,7 +49,7 @@ from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestR
 from slime.core.processes import http_url
 from slime.core.sample import Sample
 from slime.rollout.client.call import Generation, joined
-from slime.rollout.client.engine_client import STREAM_INTERVAL, STREAMED_INTERVAL
+from slime.rollout.client.engine_client import STREAMED_INTERVAL, WHOLE
 from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
 from slime.rollout.generate import LIMITS, Limits
 from slime.rollout.guard import HEARTBEAT, Heartbeat
@@ -173,9 +173,12 @@ class Turn:
                 async with aclosing(self._stream(engine, opened.branch, params)) as stream:
                     async for part in stream:
                         parts.append(part)
-                        if words := until.more(text.more(part.tokens)):
-                            for event in events_of(reader.feed(words)):
-                                yield event
+                        for begin in range(0, len(part.tokens), DECODED_AT_ONCE):
+                            if begin:
+                                await asyncio.sleep(0)  # others have their turn
+                            if words := until.more(text.more(part.tokens[begin : begin + DECODED_AT_ONCE])):
+                                for event in events_of(reader.feed(words)):
+                                    yield event
                 rest = until.more(text.end()) + until.end()
                 for event in events_of(reader.feed(rest) if rest else ()):
                     yield event
@@ -192,13 +195,13 @@ class Turn:
         yield answer
 
     def _stream(self, engine: Engine, branch: Branch, params: Mapping[str, Any]) -> AsyncGenerator[Generation, None]:
-        """Requests the answer: in long events if nobody reads them, and with the experts that the branch lacks."""
+        """Requests the answer: whole if nobody reads it as it arrives, and with the experts that the branch lacks."""
         return engine.stream(
             branch.tokens,
             params,
             session_id=self.session_id,
             experts_from=0 if branch.experts is None else branch.experts.end,
-            interval=STREAMED_INTERVAL if self.request.streams else STREAM_INTERVAL,
+            interval=STREAMED_INTERVAL if self.request.streams else WHOLE,
         )
 
     def _params(self, num_prompt: int) -> dict[str, Any]:
@@ -223,7 +226,7 @@ class Turn:
         finish = "stop" if stop is not None else whole.finish_reason
         return Answer(
             id=secrets.token_hex(12),
-            message=Message("assistant", parsed.text, parsed.reasoning, calls),
+            message=Message("assistant", parsed.text, parsed.reasoning, calls, stop=stop or ""),
             finish="calls" if calls and finish == "stop" else finish,
             prompt_tokens=num_prompt,
             sampled_tokens=len(whole.tokens),

@@ -91,12 +91,16 @@ def joined(parts: Sequence[Generation]) -> Generation:
     """Joins the chunks of a stream. Without chunks, returns an empty generation that hit a length limit."""
     if not parts:
         return Generation((), (), "length", NOT_SAMPLED, "")
+    if len(parts) == 1:
+        return parts[0]
     last = parts[-1]
+    versions = {part.weight_version for part in parts}
+    one = versions.pop() if len(versions) == 1 else None
     return Generation(
         tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
         log_probs=tuple(chain.from_iterable(part.log_probs for part in parts)),
         finish_reason=last.finish_reason,
-        weight_version=tuple(chain.from_iterable(part.versions for part in parts)),
+        weight_version=one if isinstance(one, int) else tuple(chain.from_iterable(part.versions for part in parts)),
         text="".join(part.text for part in parts),
         prompt_tokens=last.prompt_tokens,
         cached_tokens=max(part.cached_tokens for part in parts),
@@ -187,7 +191,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
         raise EngineError(
             "the response has no output_token_logprobs; check that no proxy removes return_logprob from requests"
         )
-    said, ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    said, ids, *_ = zip(*pairs, strict=False) if pairs else ((), ())
     tokens = tuple(map(int, ids))
     log_probs = tuple(map(float, said if None not in said else (math.nan if one is None else one for one in said)))
     if not math.isfinite(sum(log_probs)):
@@ -196,7 +200,7 @@ def parse_generation(answer: Mapping[str, Any], token_versions: bool = False, *,
             f"the log-prob of token {bad} of {len(tokens)} (id {tokens[bad]}) is {pairs[bad][0]}; it must be finite"
         )
     output_ids = answer.get("output_ids")
-    if output_ids is not None and list(output_ids) != ids:
+    if output_ids is not None and tuple(output_ids) != ids:
         raise EngineError(
             f"the {len(output_ids)} output ids of the response differ from the {len(tokens)} ids of its log-probs; "
             "they must be identical"

@@ -76,6 +76,8 @@ STREAM_INTERVAL = 64
 more. (Even without streaming, these processes exchange a message every 50 tokens.) Tokens that an engine had not sent
 before it died are sampled again.
 """
+WHOLE = 0
+"""Stands for an interval of `stream` that makes one chunk of the whole completion."""
 STREAMED_INTERVAL = 8
 """Tokens per event for people and programs that read an answer while it is sampled. An engine sends the first token at
 once, whatever the interval.
@@ -184,9 +186,19 @@ class EngineClient:
 
         Closing the iterator aborts the request and drops later tokens. Every chunk but the last has finish reason
         `abort`. If the run cancels the request, the stream raises `TakenBack`; with `returns_partial`, it ends with a
-        chunk with finish reason `abort` instead. `interval`: approximate number of tokens per chunk. Only the last
-        chunk carries routed experts (of all chunks), so a stream that is closed early yields none.
+        chunk with finish reason `abort` instead. `interval`: approximate number of tokens per chunk; above 1, a chunk
+        has all tokens that arrived since the one before, so a busy process gets longer ones. `WHOLE`: all tokens in one
+        chunk. Only the last chunk carries routed experts (of all chunks), so a stream that is closed early yields none.
         """
+        if interval == WHOLE:
+            yield await self.generate(
+                input_ids,
+                sampling_params,
+                session_id=session_id,
+                experts_from=experts_from,
+                returns_partial=returns_partial,
+            )
+            return
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
         job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
         previous: Generation | None = None
@@ -397,7 +409,6 @@ class EngineClient:
             with waiting() as limits:
                 async with aclosing(self._requests(job)) as parts:
                     async for part in parts:
-                        self.num_tokens += len(part.tokens)
                         with limits.handing_out():
                             yield part
         finally:
@@ -471,16 +482,26 @@ class EngineClient:
                 self._wire.abort_together(upstream.url, upstream.prefix_of(job.scope), [one.rid])
             events, ended = Events(response), False
             while not ended:
-                for event in await one.wait(events.next):
-                    part, ended = job.call.take_event(event)
-                    if part.tokens:
-                        one.got_tokens(now())
-                        self._pool.heard(upstream)
-                        self._suspects.note_tokens(job.call, job.deaths)
-                    if job.streams and (job.call.finish is None or part.tokens):
-                        yield part
-                    if ended:
-                        break
+                parts, before, problem = list[Generation](), len(job.call.tokens), None
+                try:
+                    for event in await one.wait(events.next):
+                        part, ended = job.call.take_event(event)
+                        parts.append(part)
+                        if ended:
+                            break
+                except (Refused, EngineError) as found:
+                    if not parts:
+                        raise
+                    problem = found  # the call has the tokens of the events before it
+                if (new := len(job.call.tokens) - before) > 0:
+                    self.num_tokens += new
+                    one.got_tokens(now())
+                    self._pool.heard(upstream)
+                    self._suspects.note_tokens(job.call, job.deaths)
+                for part in job.chunks(parts):
+                    yield part
+                if problem is not None:
+                    raise problem
             runs = not (event.get("meta_info") or {}).get("finish_reason")  # the call may have ended at a stop string
             if not runs:
                 await self._wire.finish(response)

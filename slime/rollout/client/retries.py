@@ -14,7 +14,7 @@ import aiohttp
 
 from slime.core.errors import DeadlineExceeded, DeadlyRequest, EngineError, RequestRejected
 from slime.core.liveness import backoff_s
-from slime.rollout.client.call import Call, Refused
+from slime.rollout.client.call import Call, Generation, Refused, joined
 from slime.rollout.client.upstream import (
     ABORTED,
     DIED,
@@ -144,6 +144,14 @@ class Job:
         """Returns whether the run has cancelled the call."""
         scope = self.scope
         return scope is not None and (scope.aborted or (scope.hands_back and self.call.num_requests > 0))
+
+    def chunks(self, parts: list[Generation]) -> list[Generation]:
+        """Returns what the caller gets of the parts that arrived together."""
+        if not self.streams:
+            return []
+        if self.interval > 1:
+            parts = [joined(parts)]
+        return parts if self.call.finish is None else [part for part in parts if part.tokens]
 
     def take_back(self) -> None:
         """Ends the call before it is complete. The execution then counts as unfinished, regardless of what its code

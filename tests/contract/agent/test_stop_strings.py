@@ -65,6 +65,23 @@ async def test_an_agent_gets_the_text_before_its_stop_string_and_what_was_sample
         assert trained_turns(room) == [[sampled, sampled, "Final Answer: rain" + END]]
 
 
+async def test_a_client_may_put_back_the_stop_string_that_ended_a_turn() -> None:
+    """smolagents does so. What the model never said in its place is another history."""
+    async with agent_room() as room:
+        room.says(SAID, SAID, "Final Answer: rain")
+        history: Any = list(USER)
+        for _ in range(2):
+            said, _, _ = await ask_chat(room, history, [STOP], streams=False)
+            assert said == KEPT
+            history += [{"role": "assistant", "content": said + STOP}, {"role": "user", "content": "sun"}]
+        await ask_chat(room, history, [STOP], streams=False)
+        assert not +room.adapter.session(room.key).forks
+        room.says("Final Answer: snow")
+        history[1] = {"role": "assistant", "content": KEPT + "Result:"}
+        await ask_chat(room, history, [STOP], streams=False)
+        assert dict(room.adapter.session(room.key).forks) == {"foreign": 1}
+
+
 async def test_a_stop_string_counts_in_thinking_and_behind_calls_as_in_text() -> None:
     async with agent_room() as room:
         room.says("<think>\nlet me END not", "Text. " + called("Rome") + "\nEND behind", "so EN")

@@ -67,7 +67,7 @@ async def answered(turn: Turn, client: EngineClient) -> tuple[Answer, int]:
 
 @pytest.mark.parametrize(("streams", "interval"), [(False, 64), (True, 8)])
 async def test_answers_that_nobody_streams_come_in_long_events(streams: bool, interval: int) -> None:
-    async with serve(FakeEngine(stop_after=200)) as engine:
+    async with serve(FakeEngine(stop_after=200, tick_s=0.0005 if streams else 0.0)) as engine:
         client = EngineClient(engine.url)
         session = Session(template_of())
         answer, num_events = await answered(turn_of(session, [Message("user", "hi")], streams=streams), client)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.core.errors import DeadlineExceeded, EngineError, RequestRejected, TakenBack
-from slime.rollout.client.engine_client import REQUEST_SCOPE, EngineClient, RequestScope
+from slime.rollout.client.engine_client import REQUEST_SCOPE, STREAM_INTERVAL, WHOLE, EngineClient, RequestScope
 from tests.support.fake_engine import FakeEngine, serve
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8}
@@ -70,6 +70,30 @@ def test_a_broken_stream_goes_on_behind_what_it_has_handed_out() -> None:
     first, second = engine.requests
     assert second["input_ids"] == [*first["input_ids"], 10, 11] and second["sampling_params"]["max_new_tokens"] == 6
     assert sum(len(p.tokens) for p in parts) == 8 and [p.finish_reason for p in parts] == ["abort"] * 7 + ["length"]
+
+
+@pytest.mark.parametrize(("interval", "num_chunks"), [(WHOLE, 1), (8, 8)])
+@pytest.mark.parametrize("fault", [None, "cut", "error"])
+def test_longer_chunks_lose_nothing_of_what_arrives_together(interval: int, num_chunks: int, fault: str | None) -> None:
+    """Law: a reader that is slower than the engine gets fewer chunks, with the same tokens in the same order."""
+    many = {**PARAMS, "max_new_tokens": 200}
+    engine = FakeEngine()
+    engine.faults.append(fault)
+
+    async def read(client: EngineClient) -> list[Any]:
+        parts = []
+        async for part in client.stream([5, 6], many, interval=interval):
+            parts.append(part)
+            await asyncio.sleep(0.01)
+        return parts
+
+    parts = with_client(engine, read)
+    first = 1 + (interval or STREAM_INTERVAL) if fault else 200
+    ids = [10 + i % 50 for n in (first, 200 - first) for i in range(n)]
+    assert [t for p in parts for t in p.tokens] == ids and len([x for p in parts for x in p.log_probs]) == 200
+    assert [request["input_ids"] for request in engine.requests[1:]] == ([[5, 6, *ids[:first]]] if fault else [])
+    assert [p.finish_reason for p in parts] == ["abort"] * (len(parts) - 1) + ["length"]
+    assert 1 <= len(parts) <= num_chunks, "25 events arrive while the first one is read"
 
 
 def test_a_broken_stream_that_its_grammar_forbids_to_continue_is_an_error() -> None:
