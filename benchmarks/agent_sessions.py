@@ -41,7 +41,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,7 @@ class Instant:
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = tuple(ids)
 
-    async def stream(
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        experts_from: int = 0,
-        interval: int = 1,
-    ) -> AsyncGenerator[Generation, None]:
+    async def stream(self, input_ids: Sequence[int], *_: Any, **__: Any) -> AsyncGenerator[Generation, None]:
         log_probs = (-0.5,) * len(self._ids)
         yield Generation(self._ids, log_probs, "stop", 1, "", prompt_tokens=len(input_ids))
 
@@ -92,15 +84,7 @@ class Endless:
     def __init__(self) -> None:
         self.asked, self.ended_at = asyncio.Event(), 0.0
 
-    async def stream(
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        *,
-        session_id: str | None = None,
-        experts_from: int = 0,
-        interval: int = 1,
-    ) -> AsyncGenerator[Generation, None]:
+    async def stream(self, input_ids: Sequence[int], *_: Any, **__: Any) -> AsyncGenerator[Generation, None]:
         self.asked.set()
         try:
             while True:

@@ -125,7 +125,8 @@ class ExecutionChat:
         sampling = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "stop")}
         limits = LIMITS.get() or Limits()
         params, trained = with_sampling(self._params, sampling)
-        if self._is_full(limits):
+        self._num_turns += 1
+        if limits.ends_before_turn(self._num_turns - 1, current().args.agent_max_turns):
             self._session.hit_limit = True
             params["max_new_tokens"] = 0
         turn = self._form.turn(self._session, request, params, limits, trained=trained)
@@ -147,14 +148,6 @@ class ExecutionChat:
         made = _tools(tools)
         self._known_tools[name_of_tools(made)] = made
         return made
-
-    def _is_full(self, limits: Limits) -> bool:
-        """Counts a turn. Returns whether it is one more than `--agent-max-turns`."""
-        most, self._num_turns = current().args.agent_max_turns, self._num_turns + 1
-        if self._num_turns <= most:
-            return False
-        limits.spent["agent_max_turns"] += 1
-        return True
 
     async def run(self, reply: Reply, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         """See `slime.rollout.types.Chat.run`."""

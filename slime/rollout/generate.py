@@ -67,6 +67,13 @@ class Limits:
     def are_spent(self) -> bool:
         return self.max_total_response_len is not None and self._left_in_all() <= 0
 
+    def ends_before_turn(self, num: int, most: int | None) -> bool:
+        """Returns whether an execution that had `num` turns of at most `most` may have no other, and counts that."""
+        if most is None or num < most:
+            return False
+        self.spent["agent_max_turns"] += 1
+        return True
+
     @property
     def longest_prompt(self) -> int | None:
         """The most tokens that a prompt may have if a response is to fit into the context; None: no limit."""

@@ -642,8 +642,7 @@ class Adapter:
         return self._sessions[key]
 
     async def _answer(self, wire: Wire, found: OpenSession, request: Request, http: web.Request) -> web.StreamResponse:
-        if found.max_turns is not None and found.num_turns >= found.max_turns and not found.refuses:
-            found.limits.spent["agent_max_turns"] += 1
+        if not found.refuses and found.limits.ends_before_turn(found.num_turns, found.max_turns):
             found.refuse(f"the execution has reached its limit of {found.max_turns} turns")
         if found.limits.are_spent and not found.refuses:
             found.limits.spent["max_total_response_len"] += 1

@@ -102,7 +102,23 @@ def test_the_hooks_of_recipes_and_examples_satisfy_their_contracts() -> None:
     assert load_hook("examples.second_try:generate", "generate")
     assert load_hook("recipes.tiny.tasks:digit_fraction", "custom_rm")
     assert load_hook("recipes.coding_agent.generate:generate", "generate")
-    assert load_hook("recipes.game.play:generate", "generate") and load_hook("recipes.game.play:log_eval", "eval_log")
+    by_turn = load_hook("recipes.game.play:generate_by_turn", "generate")
+    assert (
+        by_turn
+        and load_hook("recipes.game.play:generate", "generate")
+        and load_hook("recipes.game.play:log_eval", "eval_log")
+    )
+
+
+def test_no_game_that_begins_with_a_wrong_answer_is_worth_more_than_one_solved_at_once() -> None:
+    from recipes.game.play import TURNS, hint, nearness
+
+    assert [nearness(guess, "8") for guess in ("7", "9", "12", "", "nan", "inf")] == [0.25, 0.25, 0.1, 0.0, 0.0, 0.0]
+    assert "less" in hint("9", "8") and "more" in hint("7", "8") and "no number" in hint("nan", "8")
+    gamma, best = 0.5, 1.0
+    for _ in range(TURNS - 1):
+        best = max(nearness("7", "8"), nearness("7", "8") + gamma * best)
+        assert best < 1.0
 
 
 @pytest.mark.parametrize(("speedup", "flag"), [(0.2, "--no-bf16"), (1.3, "--no-bf16"), (8.0, "--bf16")])
