@@ -79,8 +79,9 @@ class WorkerOf(EpisodeWorker):
 
     def __init__(self, args: Any, client: Any, graders: Any) -> None:
         self._args, self._hooks = args, RolloutHooks.load(args)
-        self._client, self._graders = client, graders
-        self._models, self._scopes, self._running = Models(), {}, {}
+        self._client = self._eval_client = client
+        self._clients = self._models = self._eval_models = Models()
+        self._graders, self._scopes, self._running = graders, {}, {}
         self._loopback = LoopbackRouter(args, {})
         self._tokenizer = self._teacher = self._last_words = self._watchdog = None
 

@@ -69,10 +69,12 @@ class EpisodeWorker:
         self._tokenizer = load_tokenizer(args)
         self._clients = model_clients(args, self._tokenizer, keys=keys, open_chats=open_chats)
         policy = topology_of(args).main
-        self._policy = policy.name if policy is not None else None
-        self._models, self._eval_models = self._clients.split(self._policy or "")
+        name = policy.name if policy is not None else ""
+        self._models, self._eval_models = self._clients.split(name)
         self._loopback = LoopbackRouter(args, self._models, keys)
-        self._client = self._models[self._policy] if self._policy is not None else None
+        self._client, self._eval_client = (
+            models[name] if name else None for models in (self._models, self._eval_models)
+        )
         self._teacher = teacher_client(args)
         self._graders = grader_pool(args, self._loopback.address_for_rewards)
         self._last_words = last_words
@@ -166,8 +168,7 @@ class EpisodeWorker:
                 await client.close()
 
     async def _work(self, work: Work) -> Done:
-        models = self._eval_models if work.scope is None else self._models
-        client = models[self._policy] if self._policy is not None else None
+        models, client = (self._eval_models, self._eval_client) if work.scope is None else (self._models, self._client)
         context = RolloutContext(
             args=self._args,
             client=client,
