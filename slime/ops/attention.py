@@ -113,6 +113,42 @@ def varlen(
     return out
 
 
+def flash4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_query: Tensor,
+    cu_key: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Same as `flash`, by FlashAttention 4 (package flash-attn-4), whose kernels are written for Hopper and later GPUs.
+
+    Values may have another head size than queries and keys. With torch's deterministic mode, the backward pass adds in
+    a fixed order.
+    """
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    out = _flash4_call()(
+        *(query, key, value),
+        cu_seqlens_q=cu_query,
+        cu_seqlens_k=cu_key,
+        max_seqlen_q=longest_query,
+        max_seqlen_k=longest_key,
+        softmax_scale=scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    attended: Tensor = out[0] if isinstance(out, tuple) else out
+    return attended
+
+
+@functools.cache
+def _flash4_call() -> Any:
+    return importlib.import_module("flash_attn.cute.interface").flash_attn_varlen_func
+
+
 @functools.cache
 def _varlen_call() -> tuple[Any, dict[str, Any], bool]:
     """Returns (function, its arguments for causal attention, whether it supports fewer key heads than query heads).
@@ -130,6 +166,36 @@ def flash_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     names = [argument.name for argument in operator.default._schema.arguments] if operator is not None else []
     known = tuple(names[: len(FLASH_ARGUMENTS)]) == FLASH_ARGUMENTS
     return (*_kernel_problems(device, dtype), *(() if known else ("torch's operator has different arguments",)))
+
+
+@functools.cache
+def flash4_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Returns why `flash4` cannot run, or () if a trial run, which compiles its kernels, succeeds."""
+    found = _kernel_problems(device, dtype)
+    if not found and importlib.util.find_spec("flash_attn") is None:
+        found = ("flash-attn-4 is not installed",)
+    if not found and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        found = ("its kernels need compute capability 9 or 10",)
+    if found:
+        return found
+    try:
+        _probe_flash4(device, dtype)
+    except Exception as error:  # compilers raise errors of many kinds
+        return (f"a trial run failed: {' '.join(str(error).split())[:200]}",)
+    return ()
+
+
+def _probe_flash4(device: torch.device, dtype: torch.dtype) -> None:
+    ends = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    query, key, value = (
+        torch.ones(3, heads, 128, dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2)
+    )
+    with torch.enable_grad():
+        out = flash4(query, key, value, ends, ends, 2, 2)
+        gradient = torch.autograd.grad(out.sum(), value)[0]
+    want = torch.tensor([2.0, 3.0, 1.0], device=device)  # two query heads; the second sequence sees its first key twice
+    if not bool((out == 1).all()) or not bool((gradient == want[:, None, None]).all()):
+        raise RuntimeError("its results are wrong")
 
 
 def varlen_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:

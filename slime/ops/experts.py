@@ -85,7 +85,7 @@ def grouped_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...
 
 
 def _probe() -> None:
-    from slime.ops.kernels.experts import sum_slots
+    from slime.ops.kernels.mlp import sum_slots
 
     x = torch.ones(24, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.ones(3, 32, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -292,7 +292,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        from slime.ops.kernels.experts import sum_slots  # imports Triton, which may be missing without a GPU
+        from slime.ops.kernels.mlp import sum_slots  # imports Triton, which may be missing without a GPU
 
         (slots,) = ctx.saved_tensors
         return sum_slots(grads[0].contiguous(), slots), None, None
@@ -301,7 +301,7 @@ class _Gather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        from slime.ops.kernels.experts import sum_slots
+        from slime.ops.kernels.mlp import sum_slots
 
         ctx.save_for_backward(tokens)
         return sum_slots(y.contiguous(), slots)
@@ -327,7 +327,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        from slime.ops.kernels.experts import swiglu_forward  # imports Triton, which may be missing without a GPU
+        from slime.ops.kernels.mlp import swiglu_forward  # imports Triton, which may be missing without a GPU
 
         x, weights = x.contiguous(), weights.contiguous()
         ctx.save_for_backward(x, weights)
@@ -335,6 +335,6 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        from slime.ops.kernels.experts import swiglu_backward
+        from slime.ops.kernels.mlp import swiglu_backward
 
         return swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors)

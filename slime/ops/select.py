@@ -1,7 +1,8 @@
 """Chooses the implementation of each op once, when a trainer starts. `slime doctor` prints the choices.
 
 `--kernels auto` uses the fused form of an op if it can run, "reference" never uses it, and "fused" raises an error if
-an op has no fused form that can run. Each choice includes its reasons, so no fallback is silent.
+an op has no fused form that can run. "flash4" is "auto" with FlashAttention 4, or an error if that cannot run. Each
+choice includes its reasons, so no fallback is silent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.core.errors import ConfigError
-from slime.ops.attention import flash_problems, varlen_problems
+from slime.ops.attention import flash4_problems, flash_problems, varlen_problems
 from slime.ops.invariant import fix_products
 
 Problems = Callable[[torch.device, torch.dtype], tuple[str, ...]]
@@ -85,6 +86,20 @@ OPS: Mapping[str, tuple[Fused, ...]] = {
 }
 """Op -> its fused forms, best first."""
 
+
+def fp8_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    from slime.ops import linear
+
+    return linear.fp8_problems(device, dtype)
+
+
+FLASH4 = "flash4"
+FLASH4_FORMS = (Fused(FLASH4, "FlashAttention 4, KV heads not repeated", flash4_problems),)
+"""The form of attention that `--kernels flash4` requires."""
+FP8 = "fp8"
+FP8_FORMS = (Fused("deep_gemm", "Triton kernels quantise, DeepGEMM multiplies", fp8_problems),)
+"""The forms of `slime.ops.linear`, which is chosen only for `--fp8-format`."""
+
 _chosen: dict[str, Choice] = {}
 """This process's choices. An op without an entry uses the reference."""
 
@@ -92,34 +107,43 @@ _chosen: dict[str, Choice] = {}
 def choose(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> tuple[Choice, ...]:
     """Chooses the implementation of every op on `device` for the training dtype. `kernels` is the value of `--kernels`.
 
-    Raises `ConfigError` if `kernels` is "fused" and an op has no fused form that can run.
+    Raises `ConfigError` if `kernels` is "fused" and an op has no fused form that can run, or if it is "flash4" and
+    FlashAttention 4 cannot run.
     """
-    assert kernels in ("auto", REFERENCE, FUSED), f"--kernels {kernels}"
-    return tuple(_choose(op, device, dtype, kernels) for op in OPS)
+    assert kernels in ("auto", REFERENCE, FUSED, FLASH4), f"--kernels {kernels}"
+    forms: Mapping[str, tuple[Fused, ...]] = {**OPS, "attention": FLASH4_FORMS} if kernels == FLASH4 else OPS
+    return tuple(_choose(op, own, device, dtype, kernels) for op, own in forms.items())
 
 
-def _choose(op: str, device: torch.device, dtype: torch.dtype, kernels: str) -> Choice:
+def _choose(op: str, forms: tuple[Fused, ...], device: torch.device, dtype: torch.dtype, kernels: str) -> Choice:
     if kernels == REFERENCE:
         return Choice(op, REFERENCE, "--kernels reference")
     against: list[str] = []
-    for form in OPS[op]:
+    for form in forms:
         reasons = form.problems(device, dtype)
         if not reasons:
             return Choice(op, form.name, "; ".join((form.what, *against)))
-        against.append(f"not {form.what}: {' and '.join(reasons)}" if len(OPS[op]) > 1 else " and ".join(reasons))
-    if kernels == FUSED:
-        raise ConfigError(f"--kernels fused is not available for {op}: {'; '.join(against)}; use --kernels auto")
+        against.append(f"not {form.what}: {' and '.join(reasons)}" if len(forms) > 1 else " and ".join(reasons))
+    if kernels == FUSED or forms is FLASH4_FORMS:
+        raise ConfigError(f"--kernels {kernels} is not available for {op}: {'; '.join(against)}; use --kernels auto")
     return Choice(op, REFERENCE, "; ".join(against))
 
 
 def use(
-    device: torch.device, dtype: torch.dtype, kernels: str = "auto", *, invariant: bool = False
+    device: torch.device, dtype: torch.dtype, kernels: str = "auto", *, invariant: bool = False, fp8: bool = False
 ) -> tuple[Choice, ...]:
     """Calls `choose`, with the same errors, and applies the choices to this process.
 
-    `invariant`: results for a token must not depend on the rest of the batch (`slime.ops.invariant`).
+    `invariant`: results for a token must not depend on the rest of the batch (`slime.ops.invariant`). `fp8`: linear
+    layers multiply in FP8 (`slime.ops.linear`); raises `ConfigError` if a GPU has no kernels for it, because the
+    reference would be slower than training without FP8.
     """
     choices = choose(device, dtype, kernels)
+    if fp8:
+        choice = _choose(FP8, FP8_FORMS, device, dtype, kernels)
+        if choice.name == REFERENCE and device.type != "cpu" and kernels != REFERENCE:
+            raise ConfigError(f"--fp8-format does not work here: {choice.why}; drop the flag")
+        choices = (*choices, choice)
     if invariant:
         fix_products(device)
         same = Choice("attention", INVARIANT, "--true-on-policy: same summation order in trainer and engines")

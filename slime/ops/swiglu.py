@@ -29,15 +29,17 @@ class FusedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor) -> Tensor:
-        kernels: Any = importlib.import_module("slime.ops.kernels.swiglu")
+        kernels: Any = importlib.import_module("slime.ops.kernels.mlp")
         mixed = mixed.contiguous()
         ctx.save_for_backward(mixed)
-        out: Tensor = kernels.forward(mixed.view(-1, mixed.size(-1)))
+        out: Tensor = kernels.gated_forward(mixed.view(-1, mixed.size(-1)))
         return out.view(*mixed.shape[:-1], mixed.size(-1) // 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        kernels: Any = importlib.import_module("slime.ops.kernels.swiglu")
+        kernels: Any = importlib.import_module("slime.ops.kernels.mlp")
         (mixed,), (grad,) = ctx.saved_tensors, grads
-        out: Tensor = kernels.backward(grad.reshape(-1, grad.size(-1)).contiguous(), mixed.view(-1, mixed.size(-1)))
+        out: Tensor = kernels.gated_backward(
+            grad.reshape(-1, grad.size(-1)).contiguous(), mixed.view(-1, mixed.size(-1))
+        )
         return out.view(mixed.shape)

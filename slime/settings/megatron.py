@@ -23,7 +23,7 @@ ACTING = frozenset(
         *("config_logger_dir", "lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "decoupled_lr"),
         *("clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "decoupled_weight_decay", "weight_decay"),
         *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "optimizer_cpu_offload"),
-        *("optimizer", "use_precision_aware_optimizer", "recompute_granularity"),
+        *("optimizer", "use_precision_aware_optimizer", "recompute_granularity", "fp8", "fp8_recipe"),
     }
 )
 """Megatron flags that take effect in every run, or that a rule refuses where they cannot."""
@@ -46,7 +46,8 @@ _UNUSED_PARTS: Mapping[str, tuple[str, ...]] = {
     "Transformer Engine, which the trainer does not use": (
         *("attention_backend", "cpu_offloading_", "cross_entropy_fusion_impl", "tp_comm_", "transformer_impl"),
     ),
-    "fp8 or fp4 training, which this release does not support": ("fp4_", "fp8_"),
+    "fp4 training, which this release does not support": ("fp4_",),
+    "Transformer Engine's FP8; slime's has one scale per 128 entries of the tensor at hand": ("fp8_",),
     "Megatron's own attention; slime's computes its softmax in float32": ("attention_softmax_in_fp32",),
     "Megatron's own latent attention; slime's reads these from the checkpoint's config.json": (
         *("beta_", "mscale", "original_max_position_embeddings", "rope_type", "rotary_scaling_factor"),
@@ -234,6 +235,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "check_for_large_grads": (False, "the trainer checks every gradient itself, on all ranks at once"),
     "reduce_scatter_with_fp32_accumulation": (False, "gradients are float32 already"),
     "delay_wgrad_compute": (False, "needs Transformer Engine"),
+    "fp8_wgrad": (False, "scales that tokens share would make weight gradients depend on how samples are packed"),
     "fp8_param_gather": (False, "weights are not fp8"),
     "reuse_grad_buf_for_mxfp8_param_ag": (False, "weights are not fp8"),
     "keep_fp8_transpose_cache": (False, "weights are not fp8"),
@@ -295,7 +297,7 @@ _GRAPHS = "a CUDA graph replays rows of one length, and the trainer packs rows o
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "main_grads_dtype": ("float32", "sums of many micro-batches lose precision in bf16"),
-    **dict.fromkeys(("fp8", "fp4"), (None, "not supported in this release")),
+    "fp4": (None, "not supported in this release"),
     "cpu_offloading": (False, "needs Transformer Engine"),
     "enable_cuda_graph": (False, _GRAPHS),
     "external_cuda_graph": (False, _GRAPHS),
@@ -329,6 +331,11 @@ DOCS: Mapping[str, str] = {
     "lr": "Learning rate, after the warm-up.",
     "tensor_model_parallel_size": "Training GPUs that share the tensors of each layer (tensor parallelism).",
     "optimizer": "adam: AdamW for all parameters. muon: Muon for the matrices of the layers, AdamW for the others.",
+    "fp8": (
+        "Linear layers of attention and MLPs multiply in FP8, in the forward pass and for the gradients of their "
+        "inputs. Requires e4m3, --fp8-recipe blockwise and a Hopper GPU with DeepGEMM."
+    ),
+    "fp8_recipe": "With --fp8-format: blockwise is one scale per 128 entries of an input, or 128 x 128 of a weight.",
 }
 """Flag -> help text that replaces Megatron's."""
 

@@ -105,11 +105,11 @@ class MegatronBackend:
         self.device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.backends.cudnn.allow_tf32 = (
-                False  # on by default; the convolution over image patches must stay float32
-            )
+            # On by default; the convolution over image patches must stay float32.
+            torch.backends.cudnn.allow_tf32 = False
         megatron = args.megatron
-        choices = select.use(self.device, training_dtype(megatron), args.kernels, invariant=args.true_on_policy)
+        modes = {"invariant": args.true_on_policy, "fp8": bool(megatron.get("fp8"))}
+        choices = select.use(self.device, training_dtype(megatron), args.kernels, **modes)
         if rank == 0:
             logger.info("kernels: %s", "; ".join(map(str, choices)))
         if megatron.get("deterministic_mode"):

@@ -146,7 +146,17 @@ def test_heads(
     require_near(op, plain, [draw(num_tokens, width), *weights], dtype, frozen=len(weights) if frozen else 0)
 
 
-@pytest.mark.parametrize("form", [attention.flash, attention.varlen])
+FORMS = (attention.flash, attention.varlen, attention.flash4)
+
+
+def require_form(form: Any) -> None:
+    reasons = attention.flash4_problems(torch.device("cuda"), torch.bfloat16) if form is attention.flash4 else ()
+    if "flash-attn-4 is not installed" in reasons:
+        pytest.skip(reasons[0])
+    assert not reasons, reasons
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("lengths", "ahead", "heads", "groups", "size"),
     [
@@ -160,6 +170,7 @@ def test_attention(
     form: Any, lengths: tuple[int, ...], ahead: tuple[int, ...], heads: int, groups: int, size: int
 ) -> None:
     """Grouped queries, more keys than queries, and values that are a view of a wider projection."""
+    require_form(form)
     keys = tuple(n + m for n, m in zip(lengths, ahead, strict=True))
     cu_query, cu_key = (torch.tensor([0, *x]).cumsum(0).int().cuda() for x in (lengths, keys))
 
@@ -175,9 +186,40 @@ def test_attention(
     require_near(op, plain, inputs, torch.bfloat16)
 
 
-@pytest.mark.parametrize("form", [attention.flash, attention.varlen])
+def test_attention_with_smaller_values() -> None:
+    """Latent attention: queries and keys have 192 entries, values 128."""
+    require_form(attention.flash4)
+    ends = torch.tensor([0, 300, 307], dtype=torch.int32, device="cuda")
+
+    def op(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+        return (attention.flash4(query, key, value, ends, ends, 300, 300, scale=0.1),)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor]:
+        return (attention.per_sequence(query, key, value, (300, 7), (300, 7), scale=0.1),)
+
+    inputs = [draw(307, 8, 192), draw(307, 8, 192, seed=1), draw(307, 8, 128, seed=2)]
+    require_near(op, plain, inputs, torch.bfloat16)
+
+
+def test_a_deterministic_backward_pass_of_attention_is_repeatable() -> None:
+    require_form(attention.flash4)
+    ends = torch.tensor([0, 4096], dtype=torch.int32, device="cuda")
+    inputs = [draw(4096, heads, 128, seed=heads).bfloat16().cuda().requires_grad_() for heads in (16, 4)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for _ in range(5):
+            out = attention.flash4(inputs[0], inputs[1], inputs[1], ends, ends, 4096, 4096)
+            found.append(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_attention_behind_shared_prefixes(form: Any) -> None:
     """Copies of keys are made again for the backward pass, and the gradients of the copies are summed."""
+    require_form(form)
     seen = [np.arange(700), *(np.r_[0:500, start:end] for start, end in ((700, 764), (764, 765), (765, 900)))]
     lengths, keys = (700, 64, 1, 135), tuple(map(len, seen))
     arrays = Repeats.arrays(np.concatenate(seen), sum(lengths))

@@ -237,7 +237,7 @@ class PackedAttention(torch.nn.Module):
             return invariant.attend(query, key, value, cu_lengths, lengths, scale=self.softmax_scale)
         if kernel == REFERENCE:
             return ops.per_sequence(query, key, value, *lengths, scale=self.softmax_scale)
-        attend = ops.varlen if kernel == "varlen" else ops.flash
+        attend = {"flash4": ops.flash4, "varlen": ops.varlen}.get(kernel, ops.flash)
         assert packed.cu_query is not None and packed.cu_key is not None, "lengths must be on the GPU"
         return attend(*(query, key, value, packed.cu_query, packed.cu_key, *packed.longest), scale=self.softmax_scale)
 

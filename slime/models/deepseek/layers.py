@@ -29,6 +29,7 @@ from slime.models.common.packed_attention import PackedAttention, PackedSequence
 from slime.models.common.rotary import attention_factor, cos_sin, inverse_frequencies, rotate, softmax_scale
 from slime.models.deepseek.config import indexer_kinds
 from slime.ops.attention import per_sequence, to_selected, wide_product
+from slime.ops.select import name_of
 
 SCORES_AT_ONCE = 1 << 27
 """Maximum number of indexer scores (heads x queries x keys, float32) in memory at once."""
@@ -288,7 +289,8 @@ class LatentAttention(MegatronModule):
         heads * v]."""
         key, value = key_value.split([self.nope, self.value], dim=-1)
         key = torch.cat([key, turned.expand(-1, self.heads, -1)], dim=-1)
-        missing = query.size(-1) - self.value if query.is_cuda else 0  # GPU kernels need equal head sizes
+        equal = query.is_cuda and name_of("attention", query) != "flash4"  # what other kernels need of head sizes
+        missing = query.size(-1) - self.value if equal else 0
         if missing > 0:
             value = functional.pad(value, [0, missing])
         out: Tensor = checkpoint(core, False, query, key, value) if recompute else core(query, key, value)

@@ -150,10 +150,11 @@ class TrainingSettings:
     state (Qwen3-Next, Qwen3.5) or sparse attention (GLM-5)."""
     log_probs_chunk_size: int = opt(1024, ge=-1, le=100_000_000)
     """Number of tokens whose full-vocabulary logits are in memory at a time; -1: all."""
-    kernels: Literal["auto", "reference", "fused"] = "auto"
+    kernels: Literal["auto", "reference", "fused", "flash4"] = "auto"
     """Implementation of norms, rotary embedding, activations and attention. auto: GPU kernels where they can run.
-    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels, or an error if a kernel cannot run. The
-    log of rank 0 and slime doctor show the choices and the reasons."""
+    reference: plain PyTorch everywhere, for comparisons. fused: GPU kernels, or an error if a kernel cannot run.
+    flash4: like auto, with FlashAttention 4 (experimental). The log of rank 0 and slime doctor show the choices and the
+    reasons."""
     true_on_policy: bool = False
     """Trainer and engines compute with the same kernels, so that both give every token the same log-prob, bit for bit.
     Any difference ends the run (mismatch_limit 0). For Qwen3, Qwen3-MoE (with use_rollout_routing_replay) and Llama
@@ -287,14 +288,14 @@ def only_supported_parallelism(args: Args) -> str | None:
 
 def fused_kernels_can_run(args: Args) -> str | None:
     """Fused kernels need a GPU, and those for attention need half precision."""
-    if args.kernels != "fused":
+    if args.kernels not in ("fused", "flash4"):
         return None
     reasons = (
         ("the trainer runs on a CPU", args.device == "cpu"),
         ("the training dtype is float32", not (args.megatron["bf16"] or args.megatron["fp16"])),
     )
     found = " and ".join(reason for reason, holds in reasons if holds)
-    return f"kernels fused cannot be used: {found}; use auto" if found else None
+    return f"kernels {args.kernels} cannot be used: {found}; use auto" if found else None
 
 
 def trainer_can_be_true_on_policy(args: Args) -> str | None:
@@ -423,6 +424,23 @@ def _couples_weight_decay(s: Any) -> bool:
     return bool(decoupled and not m["decoupled_weight_decay"])
 
 
+def fp8_can_train(args: Args) -> str | None:
+    """Refuses FP8 recipes other than the trainer's."""
+    m = args.megatron
+    if m["fp8"] is None:
+        return None
+    if m["fp8"] != "e4m3" or m["fp8_recipe"] != "blockwise":
+        return (
+            f"--fp8-format {m['fp8']} --fp8-recipe {m['fp8_recipe']} needs Transformer Engine, which the trainer does "
+            "not use; it multiplies in FP8 with one scale per 128 entries: --fp8-format e4m3 --fp8-recipe blockwise"
+        )
+    if args.device == "cuda" and not m["bf16"]:
+        return "--fp8-format needs --bf16 on a GPU: its kernels read and write bfloat16"
+    if args.true_on_policy:
+        return "--fp8-format does not work with --true-on-policy, whose products are in bfloat16; drop one of them"
+    return None
+
+
 def fixed_settings_are_left_alone(args: Args) -> str | None:
     """Refuses other values of fixed settings, which the trainer would silently override."""
     for name, (value, why) in (*FIXED.items(), *UNSUPPORTED.items()):
@@ -437,6 +455,7 @@ RULES: tuple[Rule, ...] = (
     only_supported_parallelism,
     fused_kernels_can_run,
     trainer_can_be_true_on_policy,
+    fp8_can_train,
     prefixes_can_be_shared,
     context_ranks_can_split_heads,
     only_known_modules_are_recomputed,

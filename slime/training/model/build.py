@@ -1,9 +1,15 @@
 """Builds one rank's model: layers, vocabulary shard, rotary frequencies, and parameter attributes for the optimizer.
 
-With `--trainer-weights fake-quantised`, linear weights are quantised and dequantised in every forward pass, so that
-training sees the weights of the engines. Parameters, their names, gradients and optimizer states do not change: only
-the forward pass uses the quantised weight, and its gradient goes straight through to the parameter. The quantised
-weight does not depend on the trainer's parallel layout (`slime.weights.quantised.formats`).
+Linear layers can compute with quantised numbers. Parameters, their names, gradients and optimizer states stay as
+they are; in the forward pass, the gradient of a quantised weight goes straight through to the parameter.
+
+`--trainer-weights fake-quantised`: linear weights are quantised and dequantised in every forward pass, so that training
+sees the weights of the engines. They do not depend on the trainer's parallel layout (`weights.quantised.formats`).
+
+`--fp8-format e4m3 --fp8-recipe blockwise`: the linear layers of attention and MLPs multiply in FP8
+(`slime.ops.linear`), in the forward pass and for the gradients of their inputs. Their weights have the codes of FP8
+engines, so training sees the engines' weights, and inputs are quantised as in engines. Experts' grouped products,
+routers, the embedding and the output layer stay in the training dtype, as do weight gradients.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from slime.compat import megatron_gradients, megatron_moe
@@ -38,13 +45,21 @@ from slime.models.common.mtp_layer import MultiTokenHead
 from slime.models.common.packed_attention import RMSNorm, rotates_by_megatron
 from slime.models.common.rotary import Rotary, attention_factor, inverse_frequencies
 from slime.models.common.table import FamilyTable, Row
+from slime.ops import linear
 from slime.settings.args import Args
 from slime.training.model.log_probs import VocabShard
 from slime.training.model.megatron_config import transformer_config
 from slime.training.model.parameter_names import global_names
 from slime.training.model.policy_model import PolicyModel
 from slime.training.state.sharded_model import split_of
-from slime.weights.quantised.formats import QuantisedFormat, fake_quantised, format_of_folder, require_whole_blocks
+from slime.weights.quantised.formats import (
+    BlockFp8,
+    QuantisedFormat,
+    fake_quantised,
+    format_of_folder,
+    quantises,
+    require_whole_blocks,
+)
 
 
 def decoder_spec(family: Family, config: TransformerConfig, hf_config: HfConfig) -> TransformerBlockSubmodules:
@@ -110,7 +125,7 @@ def build_model(
     stages = range(num_chunks) if num_chunks > 1 else (None,)
     chunks = [_build_chunk(kind, family, config, hf_config, device, vp_stage) for vp_stage in stages]
     if kind is PolicyModel:
-        fake_quantise(args, chunks, table_for(hf_config))
+        quantise_layers(args, chunks, table_for(hf_config))
     return chunks
 
 
@@ -209,22 +224,39 @@ def _mark_sharded_parameters(model: PolicyModel) -> None:
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
 
 
-def fake_quantise(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
-    """With `--trainer-weights fake-quantised`, makes this rank's layers compute with the engines' quantised weights.
+def quantise_layers(args: Args, chunks: Sequence[PolicyModel], table: FamilyTable) -> None:
+    """Applies both flags to this rank's layers.
 
-    Raises `ConfigError` if a quantisation block would span two ranks.
+    Raises `ConfigError` if a quantisation block would span two ranks, or if the checkpoint's format is not one that FP8
+    training computes with.
     """
-    quantised = format_of_folder(args.hf_checkpoint) if args.trainer_weights != "plain" else None
-    if quantised is None:
-        return
+    stored = format_of_folder(args.hf_checkpoint)
+    faked = stored if args.trainer_weights != "plain" else None
+    multiplied = _format_of_products(stored, table) if args.megatron.get("fp8") else None
     for chunk in chunks:
         for local_name, module in chunk.named_modules():
-            if isinstance(module._parameters.get("weight"), Parameter):
-                entry = table.entry(global_names(chunk, f"{local_name}.weight")[0])
-                if quantised.is_quantised(entry.hf):
-                    _, num_shards = split_of(entry)
-                    require_whole_blocks(entry, num_shards, quantised)
-                    _Swap(entry.row, num_shards, quantised).attach(module)
+            if not isinstance(module._parameters.get("weight"), Parameter):
+                continue
+            entry = table.entry(global_names(chunk, f"{local_name}.weight")[0])
+            _, num_shards = split_of(entry)
+            is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            if is_linear and multiplied is not None and multiplied.is_quantised(entry.hf):
+                require_whole_blocks(entry, num_shards, multiplied)
+                vars(module)["_forward_impl"] = _multiply
+            elif faked is not None and faked.is_quantised(entry.hf):
+                require_whole_blocks(entry, num_shards, faked)
+                _Swap(entry.row, num_shards, faked).attach(module)
+
+
+def _format_of_products(stored: QuantisedFormat | None, table: FamilyTable) -> QuantisedFormat:
+    if stored is None:
+        return BlockFp8(frozenset(filter(quantises, table.hf_names)), linear.GROUP, linear.GROUP)
+    if isinstance(stored, BlockFp8) and stored.block == (linear.GROUP, linear.GROUP) and not stored.powers_of_two:
+        return stored
+    raise ConfigError(
+        f"--fp8-format multiplies weights in FP8 in blocks of {linear.GROUP} x {linear.GROUP} with float32 scales, but "
+        f"the checkpoint's weights are in {stored.title}, with which the engines compute; drop --fp8-format"
+    )
 
 
 class _Swap:
@@ -249,3 +281,70 @@ class _Swap:
     def _behind(self, module: Module, _inputs: Any, _output: Any) -> None:
         if self._kept:
             module._parameters["weight"] = self._kept.pop()
+
+
+def _multiply(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any = None,
+    **_deferral: Any,
+) -> Tensor:
+    """Replaces a Megatron layer's `_forward_impl`: input [s, b, in], weight [out, in] -> [s * ranks, b, out]."""
+    out: Tensor = _Multiply.apply(
+        input, weight, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
+    )
+    return out if bias is None else out + bias
+
+
+class _Multiply(torch.autograd.Function):
+    """A linear layer in FP8 with the communication of Megatron's: with sequence parallelism, ranks gather the input and
+    scatter the sum of its gradients. Communication overlaps with the weight gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, reduces: bool, gathers: bool, group: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
+        ctx.reduces, ctx.gathers, ctx.group = reduces, gathers, group
+        whole = _gather(x, group)[0] if gathers else x
+        return linear.fp8_product(whole.flatten(0, -2), weight).view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        shape, grad = x.shape, grads[0].flatten(0, -2)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        whole, gathering = _gather(x, ctx.group, wait=False) if ctx.gathers and needs_weight else (x, None)
+        grad_x, handle = None, None
+        if needs_x:
+            grad_x = linear.fp8_product(grad, weight, transposed=True)
+            if ctx.gathers:
+                total, grad_x = grad_x, x.new_empty(shape).flatten(0, -2)
+                handle = torch.distributed.reduce_scatter_tensor(grad_x, total, group=ctx.group, async_op=True)
+            elif ctx.reduces:
+                handle = torch.distributed.all_reduce(grad_x, group=ctx.group, async_op=True)
+        if gathering is not None:
+            gathering.wait()
+        grad_weight = _weight_gradient(ctx.main_grad, weight, grad, whole.flatten(0, -2)) if needs_weight else None
+        if handle is not None:
+            handle.wait()
+        return None if grad_x is None else grad_x.view(shape), grad_weight, None, None, None, None
+
+
+def _gather(x: Tensor, group: Any, *, wait: bool = True) -> tuple[Tensor, Any]:
+    whole = x.new_empty(x.size(0) * group.size(), *x.shape[1:])
+    return whole, torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=not wait)
+
+
+def _weight_gradient(total: Tensor | None, weight: Tensor, grad: Tensor, inputs: Tensor) -> Tensor:
+    """grad [T, out], inputs [T, in] -> [out, in]; with a `total`, adds to it and returns a dummy, as Megatron does."""
+    if total is None:
+        return linear.product(grad.t(), inputs)
+    linear.add_fused(total, grad, inputs)
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)

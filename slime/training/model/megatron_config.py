@@ -76,6 +76,7 @@ def transformer_config(megatron: Mapping[str, Any], architecture: Mapping[str, A
         # Megatron also allows a list, one value per layer, and values that slime does not use.
         cp_comm_type=ALL_TO_ALL if values.get("cp_comm_type") == ALL_TO_ALL else None,
         mtp_num_layers=None,  # slime implements multi-token prediction
+        fp8=None,  # slime multiplies in FP8 itself; Megatron's layers would need Transformer Engine
         experimental_attention_variant=None,  # slime has its own layers; Megatron's do not support context parallelism
     )
     if sizes.vp > 1:

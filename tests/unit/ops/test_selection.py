@@ -40,6 +40,16 @@ def test_fused_is_refused_where_it_cannot_run() -> None:
         select.use(CPU, torch.bfloat16, "fused")
 
 
+def test_flash4_and_fp8_are_refused_where_they_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="--kernels flash4 is not available for attention: its kernels need a GPU"):
+        choose(CPU, torch.bfloat16, "flash4")
+    with pytest.raises(ConfigError, match="--fp8-format does not work here: its kernels support bfloat16"):
+        select.use(GPU, torch.float32, fp8=True)
+    *_, choice = select.use(CPU, torch.bfloat16, fp8=True)
+    assert (choice.op, choice.name) == ("fp8", REFERENCE)
+    assert "fp8" not in {choice.op for choice in select.use(CPU, torch.bfloat16)}
+
+
 def test_reference_is_what_is_asked_for_on_a_gpu_too() -> None:
     assert {(c.name, c.why) for c in choose(GPU, torch.bfloat16, "reference")} == {(REFERENCE, "--kernels reference")}
 

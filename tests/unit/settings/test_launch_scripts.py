@@ -27,7 +27,6 @@ DOCS = Path(__file__).parents[3] / "docs" / "migration.md"
 REASONS = {
     "images": r"cannot be trained on images|--spec .* is a vision-language model|--multimodal-keys does not work with",
     "a draft for GLM-5": r"with speculative decoding: slime cannot train an MTP layer of glm_moe_dsa",
-    "training in FP8": r"\bfp8 is \S+, but",
     "the engines' expert exchange": r"--sglang-moe-a2a-backend",
     "prefill and decode on shared GPUs": r"does not work with prefill and decode engines",
     "a router without a key": r"--sglang-router-ip needs --router-api-key",
@@ -38,7 +37,6 @@ REASONS = {
 """What docs/migration.md calls it -> the message."""
 REFUSED = {
     "geo3k_vlm_run_geo3k_qwen35": {"images"},
-    "qwen3-30b-a3b-fp8": {"training in FP8"},
     "glm5-744B-A40B": {
         "a draft for GLM-5",
         "the engines' expert exchange",

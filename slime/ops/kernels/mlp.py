@@ -1,4 +1,4 @@
-"""Triton kernels for MoE layers: the sum of each token's rows, and weighted SwiGLU with its gradient.
+"""Triton kernels for MLPs: SwiGLU, and for MoE layers the sum of each token's rows and SwiGLU with weights.
 
 Rows are contiguous. Offsets are 64-bit, because the rows of a layer can have more than 2^31 entries.
 """
@@ -93,3 +93,52 @@ def swiglu_backward(grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, T
     if x.size(0):
         _swiglu_backward[(x.size(0),)](grad, x, weights, grad_x, grad_weights, size, block=_block(size))
     return grad_x, grad_weights
+
+
+_BLOCK = 1024
+"""Entries of a row that a program of `gated_forward` and `gated_backward` processes."""
+
+
+def gated_forward(mixed: Tensor) -> Tensor:
+    """mixed [T, 2 F], contiguous -> [T, F]."""
+    num_rows, size = mixed.size(0), mixed.size(1) // 2
+    out = torch.empty((num_rows, size), dtype=mixed.dtype, device=mixed.device)
+    if out.numel():
+        _gated_forward[(num_rows, triton.cdiv(size, _BLOCK))](mixed, out, size, _BLOCK, num_warps=4)
+    return out
+
+
+def gated_backward(grad: Tensor, mixed: Tensor) -> Tensor:
+    """grad [T, F] and mixed [T, 2 F], contiguous -> the gradient of `mixed`."""
+    num_rows, size = grad.shape
+    out = torch.empty_like(mixed)
+    if grad.numel():
+        _gated_backward[(num_rows, triton.cdiv(size, _BLOCK))](grad, mixed, out, size, _BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _gated_forward(mixed, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(mixed + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(mixed + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * size + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(grad, mixed, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    kind = out.dtype.element_ty
+    g = tl.load(grad + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(mixed + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(mixed + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    of_gate = g * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(out + row * 2 * size + columns, of_gate.to(kind), mask=inside)
+    tl.store(out + row * 2 * size + size + columns, (g * silu).to(kind), mask=inside)
