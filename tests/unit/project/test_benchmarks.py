@@ -6,10 +6,12 @@ import json
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.asynchronous import LONGEST, PROMPTS, SAMPLES, SHORTEST, WARM_UP, length_of, measure, rewards, speeds
+from benchmarks.peers.league import summary
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -56,3 +58,37 @@ def test_figures_of_a_gpu_have_a_date(file: Path) -> None:
     """A rerun that forgets the date would pass for the earlier run."""
     dates = re.findall(r'"(?:date|when)": "(2\d{3}-\d\d-\d\d)', json.dumps(json.loads(file.read_text())))
     assert dates, f"{file.name} does not say when it was measured"
+
+
+SPEC = {"prompts": 2, "samples": 4, "response": 100, "drop": 2}
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "slime": [
+        {"perf/rollout_time": 3.0},
+        {"perf/step_time": 9.0, "perf/rollout_wait_time": 3.0, "perf/train_time": 4.0, "perf/update_weights_time": 0.5},
+    ],
+    "trl": [{"seconds": {"vLLM.generate": 3.0, "sync_weights": 0.5}, "first": {"vLLM.generate": 1005.0}}],
+    "verl": [
+        {
+            "data": {
+                "timing_s/step": 9.0,
+                "timing_s/gen": 3.0,
+                "timing_s/old_log_prob": 1.0,
+                "timing_s/update_actor": 3.0,
+                "timing_s/update_weights": 0.5,
+            }
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("system", STEPS)
+def test_systems_of_the_league_are_measured_alike(system: str) -> None:
+    """Law: steps last from row to row, whatever a system says of itself; the first two, slow ones are left out."""
+    ends = [1060.0, 1100.0, 1110.0, 1120.0, 1130.0]
+    rows = [(end, row) for end in ends for row in STEPS[system]]
+    found = summary(system, SPEC, rows, begin=1000.0)
+    assert found["step_s"] == 10.0 and len(found["kept"]) == 3
+    assert found["samples_per_s"] == pytest.approx(0.8) and found["tokens_per_s"] == pytest.approx(80)
+    assert (found["generate_s"], found["sync_s"]) == (3.0, 0.5)
+    assert found["train_s"] == {"slime": 4.0, "trl": 6.5, "verl": 4.0}[system]
+    assert found["startup_s"] == {"slime": 60.0, "trl": 5.0, "verl": 54.0}[system]
