@@ -317,21 +317,19 @@ def descendants(of: int) -> list[int]:
 
 def end_descendants(spared: Iterable[int]) -> int:
     """Kills whatever a system left running; returns how many processes these were."""
-    num, spared = 0, set(spared)
+    ended, spared = set[int](), set(spared)
     for _ in range(20):
         left = [pid for pid in descendants(os.getpid()) if pid not in spared]
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                num += 1
-            except ProcessLookupError:
-                pass
+                ended.add(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         if not left:
             break
         time.sleep(0.2)
-    return num
+    return len(ended)
 
 
 def run(system: str, spec: dict[str, Any], log: Path, limit_s: float) -> dict[str, Any]:
