@@ -2,9 +2,10 @@
 
 python -m benchmarks.peers.league --systems slime,trl,verl --model DIR --out league.json
 
-Each system runs in its own process with a time limit, from its own site (`--site verl=FOLDER`, a folder of packages),
-and does the same: GRPO with 32 prompts x 8 samples, responses of exactly 1,024 tokens, log-probs of the trainer, one
-AdamW step of 1e-6 with float32 weights computed with in bfloat16, no KL and no reference model, weights to the engine.
+Each system runs in its own process with a time limit, from its own site (`--site verl=FOLDER`, a folder of packages; no
+TRL 1 in verl's, which takes it for an older one), and does the same: GRPO with 32 prompts x 8 samples, responses of
+exactly 1,024 tokens, log-probs of the trainer, one AdamW step of 1e-6 with float32 weights computed with in bfloat16,
+no KL and no reference model, weights to the engine.
 `--model` is made if it does not exist (`--shape`, random weights). The driver itself needs only the standard library.
 
 Definitions, for all systems alike. A step's time is the time between the rows of two steps, seen by this driver, so it
@@ -445,7 +446,7 @@ def spec_of(options: argparse.Namespace, system: str, workload: dict[str, Any]) 
         **workload,
         "model": str(options.model.resolve()),
         "python": options.python,
-        "site": site and str(Path(site).resolve()),
+        "site": ":".join(str(Path(part).absolute()) for part in site.split(":") if part),
         "engine_memory": memory if options.engine_memory is None else options.engine_memory,
         "changes": changes,
     }
@@ -482,7 +483,9 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, default=HERE / "assets" / "tokenizers" / "qwen3")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--logs", type=Path, help="folder of logs and rows; default: next to --out")
-    parser.add_argument("--site", action="append", default=[], metavar="SYSTEM=FOLDER", help="packages of a system")
+    parser.add_argument(
+        "--site", action="append", default=[], metavar="SYSTEM=FOLDER[:FOLDER]", help="packages of a system"
+    )
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--label", default="", help="names a variant in --out: SYSTEM-LABEL")
     parser.add_argument("--change", action="append", nargs=2, default=[], metavar=("SYSTEM", "KEY=VALUE"))
