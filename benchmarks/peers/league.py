@@ -146,6 +146,7 @@ def verl_command(spec: dict[str, Any], folder: Path) -> list[str]:
         f"{rollout}.log_prob_max_token_len_per_gpu": tokens,
         f"{rollout}.agent.num_workers": 4,
         "reward.num_workers": 2,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,  # verl recommends two per host
         "reward.custom_reward_function.path": HERE / "benchmarks" / "peers" / "workload.py",
         "trainer.logger": "[console,file]",
         "trainer.val_before_train": False,
@@ -208,7 +209,8 @@ def step_of(system: str, row: dict[str, Any]) -> dict[str, Any] | None:
         return {"generate": row.get("perf/rollout_wait_time"), "train": train, "sync": sync}
     if system == "trl":
         seconds = row["seconds"]
-        return {"generate": seconds.get("vLLM.generate"), "train": None, "sync": seconds.get("sync_weights", 0.0)}
+        generate = sum(value for name, value in seconds.items() if "generate" in name)
+        return {"generate": generate, "train": None, "sync": seconds.get("sync_weights", 0.0)}
     timing = {k.removeprefix("timing_s/"): v for k, v in row["data"].items() if k.startswith("timing_s/")}
     if "step" not in timing:
         return None
