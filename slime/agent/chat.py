@@ -20,14 +20,16 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from slime.agent.adapters.adapter import Answer, Engine, Request, Turn, last_event, with_sampling
-from slime.agent.adapters.fields import BadRequest, at_least_one, stops
+from slime.agent.adapters.fields import IMAGE_PARTS, BadRequest, ImageParts, at_least_one, stops
 from slime.agent.adapters.openai_chat import call_of, message_of, tools_in
 from slime.agent.execution import conversation_template, or_failed
 from slime.agent.messages import Message
@@ -37,6 +39,7 @@ from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
 from slime.core.errors import ConfigError, DataError, HookError, SlimeError, TakenBack
 from slime.core.sample import TURN_COUNTS, Sample
+from slime.data.images import ConversationImages, StoredImage
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import EXECUTION, current, on_rollout_loop
 from slime.rollout.generate import LIMITS, Limits
@@ -55,6 +58,11 @@ class _Form:
     no_tools: str
     """Why the model cannot call tools; empty if it can."""
 
+    async def messages(self, given: Messages) -> tuple[Message, ...]:
+        """Parses messages, in a thread if they can have images. Raises `BadRequest` or `DataError`."""
+        parts = LocalImages(self.template.images, self.template.why_no_images)
+        return _messages(given, parts) if parts.images is None else await asyncio.to_thread(_messages, given, parts)
+
     def turn(
         self, session: Session, request: Request, params: dict[str, Any], limits: Limits, *, trained: bool
     ) -> Turn:
@@ -71,6 +79,7 @@ class _Form:
             decode=self.template.chat.decode,
             format=self.format,
             end_ids=self.template.end_ids,
+            images=self.template.images,
         )
 
 
@@ -83,7 +92,7 @@ class ModelChats:
     @cached_property
     def _form(self) -> _Form:
         tool_format = current().args.agent_tool_format
-        template = conversation_template(self._checkpoint, self._tokenizer, self._kwargs, tool_format)
+        template = conversation_template(current().args, self._checkpoint, self._tokenizer, self._kwargs)
         calls = format_or_text(template.chat.template, tool_format)
         return _Form(template, calls, tools_problem(template, tool_format))
 
@@ -94,7 +103,7 @@ class ModelChats:
         params = {**JUDGE, **sampling}
         with _refused():
             at_least_one(params, "max_new_tokens")
-            request = Request(_messages(messages), _tools(tools))
+            request = Request(await self._form.messages(messages), _tools(tools))
         turn = self._form.turn(Session(self._form.template), request, params, Limits(), trained=False)
         return _reply(await last_event(turn.events(client)))
 
@@ -119,7 +128,7 @@ class ExecutionChat:
             raise TakenBack("the run no longer accepts requests from this execution")
         with _refused():
             most, stop = at_least_one(sampling, "max_new_tokens"), stops(sampling, "stop")
-            given = _messages(messages)
+            given = await self._form.messages(messages)
             _require_unrendered(given)
             request = Request(given, self._tools_for(given, tools), max_tokens=most, stop=stop)
         sampling = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "stop")}
@@ -154,7 +163,7 @@ class ExecutionChat:
         known = {_function(one).__name__: one for one in _listed(functions, "functions")}
         return [call.result(await self._result(call, known)) for call in reply.calls]
 
-    async def _result(self, call: FunctionCall, known: Mapping[str, Callable[..., Any]]) -> str:
+    async def _result(self, call: FunctionCall, known: Mapping[str, Callable[..., Any]]) -> str | list[dict[str, Any]]:
         self._tools_run["tool_calls"] += 1
         try:
             if call.name not in known:
@@ -162,9 +171,13 @@ class ExecutionChat:
                 return f"error: there is no tool {call.name}; the tools are {', '.join(known) or 'none'}"
             function = known[call.name]
             if inspect.iscoroutinefunction(function):
-                return str(await function(**call.arguments))
-            result = await asyncio.to_thread(function, **call.arguments)
-            return str(await result if inspect.isawaitable(result) else result)
+                result = await function(**call.arguments)
+            else:
+                result = await asyncio.to_thread(function, **call.arguments)
+                result = await result if inspect.isawaitable(result) else result
+            if not _shows_images(result):
+                return str(result)
+            return await asyncio.to_thread(_parts_of_result, call.name, result, self._form.template)
         except SlimeError:  # of the run, such as an interruption
             raise
         except Exception as error:
@@ -216,11 +229,69 @@ class ExecutionChat:
         return "no turn has a token, because a limit left no room for one"
 
 
-def _messages(given: Messages) -> tuple[Message, ...]:
+class LocalImages(ImageParts):
+    """Also reads what Python code has: parts of type `image` with a PIL image, bytes, a path or a data URI as `image`,
+    or with the `digest` of an image of the run.
+    """
+
+    def of_part(self, part: Mapping[str, Any], where: str) -> StoredImage | None:
+        if self.images is None or part["type"] != "image":
+            return ImageParts.of_part(self, part, where)
+        image, digest = part.get("image"), part.get("digest")
+        if isinstance(digest, str):
+            return self.checked(lambda images: images.of_digest(digest), f"{where}digest")
+        return self.checked(lambda images: _image_of(image, images), f"{where}image")
+
+
+def _image_of(given: Any, images: ConversationImages) -> StoredImage:
+    """Raises `DataError` if `given` is no image, or one that cannot be read."""
+    if _is_pil(given):
+        return images.of_pil(given)
+    if isinstance(given, bytes):
+        return images.of_bytes(given)
+    if isinstance(given, str) and (given.startswith("data:") or "://" in given):
+        return images.of_uri(given)
+    if not isinstance(given, str | Path):
+        raise DataError(f"an image must be a PIL image, bytes, a path or a data URI, but is {type(given).__name__}")
+    try:
+        return images.of_bytes(Path(given).read_bytes())
+    except OSError as error:
+        raise DataError(f"the file {str(given)[:80]} cannot be read: {error}") from error
+
+
+def _is_pil(given: Any) -> bool:
+    pil = sys.modules.get("PIL.Image")
+    return pil is not None and isinstance(given, pil.Image)
+
+
+def _shows_images(result: Any) -> bool:
+    """Returns whether a tool's result is an image, or a list with images."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    return any(_is_pil(part) or (isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS) for part in parts)
+
+
+def _parts_of_result(name: str, result: Any, template: ConversationTemplate) -> list[dict[str, Any]]:
+    """Returns a tool's result as content parts. Stores its images. Raises `DataError` if the model reads none."""
+    if template.images is None:
+        raise DataError(f"the tool {name} returned an image, which is not supported, because {template.why_no_images}")
+    reader, parts = LocalImages(template.images), list[dict[str, Any]]()
+    for number, one in enumerate(result if isinstance(result, list | tuple) else [result]):
+        part = {"type": "image", "image": one} if _is_pil(one) else one
+        if not isinstance(part, Mapping):
+            parts.append({"type": "text", "text": str(part)})
+            continue
+        with _refused():
+            image = reader.of_part(part, f"result {number} of the tool {name}, ") if "type" in part else None
+        parts.append(dict(part) if image is None else {"type": "image", "digest": image.digest})
+    return parts
+
+
+def _messages(given: Messages, images: ImageParts) -> tuple[Message, ...]:
     """Raises `BadRequest` or `DataError` for messages in another form."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(_listed(given, "messages")))
+    listed = enumerate(_listed(given, "messages"))
+    return tuple(message_of(message, f"messages[{i}]", images) for i, message in listed)
 
 
 @contextlib.contextmanager

@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.agent.adapters import AgentAdapter
-from slime.agent.template import ConversationTemplate
+from slime.agent.template import ConversationTemplate, template_of
 from slime.agent.template_probe import probe
 from slime.core.errors import ConfigError, DataError, SlimeError
 from slime.core.sample import Sample, Status
-from slime.data.chat import ChatRenderer
 from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import current
-from slime.rollout.factories import end_of_text
+from slime.settings import Args
 
 logger = logging.getLogger(__name__)
 
@@ -138,13 +137,12 @@ async def _started(client: EngineClient) -> tuple[AgentAdapter, str]:
     args, tokenizer = context.args, context.tokenizer
     if tokenizer is None:
         raise ConfigError("agent conversations require a tokenizer; set --hf-checkpoint")
-    kwargs, tool_format = args.apply_chat_template_kwargs, args.agent_tool_format
-    template = conversation_template(args.hf_checkpoint, tokenizer, kwargs, tool_format)
+    template = conversation_template(args, args.hf_checkpoint, tokenizer, args.apply_chat_template_kwargs)
     adapter = AgentAdapter(
         client,
         template,
         decode=template.chat.decode,
-        tool_format=tool_format,
+        tool_format=args.agent_tool_format,
         sampling={},
         agent_sampling=args.agent_sampling,
     )
@@ -164,20 +162,19 @@ async def _ended(client: EngineClient, adapter: AgentAdapter) -> None:
 
 
 def conversation_template(
-    checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any], tool_format: str | None
+    args: Args, checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any]
 ) -> ConversationTemplate:
-    """Returns a checkpoint's chat template for conversations. `kwargs`: its arguments. `tool_format`: how the model
-    writes calls; None: derived from the template.
+    """Returns a checkpoint's chat template for conversations, in which the policy also reads images. `kwargs`: its
+    arguments.
 
     Raises `ConfigError` if the template is not append-only. Warns about features that fork conversations.
     """
-    chat = ChatRenderer(tokenizer, kwargs=kwargs)
-    ends = sorted(end_of_text(checkpoint, tokenizer).token_ids)
+    template = template_of(args, checkpoint, tokenizer, kwargs)
     try:
-        report = probe(chat, ends, tool_format)
+        report = probe(template.chat, sorted(template.end_ids), args.agent_tool_format)
         report.require_plain_turns()
     except DataError as error:  # a retry would not help
         raise ConfigError(str(error)) from error
     if report.failing:
         logger.warning("with this chat template, these features fork conversations: %s", ", ".join(report.failing))
-    return ConversationTemplate(chat, ends)
+    return template

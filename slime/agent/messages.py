@@ -6,6 +6,7 @@ Invariants
 2. The arguments of a call are the JSON text of an object with sorted keys and no spaces. Text that is not a JSON object
    stays as the model wrote it.
 3. No text holds a lone surrogate, which is not Unicode: it becomes U+FFFD.
+4. Two images are the same if their pixels are (`slime.data.images.ConversationImages`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a message."""
+
+    at: int
+    """Number of characters of the message's text that precede the image."""
+    digest: str
+    """As in `Sample.images`."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: str
     """One of `ROLES`."""
@@ -57,9 +69,28 @@ class Message:
     """For a tool result: name of the function."""
     stop: str = ""
     """The stop string that ended the answer: its tokens are sampled, but the text ends before it."""
+    images: tuple[Picture, ...] = ()
+    """Sorted by `at`; empty for an assistant."""
+
+    def texts(self) -> list[str]:
+        """Returns the text before each image, and the text after the last one."""
+        ends = [image.at for image in self.images]
+        return [self.text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
+
+    def content(self) -> str | list[dict[str, Any]]:
+        """Returns the text, or with images, the parts that chat templates expect."""
+        if not self.images:
+            return self.text
+        parts: list[dict[str, Any]] = []
+        for number, text in enumerate(self.texts()):
+            if number:
+                parts.append({"type": "image"})
+            if text:
+                parts.append({"type": "text", "text": text})
+        return parts
 
     def for_template(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"role": self.role, "content": self.text}
+        out: dict[str, Any] = {"role": self.role, "content": self.content()}
         if self.reasoning:
             out["reasoning_content"] = self.reasoning
         if self.calls:
@@ -81,9 +112,17 @@ class Message:
         """
         if self.role != other.role or len(self.calls) != len(other.calls):
             return False
+        if self.images != other.images and not self._same_images(other):
+            return False
         if self.text != other.text and not any(_reads_as(text, other) for text in {self.text, self.text + self.stop}):
             return False
         return all(a.same(b) for a, b in zip(self.calls, other.calls, strict=True))
+
+    def _same_images(self, other: Message) -> bool:
+        """Whether both have the same images between the same texts, except for white space around the texts."""
+        digests = ([image.digest for image in one.images] for one in (self, other))
+        ours, theirs = ([text.strip() for text in one.texts()] for one in (self, other))
+        return next(digests) == next(digests) and ours == theirs
 
     def thought(self) -> list[str]:
         """Returns the words of the thinking."""

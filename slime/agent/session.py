@@ -12,6 +12,8 @@ counted by reason:
     sub-agent    the beginning is different
     template     the chat template does not append the new messages (`NotAppended`)
     ending       the model ended its turn with a different end token than the template's
+    placeholder  the model sampled the token that stands for an image, which an engine cannot read in a prompt with
+                 images; the new branch has the text of that answer
 
 Most clients do not send thinking back. The history still agrees: the sampled tokens, with their thinking, stay the
 context of what follows, and the branch counts such turns (`Branch.unthought`). Other thinking than was sampled is an
@@ -25,6 +27,7 @@ Invariants
 3. For each turn, the prompt is exactly the branch's tokens, and the sampled tokens are appended to them.
 4. The first `num_shared` tokens and `num_shared_turns` turns of a branch belong to its parent branch, and are trained
    there.
+5. A branch has exactly the images whose placeholders are among its tokens, and so has its sample.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.agent.messages import Message
-from slime.agent.template import CODES, ORIGINS, ConversationTemplate, NotAppended, Origin, Tokens
+from slime.agent.template import CODES, ORIGINS, ConversationTemplate, NotAppended, Origin, Placed, Tokens
 from slime.core.columns import Column, GrowingColumn
 from slime.core.errors import DataError
 from slime.core.routed_experts import RoutedExperts, join
@@ -85,6 +88,7 @@ class Branch:
     """[T] weight versions; `NOT_SAMPLED` where not sampled."""
     experts: RoutedExperts | None = None
     """Rows from the first token onwards."""
+    images: list[Placed] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_shared: int = 0
@@ -98,7 +102,8 @@ class Branch:
 
     def add_context(self, tokens: Tokens) -> None:
         """Appends tokens that the model did not sample (template, tool results, user messages)."""
-        num = len(tokens.ids)
+        num, before = len(tokens.ids), len(self.tokens)
+        self.images += [image._replace(start=before + image.start) for image in tokens.images]
         self.tokens.extend(tokens.ids)
         self.codes.extend(tokens.codes)
         self.log_probs.extend(np.zeros(num))
@@ -138,6 +143,22 @@ class Branch:
         """The [T] token origins."""
         return [ORIGINS[code] for code in self.codes]
 
+    def images_upto(self, end: int) -> list[Placed]:
+        """Returns the images among the first `end` tokens."""
+        return [image for image in self.images if image.start < end]
+
+    def sampled_upto(self, end: int) -> npt.NDArray[np.int32]:
+        """Returns the sampled ids among the first `end` tokens."""
+        return self.tokens.array[:end][self.codes.array[:end] == CODES[Origin.SAMPLED]]
+
+    def readable(self, start: int, end: int) -> list[int]:
+        """Returns the ids from `start` to `end`, with one placeholder for each image."""
+        kept = np.ones(len(self.tokens), np.bool_)
+        for image in self.images:
+            kept[image.start + 1 : image.start + image.num] = False
+        ids: list[int] = self.tokens.array[start:end][kept[start:end]].tolist()
+        return ids
+
     def columns(self) -> Iterator[GrowingColumn]:
         """Yields the columns with one entry per token."""
         yield from (self.tokens, self.codes, self.log_probs, self.versions)
@@ -175,6 +196,7 @@ class Branch:
             log_probs=self.log_probs.upto(end),
             versions=self.versions.upto(end),
             experts=None if self.experts is None else self.experts.upto(end - 1),
+            images=self.images_upto(end),
             messages=self.messages[: turn.num_messages],
             turns=[*turns, replace(turn, end=end)],
             num_shared=end,
@@ -241,8 +263,10 @@ class Session:
         opened = None
         if branch is not None and turn is not None:
             branch.unthought |= _unthought(branch.messages[: turn.num_messages], messages)
-            opened = self._behind(branch, number, turn, why, messages, tools)
-            why = why or "template"
+            if self._can_go_on(branch, turn, messages):
+                opened, why = self._behind(branch, number, turn, why, messages, tools), why or "template"
+            else:
+                why = why or "placeholder"
         if opened is None:
             opened = self._afresh(messages, tools, named, why or FIRST)
         opened.branch.busy = True
@@ -284,6 +308,7 @@ class Session:
         end = branch.turns[-1].end if branch.turns else 0
         for column in branch.columns():
             column.shorten_to(end)
+        branch.images = branch.images_upto(end)
         if not branch.turns or end <= branch.num_shared:
             self.branches.remove(branch)
             self.forks[branch.why] -= branch.why != FIRST
@@ -297,7 +322,7 @@ class Session:
         """Returns the number of prompt tokens for this request. Changes nothing."""
         named = name_of_tools(tools)
         branch, _, turn, _ = self._where(messages, named)
-        if branch is not None and turn is not None:
+        if branch is not None and turn is not None and self._can_go_on(branch, turn, messages):
             before, last = branch.messages[: turn.num_messages], branch.last_of(turn)
             with contextlib.suppress(NotAppended):
                 new = messages[turn.num_messages :]
@@ -364,6 +389,11 @@ class Session:
         branch.add_context(suffix)
         return Opened(branch, new)
 
+    def _can_go_on(self, branch: Branch, turn: Turn, messages: Sequence[Message]) -> bool:
+        """Returns whether an engine can read the tokens up to `turn` in front of the other messages."""
+        has_images = branch.images_upto(turn.end) or any(m.images for m in messages[turn.num_messages :])
+        return not has_images or self._template.can_follow(branch.sampled_upto(turn.end))
+
     def _afresh(self, messages: Sequence[Message], tools: Sequence[Any], named: str, why: str) -> Opened:
         tokens = self._template.prompt(messages, tools)
         branch = self._begun(Branch(why, named))
@@ -428,7 +458,8 @@ class Session:
         sample.response_length = end - start
         sample.token_rewards = branch.rewards(start, end)
         sample.rollout_routed_experts = None if branch.experts is None else branch.experts.upto(end - 1)
-        sample.response = decode(tokens[start:].tolist()) if decode is not None else ""
+        sample.images = [image.digest for image in branch.images_upto(end)]
+        sample.response = decode(branch.readable(start, end)) if decode is not None else ""
         sample.status = Status.TRUNCATED if branch.turns[-1].finish == "length" else Status.COMPLETED
         own = branch.own_turns()
         sample.metadata["agent"] = {
@@ -453,7 +484,7 @@ def _agreement(known: Sequence[Message], given: Sequence[Message]) -> int:
     """Returns the length of the common prefix in messages."""
     for i, (ours, theirs) in enumerate(zip(known, given, strict=False)):
         as_it_was = ours is theirs or (
-            ours.text == theirs.text and ours.role == theirs.role and ours.calls == theirs.calls
+            (ours.text, ours.role, ours.calls, ours.images) == (theirs.text, theirs.role, theirs.calls, theirs.images)
         )
         if not as_it_was and not ours.same(theirs):
             return i

@@ -19,24 +19,34 @@ Invariants
    left out (`_without_middle`): its text is a placeholder anyway, and rendering a thousand messages takes longer than
    anything else in a turn. Each session checks this again whenever its number of answers has doubled, by rendering all
    messages. If a template breaks it, all messages are rendered from then on.
+6. Each image of a message has its placeholders in the tokens, one for each of its tokens. A template that does not
+   write one placeholder for each image is an error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slime.agent.messages import Message
+from slime.agent.messages import Message, Picture
 from slime.core.errors import DataError
+from slime.core.files import ImageFolder
+from slime.core.hf_config import other_media_ids, read_hf_config
 from slime.data.chat import ChatRenderer, Rendered
+from slime.data.images import ConversationImages
+from slime.models import family_of
+from slime.rollout.factories import end_of_text
+from slime.settings import Args
+from slime.settings.schema import images_problem_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +71,30 @@ CODES = {origin: code for code, origin in enumerate(ORIGINS)}
 """Origin -> its number in `ORIGINS`, as which columns store it."""
 
 
+class Placed(NamedTuple):
+    """An image in a sequence of tokens."""
+
+    start: int
+    """Position of its first placeholder."""
+    num: int
+    """Number of its placeholders."""
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     ids: tuple[int, ...]
     codes: npt.NDArray[np.uint8]
     """[T] origin of each token, as a number of `CODES`."""
+    images: tuple[Placed, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.ids) == len(self.codes), (len(self.ids), len(self.codes))
+
+    def after_first(self) -> Tokens:
+        """Returns the tokens without the first one, which must not be a placeholder."""
+        images = tuple(image._replace(start=image.start - 1) for image in self.images)
+        return Tokens(self.ids[1:], self.codes[1:], images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +111,25 @@ class NotAppended(DataError):
     """The template does not render the longer conversation as the earlier text plus new text."""
 
 
-class ConversationTemplate:
-    def __init__(self, chat: ChatRenderer, end_ids: Sequence[int]) -> None:
-        """`end_ids`: all tokens that end a turn; in some families, these include the header of the next message.
+TEXT_ONLY = "the model is text-only"
 
-        Raises `DataError` if it is empty.
+
+class ConversationTemplate:
+    def __init__(
+        self,
+        chat: ChatRenderer,
+        end_ids: Sequence[int],
+        images: ConversationImages | None = None,
+        why_no_images: str = TEXT_ONLY,
+    ) -> None:
+        """`end_ids`: all tokens that end a turn; in some families, these include the header of the next message.
+        `images`: reads images; None if messages can have none, for the reason `why_no_images`.
+
+        Raises `DataError` if `end_ids` is empty.
         """
         if not end_ids:
             raise DataError("the checkpoint defines no end token; set eos_token_id in its generation_config.json")
-        self.chat, self.end_ids = chat, frozenset(end_ids)
+        self.chat, self.end_ids, self.images, self.why_no_images = chat, frozenset(end_ids), images, why_no_images
         self._ends = sorted({chat.decode([i]) for i in end_ids}, key=len, reverse=True)
         self._needs_all = False
         """Whether the template is known to break invariant 5."""
@@ -137,8 +173,16 @@ class ConversationTemplate:
                 "with a control token, so the end of the turn cannot be determined"
             )
         if last_id == tokens.ids[0]:
-            return Suffix(tokens.ids[1:], tokens.codes[1:])
-        return Suffix(tokens.ids, tokens.codes, other_end=last_id in self.end_ids)
+            rest = tokens.after_first()
+            return Suffix(rest.ids, rest.codes, rest.images)
+        return Suffix(tokens.ids, tokens.codes, tokens.images, other_end=last_id in self.end_ids)
+
+    def can_follow(self, sampled: npt.NDArray[np.int32]) -> bool:
+        """Returns whether a prompt with images may contain these sampled tokens. An engine would read a placeholder
+        that the model sampled as an image (`Pictures.can_follow`).
+        """
+        placeholders = [] if self.images is None else [self.images.token_id, *self.images.other_ids]
+        return not np.isin(sampled, placeholders).any()
 
     def first_end(self, text: str, start: int = 0) -> tuple[int, str] | None:
         """Returns (position, token) of the first end token at or after `start`; None if there is none."""
@@ -148,6 +192,8 @@ class ConversationTemplate:
     def _behind(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Any]) -> Rendered:
         """Returns the template's text after the last answer, starting at the end of its turn (invariant 5)."""
         short = [] if self._needs_all else _without_middle(before)
+        if short and self._numbers_images and any(m.images for m in before):
+            short = []
         if not short:
             return self._behind_all(before, new, tools)
         try:
@@ -209,15 +255,26 @@ class ConversationTemplate:
     @staticmethod
     def _stand(message: Message, word: str, with_calls: bool) -> Message:
         """Returns a placeholder for a past message. `with_calls`: for templates that count or pair calls."""
-        kept = message.calls if with_calls else ()
-        return replace(message, text=word, reasoning=None, calls=kept)
+        kept, images = message.calls if with_calls else (), tuple(replace(one, at=0) for one in message.images)
+        return replace(message, text=word, reasoning=None, calls=kept, images=images)
+
+    @cached_property
+    def _numbers_images(self) -> bool:
+        """Whether the template writes an image otherwise after another image, such as with a number."""
+        image, word = {"role": "user", "content": [{"type": "image"}]}, "xanswerx"
+        answer = {"role": "assistant", "content": word}
+        try:
+            whole = [self.chat.render([first, answer, image]).marked for first in (image, {**image, "content": "?"})]
+        except DataError:
+            return True
+        return len({text.rpartition(word)[2] for text in whole}) > 1
 
     def _tokens(self, rendered: Rendered, messages: Sequence[Message], *, in_order: bool) -> Tokens:
         """Encodes the text and finds the origin of each token. Raises `NotAppended` if a message is missing."""
         spans: list[tuple[int, int, Origin]] = []
         at = 0
-        for message in messages:
-            text = self.chat.disarmed(message.text, rendered).strip()
+        for message, part in ((one, part) for one in messages for part in one.texts()):
+            text = self.chat.disarmed(part, rendered).strip()
             if not text:
                 continue
             place = _place(rendered.marked, text, at if in_order else 0)
@@ -227,7 +284,54 @@ class ConversationTemplate:
                 spans.append((*place, Origin(message.role)))
                 at = place[1] if in_order else at
         ids, starts = self.chat.encode_with_starts(rendered)
-        return Tokens(tuple(ids), _codes(starts, sorted(spans)))
+        images = [(image, Origin(message.role)) for message in messages for image in message.images]
+        if not images:
+            return Tokens(tuple(ids), _codes(starts, sorted(spans)))
+        return self._with_images(np.asarray(ids, np.int32), _codes(starts, sorted(spans)), images)
+
+    def _with_images(
+        self, ids: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8], images: Sequence[tuple[Picture, Origin]]
+    ) -> Tokens:
+        """Repeats the placeholder of each image once per image token, as the engine does. `ids`, `codes`: [T].
+
+        Raises `NotAppended` if there is not one placeholder per image.
+        """
+        assert self.images is not None, "messages without a reader of images must have none"
+        places = np.flatnonzero(ids == self.images.token_id)
+        if len(places) != len(images):
+            raise NotAppended(
+                f"the chat template writes {len(places)} placeholders for {len(images)} images; it may leave out the "
+                "images of some roles, so send them in a user message"
+            )
+        repeats = np.ones(len(ids), np.int64)
+        repeats[places] = [image.num_tokens for image, _ in images]
+        codes = codes.copy()
+        codes[places] = [CODES[origin] for _, origin in images]
+        starts = (np.cumsum(repeats) - repeats)[places].tolist()
+        return Tokens(
+            tuple(np.repeat(ids, repeats).tolist()),
+            np.repeat(codes, repeats),
+            tuple(Placed(start, one.num_tokens, one.digest) for start, (one, _) in zip(starts, images, strict=True)),
+        )
+
+
+def template_of(args: Args, checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any]) -> ConversationTemplate:
+    """Returns a checkpoint's chat template for conversations, in which the policy also reads images. `kwargs`: its
+    arguments. Raises `ConfigError` if there is none.
+    """
+    ends, images, media, why = sorted(end_of_text(checkpoint, tokenizer).token_ids), None, frozenset[int](), ""
+    if checkpoint != args.hf_checkpoint:
+        why = "only the policy reads images"
+    elif images_problem_of(checkpoint) is not None:
+        why = TEXT_ONLY
+    elif args.multimodal_keys is None:
+        why = "this run has no images; set --multimodal-keys"
+    else:
+        config = read_hf_config(checkpoint)
+        processor, others = family_of(config).images(config, Path(checkpoint)), other_media_ids(config)
+        images = ConversationImages(processor, ImageFolder.of_run(args.run_dir), others)
+        media = others | {processor.token_id}
+    return ConversationTemplate(ChatRenderer(tokenizer, kwargs=kwargs, media_ids=media), ends, images, why)
 
 
 def _place(written: str, text: str, start: int) -> tuple[int, int] | None:

@@ -77,6 +77,11 @@ def text_config(config: HfConfig) -> dict[str, Any]:
     return {**outer, **text, "tie_word_embeddings": tied, "wrapper_type": str(config.get("model_type"))}
 
 
+def other_media_ids(config: HfConfig) -> frozenset[int]:
+    """Returns the placeholders of media other than images."""
+    return frozenset(int(config[name]) for name in ("video_token_id", "audio_token_id") if config.get(name) is not None)
+
+
 def num_experts_of(config: HfConfig) -> int:
     """Returns the number of routed experts per layer, whatever key the family uses. 0 for a dense model."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")

@@ -75,10 +75,12 @@ class ChatRenderer:
         *,
         kwargs: Mapping[str, Any] | None = None,
         end_ids: Collection[int] = (),
+        media_ids: Collection[int] = (),
         allow_control_tokens: bool = False,
     ) -> None:
         """`end_ids`: stop tokens of the engines beyond the tokenizer's EOS (`slime.rollout.factories.end_of_text`).
 
+        `media_ids`: placeholders of images and other media, which no message may spell, not even an assistant's.
         `allow_control_tokens`: encode control strings in the data as control ids. Raises `ConfigError` if the tokenizer
         has no chat template.
         """
@@ -102,9 +104,10 @@ class ChatRenderer:
         self.structural = frozenset(t for t in added if t in probe) | own | set(self.ends)
         """Tokens that the template uses to delimit turns."""
         written = {t for t, token in added.items() if t in turn and not token.special}
-        self._framing = self.structural - (written - own - set(self.ends))
+        media = {str(by_id[i]) for i in media_ids if i in by_id}
+        self._framing = self.structural - (written - own - set(self.ends)) | media
         """Tokens that assistant text must not produce. Others, such as `<think>`, are legitimate parts of a turn."""
-        self.control = self.structural | {t for t, token in added.items() if token.special}
+        self.control = self.structural | media | {t for t, token in added.items() if token.special}
         """Tokens that text from a dataset must not produce. Assistant text may produce those not in `_framing`."""
         self.control_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.control)))
         self._allow = allow_control_tokens

@@ -255,7 +255,9 @@ class _Loader:
                 require_label(row, self._grader, self._keys.label)
                 if self._images is not None:
                     seen = self._images.read(raw.value, self._folder)
-                    row = replace(row, prompt=with_images(row.prompt, len(seen.digests)), images=seen.digests)
+                    written = seen.digests if self._chat is None else ()  # for `current().chat`
+                    prompt = with_images(row.prompt, len(seen.digests), written)
+                    row = replace(row, prompt=prompt, images=seen.digests)
                 parsed.append((*self._render(row), raw, seen))
             except DataError as error:
                 self.quarantined.append(Quarantined(raw.file, raw.line, str(error)))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from slime.core.errors import HookError
 from slime.core.files import ImageFolder
-from slime.core.hf_config import read_hf_config
+from slime.core.hf_config import other_media_ids, read_hf_config
 from slime.core.topology import EVAL_FLEET
 from slime.rewards.pool import GraderPool
 from slime.rollout.client.call import Pictures
@@ -88,10 +88,8 @@ class RolloutContext:
 
     def pictures(self, digests: Sequence[str]) -> Pictures:
         """Returns the images of a sample (`Sample.images`) for `EngineClient`. Raises `DataError` if one is missing."""
-        config = read_hf_config(self.args.hf_checkpoint)
-        others = {int(config[name]) for name in ("video_token_id", "audio_token_id") if config.get(name) is not None}
-        folder = ImageFolder.of_run(self.args.run_dir)
-        return Pictures.of(digests, folder, int(config["image_token_id"]), others)
+        config, folder = read_hf_config(self.args.hf_checkpoint), ImageFolder.of_run(self.args.run_dir)
+        return Pictures.of(digests, folder, int(config["image_token_id"]), other_media_ids(config))
 
     def engine(self) -> EngineClient:
         """Returns `client`. Raises `HookError` if no engine is running."""

@@ -62,7 +62,8 @@ class DynamicFilterOutput:
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation in the form of OpenAI's chat completions: `{"role": ..., "content": ...}`. A string is one message
-from the user."""
+from the user. With `--multimodal-keys`, the content of messages and tool results can have images: OpenAI's parts with
+data URIs, or `{"type": "image", "image": ...}` with a PIL image, bytes, a path or a data URI."""
 
 
 Tools = Sequence[Mapping[str, Any] | Callable[..., Any]]
@@ -78,9 +79,9 @@ class FunctionCall:
     name: str
     arguments: dict[str, Any]
 
-    def result(self, text: str) -> dict[str, Any]:
-        """Returns the message that answers the call."""
-        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
+    def result(self, content: str | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the message that answers the call. `content`: a text, or parts, such as images."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,9 @@ class Chat(Protocol):
 
         A function may be async; others run in threads. An exception, or a call of another function, becomes the result
         "error: ...", which the model sees. Calls and errors are counted in the samples' tool metrics.
+
+        A function may return a PIL image, or a list of images, texts and content parts; anything else becomes text.
+        Raises `DataError` for an image if the model reads none, or cannot read this one.
         """
 
     def reward_turn(self, value: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import shutil
 from collections import deque
@@ -11,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from slime.agent.adapters import Adapter, AgentAdapter
 from slime.agent.template import ConversationTemplate
@@ -22,6 +26,7 @@ from tests.support.chat_hooks import short_tokenizer_folder
 from tests.support.chat_templates import with_template
 from tests.support.fake_engine import FakeEngine, serve
 from tests.support.rollout import rollout_args, write_checkpoint_stub
+from tests.support.vision import conversation_images, small_processor
 
 END = "<|im_end|>"
 
@@ -32,6 +37,8 @@ class ScriptedModel(FakeEngine):
 
     script: deque[str] = field(default_factory=deque)
     tokenizer: Any = None
+    processor: Any = None
+    """Says how many tokens an image has; None if requests have none."""
 
     async def _sample(self, body: dict[str, Any], stop: asyncio.Event) -> dict[str, Any]:
         said = self.tokenizer.encode(self.script.popleft(), add_special_tokens=False)
@@ -54,11 +61,18 @@ class ScriptedModel(FakeEngine):
             "meta_info": {
                 "finish_reason": finish,
                 "weight_version": self.weight_version,
-                "prompt_tokens": len(body["input_ids"]),
+                "prompt_tokens": len(body["input_ids"]) + self._num_unfolded(body),
                 "cached_tokens": 0,
                 "output_token_logprobs": [[-0.5, token, None] for token in kept],
             },
         }
+
+    def _num_unfolded(self, body: dict[str, Any]) -> int:
+        """How many placeholders an engine adds, which reads one for each image."""
+        sizes = [Image.open(io.BytesIO(base64.b64decode(u.partition(",")[2]))).size for u in body.get("image_data", ())]
+        if sizes:
+            assert body["input_ids"].count(self.processor.token_id) == len(sizes)
+        return sum(self.processor.num_tokens(*size) - 1 for size in sizes)
 
     def _upto_stop(self, ids: list[int], stops: Sequence[str]) -> list[int]:
         """As SGLang with `no_stop_trim`: the token that completes a stop string is the last."""
@@ -99,11 +113,19 @@ def turns_with_calls(call: str) -> str:
 
 
 @asynccontextmanager
-async def agent_room(*, family: str = "qwen3", template: str | None = None, **settings: Any) -> AsyncIterator[Room]:
-    """`template`: instead of the family's. `settings`: of the adapter."""
+async def agent_room(
+    *, family: str = "qwen3", template: str | None = None, image_folder: Path | None = None, **settings: Any
+) -> AsyncIterator[Room]:
+    """`template`: instead of the family's. `image_folder`: where images are stored; None: the model is text-only.
+    `settings`: of the adapter.
+    """
     tokenizer = with_template(family, template)
-    model = ScriptedModel(tokenizer=tokenizer)
-    conversations = ConversationTemplate(ChatRenderer(tokenizer), [tokenizer.convert_tokens_to_ids(END)])
+    model, images, media = ScriptedModel(tokenizer=tokenizer), None, list[int]()
+    if image_folder is not None:
+        model.processor, images = small_processor(tokenizer), conversation_images(tokenizer, image_folder)
+        media = [images.token_id, *images.other_ids]
+    chat = ChatRenderer(tokenizer, media_ids=media)
+    conversations = ConversationTemplate(chat, [tokenizer.convert_tokens_to_ids(END)], images)
     async with serve(model):
         client = EngineClient(model.url)
         adapter = AgentAdapter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import json
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.core.files import ImageFolder
+from slime.data.images import ConversationImages
 from tests.support import tiny
 from tests.support.tiny import SHAPE, VOCAB_SIZE, write_tokenizer
 
@@ -24,6 +27,27 @@ CHAT_TEMPLATE = (
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+_PARTS = (
+    "{% macro parts(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part.type == 'image' or 'image' in part %}{% set seen.count = seen.count + 1 %}"
+    "{% if add_vision_id %}Picture {{ seen.count }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
+)
+CHATML_TEMPLATE = (
+    "{% set seen = namespace(count=0) %}" + _PARTS + "{% if tools %}{{ '<|im_start|>system\n<tools>' }}"
+    "{% for tool in tools %}{{ '\n' ~ tool | tojson }}{% endfor %}{{ '\n</tools><|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' ~ parts(m.content) ~ '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif m.role == 'system' %}{{ '<|im_start|>system\n' ~ m.content ~ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ parts(m.content) }}{% for c in m.tool_calls or [] %}"
+    "{% set c = c.function or c %}"
+    "{{ '<tool_call>\n{\"name\": \"' ~ c.name ~ '\", \"arguments\": ' ~ c.arguments | tojson ~ '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Writes images, tools, and results of tools in the form of Qwen3-VL; a system message has text only."""
 PATCH, MERGE = 4, 2
 SIDE = PATCH * MERGE
 """Pixels of an image that one token stands for, along each side."""
@@ -98,6 +122,45 @@ def write_processor(directory: Path) -> None:
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
 
 
+def small_processor(tokenizer: Any) -> Any:
+    """The `ImageProcessor` of a tokenizer that knows Qwen's placeholders, with the tiny model's settings."""
+    import tempfile
+
+    from slime.models.qwen3_vl.processor import Qwen3VLImages
+
+    config = {
+        "image_token_id": tokenizer.convert_tokens_to_ids(IMAGE),
+        "vision_config": {"spatial_merge_size": MERGE},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+        return Qwen3VLImages(config, Path(folder))
+
+
+def conversation_images(tokenizer: Any, folder: Path) -> ConversationImages:
+    """Images of conversations in the ids of a tokenizer, stored in `folder`."""
+    others = [tokenizer.convert_tokens_to_ids(VIDEO)]
+    return ConversationImages(small_processor(tokenizer), ImageFolder(folder), others)
+
+
+def published_processor(tokenizer: Any) -> Any:
+    """transformers' own processor for text and images, with the tiny model's settings."""
+    from transformers import Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    settings = {name: value for name, value in IMAGE_PROCESSOR.items() if not name.endswith(("_type", "_class"))}
+
+    class ForImages(Qwen3VLProcessor):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, name: str, given: Any) -> None:
+            """Would require a processor of videos, and with it torchvision."""
+
+    return ForImages(Qwen2VLImageProcessorPil(**settings), tokenizer, chat_template=tokenizer.chat_template)
+
+
+def data_uri(file: bytes, form: str = "png") -> str:
+    return f"data:image/{form};base64,{base64.b64encode(file).decode()}"
+
+
 def drawn(width: int, height: int, colours: Sequence[tuple[int, int, int]], form: str = "PNG") -> bytes:
     """The bytes of an image: vertical stripes of `colours`."""
     from PIL import Image
@@ -133,7 +196,6 @@ def seeing_batch(folder: Path, checkpoint: Path, *, seed: int = 0) -> Any:
     import numpy as np
 
     from slime.core.batch import TrainBatch
-    from slime.core.files import ImageFolder
     from slime.core.hf_config import read_hf_config
     from slime.models import family_of
     from tests.support.training import random_batch, with_samples

@@ -15,13 +15,11 @@ from slime.agent.adapters.anthropic import Messages
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
 from slime.agent.parsers import FORMATS
-from slime.agent.template import ConversationTemplate
+from slime.agent.template import ConversationTemplate, template_of
 from slime.core.errors import HookError
 from slime.core.sample import Sample
-from slime.data.chat import ChatRenderer
 from slime.public.http import ROLLOUT_LOOP, client_of
 from slime.rollout.context import current
-from slime.rollout.factories import end_of_text
 from slime.rollout.generate import rollout_sampling_params
 
 __all__ = ["Adapter", "AgentAdapter", "AnthropicAdapter", "OpenAIAdapter", "RunAdapter"]
@@ -77,14 +75,15 @@ class RunAdapter(Adapter):
         client = context.engine() if sglang_url is None else client_of(f"{sglang_url.removesuffix('/')}/generate")
         if client is None:
             raise HookError(f"no router of this run has the address {sglang_url}; use args.sglang_router_ip and _port")
-        chat = ChatRenderer(tokenizer, kwargs=context.args.apply_chat_template_kwargs)
+        args = context.args
+        template = template_of(args, args.hf_checkpoint, tokenizer, args.apply_chat_template_kwargs)
         known = tool_parser is not None and tool_parser in FORMATS
         if tool_parser is not None and not known:
             logger.warning("there is no tool format %s; the chat template decides how calls are read", tool_parser)
         super().__init__(
             client,
-            ConversationTemplate(chat, sorted(end_of_text(context.args.hf_checkpoint, tokenizer).token_ids)),
-            decode=chat.decode,
+            template,
+            decode=template.chat.decode,
             tool_format=tool_parser if known else context.args.agent_tool_format,
             sampling=rollout_sampling_params(context.args),
             max_turns=max_turns_per_sid,

@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 from aiohttp import web
 
-from slime.agent.adapters.fields import GUIDED, BadRequest, Fields
+from slime.agent.adapters.fields import GUIDED, BadRequest, Fields, ImageParts
 from slime.agent.messages import Message, ToolCall
 from slime.agent.parsers import Parsed, ToolFormat, begins, format_or_text
 from slime.agent.session import Branch, Session
@@ -48,7 +48,8 @@ from slime.agent.template_probe import tools_problem
 from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestRejected, SlimeError, TakenBack
 from slime.core.processes import http_url
 from slime.core.sample import Sample
-from slime.rollout.client.call import Generation, joined
+from slime.data.images import ConversationImages
+from slime.rollout.client.call import Generation, Pictures, joined
 from slime.rollout.client.engine_client import STREAMED_INTERVAL, WHOLE
 from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
 from slime.rollout.generate import LIMITS, Limits
@@ -124,6 +125,7 @@ class Engine(Protocol):
         session_id: str | None = None,
         experts_from: int = 0,
         interval: int = 1,
+        pictures: Pictures | None = None,
     ) -> AsyncGenerator[Generation, None]: ...
 
 
@@ -150,6 +152,8 @@ class Turn:
     """How the model writes thinking and calls."""
     end_ids: frozenset[int]
     """Tokens that end a response. They are stripped from its text unless the reader needs them."""
+    images: ConversationImages | None = None
+    """Where the images of the conversation are; None if it can have none."""
     full_is_error: bool = False
     """Whether a full context is an error, as in the APIs, and not an empty answer."""
 
@@ -170,7 +174,8 @@ class Turn:
             params = self._params(num_prompt)
             if params["max_new_tokens"] > 0:
                 text = Words(self.decode, self.end_ids, reader.ends, 1 if self.request.streams else DECODED_AT_ONCE)
-                async with aclosing(self._stream(engine, opened.branch, params)) as stream:
+                seen = await pictures_of(opened.branch, self.images)
+                async with aclosing(self._stream(engine, opened.branch, params, seen)) as stream:
                     async for part in stream:
                         parts.append(part)
                         for begin in range(0, len(part.tokens), DECODED_AT_ONCE):
@@ -194,7 +199,9 @@ class Turn:
         self.session.end_turn(opened, answer.message, whole, ill_formed=parsed.ill_formed, trained=self.trained)
         yield answer
 
-    def _stream(self, engine: Engine, branch: Branch, params: Mapping[str, Any]) -> AsyncGenerator[Generation, None]:
+    def _stream(
+        self, engine: Engine, branch: Branch, params: Mapping[str, Any], pictures: Pictures | None
+    ) -> AsyncGenerator[Generation, None]:
         """Requests the answer: whole if nobody reads it as it arrives, and with the experts that the branch lacks."""
         return engine.stream(
             branch.tokens,
@@ -202,6 +209,7 @@ class Turn:
             session_id=self.session_id,
             experts_from=0 if branch.experts is None else branch.experts.end,
             interval=STREAMED_INTERVAL if self.request.streams else WHOLE,
+            **({} if pictures is None else {"pictures": pictures}),
         )
 
     def _params(self, num_prompt: int) -> dict[str, Any]:
@@ -234,6 +242,14 @@ class Turn:
             ill_formed=parsed.ill_formed,
             stop=stop,
         )
+
+
+async def pictures_of(branch: Branch, images: ConversationImages | None) -> Pictures | None:
+    """Reads the files of a branch's images in a thread. Returns None if it has none."""
+    if images is None or not branch.images:
+        return None
+    digests = [image.digest for image in branch.images]
+    return await asyncio.to_thread(Pictures.of, digests, images.store, images.token_id, images.other_ids)
 
 
 class Decoder:
@@ -370,6 +386,10 @@ class Wire(ABC):
     """What the fields of a request body do."""
     counters: ClassVar[Mapping[str, Callable[[int], dict[str, Any]]]] = {}
     """POST route that counts a request's tokens -> function that turns the count into the response body."""
+
+    def __init__(self, images: ImageParts | None = None) -> None:
+        """`images`: reads the images in messages."""
+        self.images = images or ImageParts()
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> Request:
@@ -573,7 +593,7 @@ class Adapter:
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/v1/models", self._models)
         for kind in self.wires:
-            wire = kind()
+            wire = kind(ImageParts(self._template.images, self._template.why_no_images))
             app.router.add_post(wire.path, self._handler(wire, partial(self._answer, wire)))
             for path, count in wire.counters.items():
                 app.router.add_post(path, self._handler(wire, self._counter(count)))
@@ -597,8 +617,12 @@ class Adapter:
             try:
                 self._session_of(http)
                 body = await _body(http)
-                found = self._session_of(http)  # it may have ended while the body arrived
-                request = self._read(wire, body)
+                self._session_of(http)  # it may have ended while the body arrived
+                if self._template.images is None:
+                    request = self._read(wire, body)
+                else:  # images take long to decode
+                    request = await asyncio.to_thread(self._read, wire, body)
+                found = self._session_of(http)
                 response: web.StreamResponse = await answer(found, request, http)
                 return response
             except BadRequest as problem:
@@ -681,6 +705,7 @@ class Adapter:
             decode=self._decode,
             format=self._format,
             end_ids=self._template.end_ids,
+            images=self._template.images,
             full_is_error=True,
         )
 

@@ -1,7 +1,7 @@
 """Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens.
 
-Supported: system (text or blocks); user and assistant messages with text, thinking, tool_use and tool_result blocks;
-tools. Thinking blocks get a dummy signature, because clients expect one. Rejected: images, documents, and tools that
+Supported: system (text or blocks); user and assistant messages with text, image, thinking, tool_use and tool_result
+blocks; tools. Thinking blocks get a dummy signature, because clients expect one. Rejected: documents, and tools that
 run on the provider's side.
 """
 
@@ -17,6 +17,7 @@ from slime.agent.adapters.fields import (
     GUIDED,
     BadRequest,
     Fields,
+    ImageParts,
     at_least_one,
     checked,
     objects,
@@ -27,7 +28,7 @@ from slime.agent.adapters.fields import (
     stops,
 )
 from slime.agent.adapters.openai_chat import check_function
-from slime.agent.messages import Message, ToolCall, canonical_arguments
+from slime.agent.messages import Message, Picture, ToolCall, canonical_arguments
 
 SAMPLES = ("temperature", "top_p", "top_k")
 FIELDS = Fields(
@@ -84,10 +85,10 @@ class Messages(Wire):
         if not messages:
             raise BadRequest("messages: at least one message is required")
         begun = messages[-1].get("role") == "assistant"
-        system = _text(body.get("system"), "system")
+        system = _text(body.get("system"), "system", self.images)
         found = [Message("system", system)] if system else []
         for i, given in enumerate(messages):
-            found += _messages(given, f"messages[{i}]")
+            found += _messages(given, f"messages[{i}]", self.images)
         return Request(
             messages=tuple(found),
             tools=_tools(body),
@@ -205,7 +206,7 @@ def _blocks(message: Message) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.decoded}
 
 
-def _messages(given: Mapping[str, Any], where: str) -> list[Message]:
+def _messages(given: Mapping[str, Any], where: str, images: ImageParts) -> list[Message]:
     """Parses one message. Each tool result in it becomes a separate message. Raises `BadRequest`."""
     role = required(given, "role", str, f"{where}.")
     if role not in ("user", "assistant", "system"):
@@ -213,21 +214,23 @@ def _messages(given: Mapping[str, Any], where: str) -> list[Message]:
     content, where = given.get("content"), f"{where}.content"
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _blocks_of(content, where)
     if role == "assistant":
-        return [_assistant(blocks, where)]
+        return [_assistant(blocks, where, images)]
     out: list[Message] = []
-    text: list[str] = []
-    for block in blocks:
+    rest: list[Mapping[str, Any]] = []
+    for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
-            answered = required(block, "tool_use_id", str, f"{where}[].")
-            out.append(Message("tool", _text(block.get("content"), f"{where}[].content"), call_id=answered))
+            answered = required(block, "tool_use_id", str, f"{where}[{i}].")
+            text, seen = _content(block.get("content"), f"{where}[{i}].content", images)
+            out.append(Message("tool", text, call_id=answered, images=seen))
         else:
-            text.append(_text([block], where))
-    if text or not out:
-        out.append(Message(role, "\n".join(text)))
+            rest.append(block)
+    if rest or not out:
+        text, seen = _content(rest, where, images)
+        out.append(Message(role, text, images=seen))
     return out
 
 
-def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, images: ImageParts) -> Message:
     text, thoughts, calls, at = [], [], [], f"{where}[]."
     for block in blocks:
         match block["type"]:
@@ -239,7 +242,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
                 arguments = canonical_arguments(optional(block, "input", dict, at))
                 calls.append(ToolCall(required(block, "id", str, at), required(block, "name", str, at), arguments))
             case _:
-                text.append(_text([block], where))
+                text.append(_text([block], where, images))
     return Message("assistant", "".join(text), "".join(thoughts) or None, tuple(calls))
 
 
@@ -251,17 +254,38 @@ def _blocks_of(content: Any, where: str) -> list[Mapping[str, Any]]:
     return blocks
 
 
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    blocks = _blocks_of(content, where)
-    for block in blocks:
-        if block["type"] != "text":
-            kind = block["type"][:80]
-            raise BadRequest(f"a block of type {kind!r} is not supported, because the model is text-only")
-    return "\n".join(required(block, "text", str, f"{where}[].") for block in blocks)
+def _text(content: Any, where: str, images: ImageParts) -> str:
+    """Returns the text of blocks that contain no images. Raises `BadRequest`."""
+    text, seen = _content(content, where, images)
+    if seen:
+        raise BadRequest(f"{where} contains an image, but only the messages of a user can")
+    return text
+
+
+def _content(content: Any, where: str, images: ImageParts) -> tuple[str, tuple[Picture, ...]]:
+    """Returns the text and the images of a message's or a result's content. A line break separates texts that follow
+    each other. Raises `BadRequest`.
+    """
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    text, seen, after_text = "", list[Picture](), False
+    for i, block in enumerate(_blocks_of(content, where)):
+        at = f"{where}[{i}]."
+        if block["type"] == "text":
+            text += "\n" * after_text + required(block, "text", str, at)
+        elif block["type"] == "image" and images.images is not None:
+            source = required(block, "source", dict, at)
+            if (kind := required(source, "type", str, f"{at}source.")) != "base64":
+                raise BadRequest(
+                    f"{at}source.type is {kind[:80]!r}, but must be base64: slime downloads no images and stores no "
+                    "files; send the image's bytes"
+                )
+            image = images.read_base64(source, "data", f"{at}source.")
+            seen.append(Picture(len(text), image.digest, image.num_tokens))
+        else:
+            raise images.refused("block", block["type"])
+        after_text = block["type"] == "text"
+    return text, tuple(seen)
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from slime.agent.template import TEXT_ONLY
+from slime.core.errors import DataError
+from slime.data.images import ConversationImages, StoredImage
 
 T = TypeVar("T")
 KINDS: Mapping[type, str] = {
@@ -71,6 +75,53 @@ class Fields:
             if len(self._warned) < MAX_WARNINGS:
                 self._warned.add(name)
                 logger.warning("an agent sends the field %.80r, which has no effect", name)
+
+
+IMAGE_PARTS = ("image_url", "input_image", "image")
+"""Types of parts that are images: two of OpenAI's APIs, and Anthropic's, which is also the form for Python code."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageParts:
+    """Reads the images in requests."""
+
+    images: ConversationImages | None = None
+    """None if the model gets no images."""
+    why_none: str = TEXT_ONLY
+
+    def refused(self, what: str, kind: str) -> BadRequest:
+        """Returns the error for a part of a message. `what`: the API's name for a part. `kind`: its type."""
+        why = self.why_none if self.images is None else "the model reads text and images only"
+        return BadRequest(f"a {what} of type {kind[:80]!r} is not supported, because {why}")
+
+    def of_part(self, part: Mapping[str, Any], where: str) -> StoredImage | None:
+        """Reads a content part of OpenAI's APIs. Returns None if it is none that can be read. Raises `BadRequest`."""
+        if self.images is None or part["type"] not in IMAGE_PARTS[:2]:
+            return None
+        holder = part.get("image_url")
+        if isinstance(holder, dict):
+            return self.read(holder, "url", f"{where}image_url.")
+        return self.read(part, "image_url", where)
+
+    def read(self, given: Mapping[str, Any], name: str, where: str) -> StoredImage:
+        """Reads the image in field `name`, a data URI. Raises `BadRequest`."""
+        if given.get(name) is None and given.get("file_id") is not None:
+            raise BadRequest(f"{where}file_id is not supported, because files are not stored; send {name}")
+        uri = required(given, name, str, where)
+        return self.checked(lambda images: images.of_uri(uri), where + name)
+
+    def read_base64(self, given: Mapping[str, Any], name: str, where: str) -> StoredImage:
+        """Reads the image in field `name`, in base64. Raises `BadRequest`."""
+        text = required(given, name, str, where)
+        return self.checked(lambda images: images.of_base64(text), where + name)
+
+    def checked(self, read: Callable[[ConversationImages], StoredImage], where: str) -> StoredImage:
+        """Converts a `DataError` of `read` to `BadRequest`. `where`: the field in its message."""
+        assert self.images is not None, "`refused` is called first"
+        try:
+            return read(self.images)
+        except DataError as error:
+            raise BadRequest(f"{where}: {error}") from error
 
 
 def kind_of(value: Any) -> str:

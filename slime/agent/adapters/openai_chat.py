@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions API: POST /v1/chat/completions.
 
-Supported: system, developer, user, assistant and tool messages, text parts, tools, and `reasoning_content` in assistant
-messages. Rejected: multiple choices, log-probs, images and audio, forced calls, and the fields in `FIELDS.refused`.
+Supported: system, developer, user, assistant and tool messages, text and image parts, tools, and `reasoning_content` in
+assistant messages. Rejected: multiple choices, log-probs, audio, forced calls, and the fields in `FIELDS.refused`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from slime.agent.adapters.fields import (
     SAMPLING,
     BadRequest,
     Fields,
+    ImageParts,
     at_least_one,
     checked,
     kind_of,
@@ -26,7 +27,7 @@ from slime.agent.adapters.fields import (
     schema_text,
     stops,
 )
-from slime.agent.messages import Message, ToolCall, canonical_arguments
+from slime.agent.messages import Message, Picture, ToolCall, canonical_arguments
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
@@ -55,8 +56,8 @@ FIELDS = Fields(
         )
     ),
     refused={
-        "audio": "the model is text-only",
-        "modalities": "the model is text-only",
+        "audio": "the model answers with text only",
+        "modalities": "the model answers with text only",
         "function_call": OLD_CALLS,
         "functions": OLD_CALLS,
         "logit_bias": GUIDED,
@@ -89,7 +90,7 @@ class ChatCompletions(Wire):
             raise BadRequest("messages is empty; send at least one message")
         options = optional(body, "stream_options", dict) or {}
         return Request(
-            messages=tuple(message_of(message, f"messages[{i}]") for i, message in enumerate(messages)),
+            messages=tuple(message_of(message, f"messages[{i}]", self.images) for i, message in enumerate(messages)),
             tools=tools_in(body),
             max_tokens=at_least_one(body, "max_completion_tokens") or at_least_one(body, "max_tokens"),
             sampling=sampling(body, tuple(SAMPLING)),
@@ -174,20 +175,22 @@ def call_of(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def message_of(given: Any, where: str) -> Message:
+def message_of(given: Any, where: str, images: ImageParts) -> Message:
     """Parses one message of a request. `where`: its place in error messages. Raises `BadRequest`."""
     given = checked(given, dict, where)
     role, where = role_of(given, where), f"{where}."
     reasoning = optional(given, "reasoning_content", str, where) or optional(given, "reasoning", str, where)
     if given.get("function_call") or given.get("audio"):
         raise BadRequest(f"{where}function_call and {where}audio are not supported; send tool_calls and text")
+    text, seen = content_of(given.get("content"), f"{where}content", images, role)
     return Message(
         role,
-        text_of(given.get("content"), f"{where}content"),
+        text,
         reasoning=reasoning if reasoning and role == "assistant" else None,
         calls=tuple(_call(call, where) for call in objects(given, "tool_calls", where)),
         call_id=optional(given, "tool_call_id", str, where),
         name=optional(given, "name", str, where) if role == "tool" else None,
+        images=seen,
     )
 
 
@@ -209,19 +212,26 @@ def _call(given: Mapping[str, Any], where: str) -> ToolCall:
     return ToolCall(required(given, "id", str, where), name, canonical_arguments(arguments))
 
 
-def text_of(content: Any, where: str = "content") -> str:
-    """Returns the text of a string or of text parts; `where`: its field. Raises `BadRequest` for anything else."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for part in checked(content, list, where):
-        kind = required(checked(part, dict, f"{where}[]"), "type", str, f"{where}[].")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise BadRequest(f"a content part of type {kind[:80]!r} is not supported, because the model is text-only")
-        parts.append(required(part, "refusal" if kind == "refusal" else "text", str, f"{where}[]."))
-    return "".join(parts)
+TEXTS = ("text", "input_text", "output_text", "refusal")
+
+
+def content_of(content: Any, where: str, images: ImageParts, role: str) -> tuple[str, tuple[Picture, ...]]:
+    """Returns the text and the images of a string or of parts; `where`: its field. Raises `BadRequest`."""
+    if content is None or isinstance(content, str):
+        return content or "", ()
+    text, seen = "", list[Picture]()
+    for i, part in enumerate(checked(content, list, where)):
+        at = f"{where}[{i}]."
+        kind = required(checked(part, dict, at[:-1]), "type", str, at)
+        if kind in TEXTS:
+            text += required(part, "refusal" if kind == "refusal" else "text", str, at)
+        elif (image := images.of_part(part, at)) is None:
+            raise images.refused("content part", kind)
+        elif role == "assistant":
+            raise BadRequest(f"{at[:-1]} is an image, which an assistant's message cannot contain")
+        else:
+            seen.append(Picture(len(text), image.digest, image.num_tokens))
+    return text, tuple(seen)
 
 
 def lets_call(body: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """OpenAI's Responses API: POST /v1/responses.
 
-Supported: `instructions`, text, input items (messages, function calls and their results, reasoning), function tools.
-The agent must send all items with every request. `previous_response_id` is rejected, because sessions compare complete
-histories.
+Supported: `instructions`, text, images, input items (messages, function calls and their results, reasoning), and
+function tools. The agent must send all items with every request. `previous_response_id` is rejected, because sessions
+compare complete histories.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from slime.agent.adapters.adapter import Answer, ContextFull, Event, Frame, Requ
 from slime.agent.adapters.fields import (
     BadRequest,
     Fields,
+    ImageParts,
     at_least_one,
     objects,
     optional,
@@ -24,7 +25,7 @@ from slime.agent.adapters.fields import (
     sampling,
     schema_text,
 )
-from slime.agent.adapters.openai_chat import CONTEXT_FULL, KINDS, check_function, lets_call, role_of, text_of
+from slime.agent.adapters.openai_chat import CONTEXT_FULL, KINDS, check_function, content_of, lets_call, role_of
 from slime.agent.messages import Message, ToolCall, canonical_arguments
 
 SAMPLES = ("temperature", "top_p")
@@ -69,7 +70,7 @@ class Responses(Wire):
         instructions = optional(body, "instructions", str)
         messages = [Message("system", instructions)] if instructions else []
         for i, item in enumerate(items):
-            _add(messages, item, f"input[{i}]")
+            _add(messages, item, f"input[{i}]", self.images)
         text = optional(body, "text", dict) or {}
         return Request(
             messages=tuple(messages),
@@ -240,13 +241,14 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+def _add(messages: list[Message], item: Mapping[str, Any], where: str, images: ImageParts) -> None:
     """Adds an input item to `messages`, merging the items of one model turn. Raises `BadRequest`."""
     kind, at = optional(item, "type", str, f"{where}.") or "message", f"{where}."
     match kind:
         case "message":
             role = role_of(item, where)
-            message = Message(role, text_of(item.get("content"), f"{at}content"))
+            text, seen = content_of(item.get("content"), f"{at}content", images, role)
+            message = Message(role, text, images=seen)
             last = _turn(messages) if role == "assistant" else None
             if last is None:
                 messages.append(message)
@@ -264,8 +266,8 @@ def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
             last = _turn(messages) or _begun(messages)
             messages[-1] = replace(last, calls=(*last.calls, call))
         case "function_call_output":
-            output = text_of(item.get("output"), f"{at}output")
-            messages.append(Message("tool", output, call_id=required(item, "call_id", str, at)))
+            output, seen = content_of(item.get("output"), f"{at}output", images, "tool")
+            messages.append(Message("tool", output, call_id=required(item, "call_id", str, at), images=seen))
         case _:
             raise BadRequest(f"an input item of type {kind[:80]!r} is not supported")
 

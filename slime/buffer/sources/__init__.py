@@ -131,8 +131,10 @@ class PromptData(DataSource):
 
 
 def image_column(args: Args) -> ImageColumn | None:
-    """Returns the column of `--multimodal-keys`; None if unset. Raises `ConfigError` if the model takes no images."""
-    if args.multimodal_keys is None:
+    """Returns the column of `--multimodal-keys`; None if there is none. Raises `ConfigError` if the model takes no
+    images.
+    """
+    if not args.multimodal_keys:
         return None
     from slime.core.files import ImageFolder
     from slime.core.hf_config import read_hf_config

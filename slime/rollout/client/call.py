@@ -609,7 +609,7 @@ def require_joinable(call: Call, returned_tokens: bool) -> None:
         return
     if returned_tokens:
         raise EngineError(
-            "a stream under a grammar was interrupted after it returned some tokens, and cannot be continued; use "
-            "generate(), which starts over"
+            "a stream was interrupted after it returned some tokens, and cannot be continued, because it is under a "
+            "grammar or the model sampled the placeholder of an image; use generate(), which starts over"
         )
     call.start_over()

@@ -181,6 +181,7 @@ class EngineClient:
         experts_from: int = 0,
         returns_partial: bool = False,
         interval: int = 1,
+        pictures: Pictures | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Like `generate`, but yields new tokens as they arrive, for callers that may stop early.
 
@@ -200,7 +201,7 @@ class EngineClient:
             )
             return
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
-        job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True)
+        job = self._job(input_ids, sampling_params, session_id, experts_from, interval, True, pictures)
         previous: Generation | None = None
         async with aclosing(self._parts(job)) as parts:
             async for part in parts:

@@ -123,23 +123,27 @@ SLOW = "disable_fast_image_processor"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """Images in prompts (docs/vision.md)."""
+    """Images in prompts and in agents' conversations (docs/vision.md)."""
 
     multimodal_keys: dict[str, str] | None = opt(None)
     """Column of a prompt's images, as a JSON object: {"image": "images"}. The prompt contains <image> for each one.
-    Only Qwen3-VL supports images, with a frozen vision tower (docs/vision.md)."""
+    {}: no column, but agents' conversations have images. Only Qwen3-VL supports images, with a frozen vision tower
+    (docs/vision.md)."""
 
 
 def images_are_read(args: Args) -> str | None:
     keys = args.multimodal_keys
     if keys is None:
         return None
-    if set(keys) != {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
+    if not set(keys) <= {KIND} or not all(isinstance(column, str) and column for column in keys.values()):
         return f'multimodal_keys is {keys}, but only images are supported; set \'{{"image": "COLUMN"}}\''
     if problem := images_problem_of(args.hf_checkpoint):
         return f"multimodal_keys does not work with hf_checkpoint {args.hf_checkpoint}: {problem}"
-    if not args.apply_chat_template and not fine_tunes(args):
-        return "multimodal_keys needs --apply-chat-template, which puts images into prompts; add the flag"
+    if keys and not args.apply_chat_template and not fine_tunes(args) and args.custom_generate_function_path is None:
+        return (
+            "multimodal_keys needs --apply-chat-template, which puts images into prompts, or a generate function that "
+            "renders them with current().chat; add the flag, or set --custom-generate-function-path"
+        )
     return None
 
 

@@ -39,7 +39,8 @@ def in_chat(work: Callable[[Room, Chat], Awaitable[Any]], *, most_turns: int = 1
         async with agent_room() as room:
             ends = [room.tokenizer.convert_tokens_to_ids(END)]
             chats = ModelChats("", room.tokenizer, {})
-            known = {"agent_tool_format": None, "agent_max_turns": most_turns, "apply_chat_template": False, **args}
+            known: dict[str, Any] = {"hf_checkpoint": None, "multimodal_keys": None}
+            known |= {"agent_tool_format": None, "agent_max_turns": most_turns, "apply_chat_template": False, **args}
             room.client.chats = chats
             room.tokenizer.eos_token = END
             assert room.tokenizer.eos_token_id == ends[0]
