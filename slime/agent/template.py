@@ -284,10 +284,11 @@ class ConversationTemplate:
                 spans.append((*place, Origin(message.role)))
                 at = place[1] if in_order else at
         ids, starts = self.chat.encode_with_starts(rendered)
+        codes = _codes(starts, sorted(spans))
         images = [(image, Origin(message.role)) for message in messages for image in message.images]
         if not images:
-            return Tokens(tuple(ids), _codes(starts, sorted(spans)))
-        return self._with_images(np.asarray(ids, np.int32), _codes(starts, sorted(spans)), images)
+            return Tokens(tuple(ids), codes)
+        return self._with_images(np.asarray(ids, np.int32), codes, images)
 
     def _with_images(
         self, ids: npt.NDArray[np.int32], codes: npt.NDArray[np.uint8], images: Sequence[tuple[Picture, Origin]]
@@ -305,7 +306,8 @@ class ConversationTemplate:
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[places] = [image.num_tokens for image, _ in images]
-        codes = codes.copy()
+        # An image cuts a text into parts, which may be so short that they are found in a control token.
+        codes[np.isin(ids, sorted(self.chat.control_ids))] = CODES[Origin.TEMPLATE]
         codes[places] = [CODES[origin] for _, origin in images]
         starts = (np.cumsum(repeats) - repeats)[places].tolist()
         return Tokens(

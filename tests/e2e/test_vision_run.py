@@ -5,6 +5,7 @@ A tiny Qwen3-VL of random weights is asked for the colour of pictures; two steps
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -91,6 +92,33 @@ def test_the_export_is_a_whole_checkpoint(run: tuple[Path, RealRun]) -> None:
     assert "model.language_model.embed_tokens.weight" not in same, "the language model is trained"
     assert json.loads((folder / "preprocessor_config.json").read_text())["patch_size"] == 4
     transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder)
+
+
+def test_an_agent_sees_pictures_in_its_prompt_and_in_what_its_tool_returns(tmp_path: Path) -> None:
+    """Law: over HTTP and by `current().chat`, engine and trainer agree, and a sample has the images of its own turns."""
+    model, data = write_vision_model(tmp_path / "model"), write_colours(tmp_path / "data")
+    flags = [
+        *("--hf-checkpoint", model, "--prompt-data", data, "--input-key", "problem", "--label-key", "answer"),
+        *("--multimodal-keys", '{"image": "images"}', "--no-bf16", "--mismatch-limit", str(LIMIT)),
+        *("--custom-generate-function-path", "tests.support.plugins.seeing_agent.generate"),
+        *("--custom-rm-path", "recipes.tiny.tasks:digit_fraction", "--lr", "1e-3", "--lr-decay-style", "constant"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "12"),
+        *("--num-rollout", str(NUM_STEPS), "--save-debug-rollout-data", tmp_path / "rollouts" / "{rollout_id}.jsonl"),
+    ]
+    real = started_and_finished(tmp_path / "run", flags)
+    lines = read_jsonl(real.run_dir / "metrics.jsonl")
+    gaps = [value for line in lines for name, value in line.items() if name.endswith("logprob_abs_diff_max")]
+    assert len(gaps) == NUM_STEPS and 0 < max(gaps) <= LIMIT, gaps
+    groups = [g for n in range(NUM_STEPS) for g in recorded_groups(str(tmp_path / "rollouts" / "{rollout_id}.jsonl"), n)]
+    assert len(groups) == 4 * NUM_STEPS and real.left() == []
+    numbers = set()
+    for sample in (sample for group in groups for sample in group):
+        agent, versions = sample.metadata["agent"], [-1] * sample.prompt_length + list(sample.token_versions or ())
+        shown = [token == IMAGE_ID and version < 0 for token, version in zip(sample.tokens, versions, strict=True)]
+        num_shown = sum(now and not before for before, now in itertools.pairwise([False, *shown]))
+        assert num_shown == len(sample.images) > 0 and sample.response_length
+        numbers.add((agent["branch"], agent["turns"], len(sample.images)))
+    assert {("first", 3, 3), ("first", 3, 4), ("compaction", 1, 2), ("compaction", 1, 3)} <= numbers, numbers
 
 
 def test_no_engine_tokenised_a_prompt_again(run: tuple[Path, RealRun]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime.agent.messages import Message, ToolCall, canonical_arguments
+from slime.agent.messages import Message, Picture, ToolCall, canonical_arguments
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate, Origin
 from slime.core.errors import DataError
@@ -51,6 +51,8 @@ class Asked:
     log_probs: tuple[float, ...]
     version: int
     kept: bool = True
+    images: tuple[str, ...] = ()
+    """Digests of the images in the history that the agent sent."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Player:
     seed: int
     asked: list[Asked] = field(default_factory=list)
     refused: int = 0
+    pictures: tuple[Picture, ...] = ()
+    """What people and tools show; nothing if the model is text-only."""
     rewards: defaultdict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
     """Reward of each rewarded turn, by all ids up to its last one."""
 
@@ -71,6 +75,7 @@ class Player:
         self.random = random.Random(self.seed)
         self.session = Session(self.template)
         self.control = sorted(self.template.chat.control)
+        self.placeholder = -1 if self.template.images is None else self.template.images.token_id
         self.version = 1
 
     # ---- what people, tools and models say ---------------------------------------------------------------------------
@@ -94,15 +99,25 @@ class Player:
             )
             for _ in range(rng.choice((0, 0, 1, 2)))
         )
+        if self.pictures and ids and rng.random() < 0.05:
+            ids[rng.randrange(len(ids))] = self.placeholder
         message = Message("assistant", self.text(), rng.choice((None, "", "thoughts")), calls)
         log_probs = tuple(-rng.random() for _ in ids)
         return message, Generation(tuple(ids), log_probs, finish, self.version, ""), rng.random() < 0.1
 
     def reply(self, answer: Message) -> list[Message]:
         """What the agent sends behind an answer."""
-        results = [Message("tool", self.text(), call_id=call.id, name=call.name) for call in answer.calls]
-        more = [Message(self.random.choice(("user", "user", "user", "system")), self.text())]
+        results = [self.shown(Message("tool", self.text(), call_id=one.id, name=one.name)) for one in answer.calls]
+        more = [self.shown(Message(self.random.choice(("user", "user", "user", "system")), self.text()))]
         return results if results and self.random.random() < 0.8 else [*results, *more]
+
+    def shown(self, message: Message) -> Message:
+        """The message with some images somewhere in its text."""
+        if not self.pictures or message.role == "system":
+            return message
+        places = sorted(self.random.randrange(len(message.text) + 1) for _ in range(self.random.choice((0, 0, 1, 2))))
+        images = tuple(replace(self.random.choice(self.pictures), at=at) for at in places)
+        return replace(message, images=images)
 
     # ---- a conversation ----------------------------------------------------------------------------------------------
 
@@ -121,7 +136,7 @@ class Player:
     def opening(self) -> list[Message]:
         """A conversation before its first answer."""
         system = [Message("system", self.text() or "Be brief.")] if self.random.random() < 0.6 else []
-        return [*system, Message("user", self.text())]
+        return [*system, self.shown(Message("user", self.text()))]
 
     def onward(self, history: list[Message], answer: Message, tools: Any) -> tuple[list[Message], Any]:
         """The next history: mostly what was, the answer, and something new."""
@@ -157,7 +172,12 @@ class Player:
         read = tuple(opened.branch.tokens)
         message, generation, ill_formed = self.answer()
         kept = self.random.random() < 0.95
-        self.asked.append(Asked(read, generation.tokens, generation.log_probs, self.version, kept))
+        images = [image for one in history for image in one.images]
+        assert [image.digest for image in opened.branch.images] == [image.digest for image in images], self.seed
+        if images:
+            assert read.count(self.placeholder) == sum(image.num_tokens for image in images), self.seed
+        digests = tuple(image.digest for image in images)
+        self.asked.append(Asked(read, generation.tokens, generation.log_probs, self.version, kept, digests))
         if not kept:
             self.session.drop_turn(opened)
             return None
@@ -190,12 +210,14 @@ class Player:
             sampled = {i for turn in branch.turns for i in range(turn.start, turn.end)}
             for i, (token, origin) in enumerate(zip(branch.tokens, branch.origins, strict=True)):
                 assert (origin is Origin.SAMPLED) == (i in sampled), self.seed
-                if origin not in (Origin.SAMPLED, Origin.TEMPLATE):
+                if origin not in (Origin.SAMPLED, Origin.TEMPLATE) and token != self.placeholder:
                     assert token not in control, f"{self.seed}: {origin} injected {token}"
         trained: Counter[tuple[int, ...]] = Counter()
         rewards: defaultdict[tuple[int, ...], float] = defaultdict(float)
         for sample in self.session.samples(Sample(index=0, group_index=0)):
             start = sample.prompt_length
+            ends = [one.images for one in self.asked if one.kept and [*one.read, *one.sampled] == sample.tokens]
+            assert tuple(sample.images) in ends, f"{self.seed}: the images of its own path"
             for i, kept in enumerate(sample.loss_mask or (), start):
                 if kept:
                     trained[tuple(sample.tokens[: i + 1])] += 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,13 @@ from PIL import Image
 
 from slime.agent.messages import Message, Picture
 from slime.agent.session import Session
-from slime.agent.template import ConversationTemplate, Placed
-from slime.core.errors import DataError
+from slime.agent.template import ConversationTemplate
 from slime.core.files import ImageFolder
 from slime.core.sample import Sample
 from slime.data import images as limits
 from slime.data.chat import ChatRenderer
-from slime.data.images import ConversationImages
 from slime.rollout.client.call import Generation
+from tests.support.agent_histories import Player
 from tests.support.agent_room import END, Room, agent_room
 from tests.support.chat_templates import with_template
 from tests.support.vision import (
@@ -161,5 +160,166 @@ def test_a_conversation_has_the_ids_and_the_patches_of_transformers_own_processo
         assert sample.images[0] == sample.images[2] != sample.images[1]
         assert room.adapter._template.images is not None and len(list(tmp_path.iterdir())) == 2
         assert sample.response.count(IMAGE) == 2, "the text has one placeholder for each image"
+
+    in_room(tmp_path, work)
+
+
+# ---- branches ------------------------------------------------------------------------------------------------------
+
+
+def seeing_template(folder: Path, **kwargs: Any) -> ConversationTemplate:
+    tokenizer = seeing_tokenizer()
+    images = conversation_images(tokenizer, folder)
+    chat = ChatRenderer(tokenizer, kwargs=kwargs, media_ids=[images.token_id, *images.other_ids])
+    return ConversationTemplate(chat, [tokenizer.convert_tokens_to_ids(END)], images)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"add_vision_id": True}])
+def test_each_branch_has_the_images_of_its_own_history(kwargs: dict[str, Any], tmp_path: Path) -> None:
+    """Law: in retries, edits, dropped histories and lost answers, also where the model samples a placeholder."""
+    template, tokenizer = seeing_template(tmp_path, **kwargs), seeing_tokenizer()
+    pictures = tuple(Picture(0, f"{number:032x}", num) for number, num in enumerate((1, 4, 6)))
+    forks: Counter[str] = Counter()
+    for seed in range(40):
+        player = Player(template, tokenizer, len(tokenizer), seed, pictures=pictures)
+        player.play(8)
+        forks += player.check()
+        assert player.refused <= 1, "a system message that begins in the middle"
+    assert {"retry", "edited", "compaction", "sub-agent", "placeholder"} <= set(forks), forks
+    assert "template" not in forks, forks
+
+
+def test_an_image_that_is_numbered_keeps_its_number_in_a_long_conversation(tmp_path: Path) -> None:
+    """Law: tokens are those of the whole conversation, though a template numbers its images."""
+    template = seeing_template(tmp_path, add_vision_id=True)
+    session, history = Session(template), list[Message]()
+    for number in range(40):
+        history.append(Message("user", f"{number}?", images=(Picture(0, f"{number:032x}", 2),)))
+        opened = session.open_turn(history)
+        history.append(Message("assistant", f"It is {number}."))
+        ids = seeing_tokenizer().encode(f"It is {number}.{END}", add_special_tokens=False)
+        session.end_turn(opened, history[-1], Generation(tuple(ids), (-1.0,) * len(ids), "stop", 1, ""))
+    [branch] = session.branches
+    text = seeing_tokenizer().decode(branch.readable(0, len(branch.tokens)))
+    assert text + "\n" == template.chat.render([m.for_template() for m in history], add_generation_prompt=False).text
+    assert "Picture 40: <|vision_start|><|image_pad|><|vision_end|>39?" in text
+
+
+def test_a_sampled_placeholder_is_spelled_where_images_follow_it(tmp_path: Path) -> None:
+    """Law: an engine would read it as an image. The old branch is trained; the new one has it in ordinary tokens."""
+
+    async def work(room: Room) -> None:
+        room.says(f"See {IMAGE}!", "Yes.", "Red.")
+        image = room.tokenizer.convert_tokens_to_ids(IMAGE)
+        async with openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0) as client:
+            history: list[Any] = [{"role": "user", "content": "What?"}]
+            shown = [{"type": "image_url", "image_url": {"url": data_uri(RED)}}]
+            for content in ("Sure?", shown, None):
+                made = await client.chat.completions.create(model="m", messages=history)
+                history += [made.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": content}]
+        asked = [body["input_ids"].count(image) for body in room.model.requests]
+        assert asked == [0, 1, 1], "text in the second request, and the image in the third"
+        first, second = samples_of(room)
+        assert (first.images, len(second.images)) == ([], 1)
+        assert second.metadata["agent"]["branch"] == "placeholder"
+        assert [sum(sample.loss_mask or ()) > 0 for sample in (first, second)] == [True, True]
+        text = room.tokenizer.decode(second.tokens)
+        assert text.startswith(room.tokenizer.decode(first.tokens)), "the same text in other ids"
+
+    in_room(tmp_path, work)
+
+
+# ---- the same image again, and what is refused -----------------------------------------------------------------------
+
+
+def test_an_image_that_is_sent_again_is_decoded_once_and_is_the_same_in_another_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, read = conversation_images(seeing_tokenizer(), tmp_path), list[int]()
+    monkeypatch.setattr(limits, "_read_within_limits", lambda content: read.append(len(content)) or real(content))
+    first = images.of_uri(data_uri(RED))
+    assert images.of_uri(data_uri(RED)) is first and len(read) == 1
+    for mode, form, options in (
+        ("RGB", "PNG", {"compress_level": 9}),
+        ("RGBA", "PNG", {}),
+        ("RGB", "BMP", {}),
+        ("RGB", "WEBP", {"lossless": True}),
+    ):
+        out = io.BytesIO()
+        Image.open(io.BytesIO(RED)).convert(mode).save(out, form, **options)
+        assert images.of_bytes(out.getvalue()) == first, form
+    assert images.of_pil(Image.open(io.BytesIO(RED))) == first == images.of_digest(first.digest)
+    assert images.of_bytes(BLUE).digest != first.digest and len(list(tmp_path.iterdir())) == 2
+
+
+real = limits._read_within_limits
+
+
+def test_an_image_stands_upright_as_its_camera_says(tmp_path: Path) -> None:
+    """Law: as with transformers' `load_image`."""
+    from transformers.image_utils import load_image
+
+    image, exif, out = Image.open(io.BytesIO(WIDE)), Image.Exif(), io.BytesIO()
+    exif[limits.ORIENTATION] = 6
+    image.save(out, "PNG", exif=exif)
+    images = conversation_images(seeing_tokenizer(), tmp_path)
+    for found in (images.of_bytes(out.getvalue()).digest, ImageFolder(tmp_path).put(limits.as_png(out.getvalue())[0])):
+        kept = Image.open(io.BytesIO(ImageFolder(tmp_path).read(found)))
+        assert kept.size == (20, 56)
+        assert kept.tobytes() == load_image(data_uri(out.getvalue())).tobytes()
+
+
+LARGE = io.BytesIO()
+Image.new("1", (8192, 4097)).save(LARGE, "PNG")
+WRONG: dict[str, tuple[str, str]] = {
+    "remote": ("https://example.org/a.png", "slime downloads no images"),
+    "file": ("file:///etc/passwd", "slime downloads no images"),
+    "not base64": ("data:image/png;base64,%%%", "is not valid base64"),
+    "no base64": ("data:image/png,abc", "must begin like data:image/png;base64,"),
+    "broken": ("data:image/png;base64,iVBORw0KGgo=", "PIL cannot read these 8 bytes"),
+    "cut": (data_uri(RED[:60]), "PIL cannot read these 60 bytes"),
+    "large": (data_uri(LARGE.getvalue()), "has 8192 x 4097 pixels, but may have at most 33,554,432"),
+    "long": (data_uri(drawn(1601, 8, [(0, 0, 0)])), "cannot read an image of 1601 x 8 pixels"),
+}
+
+
+def test_an_image_that_cannot_be_read_is_refused_in_the_shape_of_each_api(tmp_path: Path) -> None:
+    """Law: HTTP 400 names the field and the reason; the conversation goes on without it."""
+
+    async def work(room: Room) -> None:
+        client = openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0)
+        claude = anthropic.AsyncAnthropic(base_url=room.url, api_key=room.key, max_retries=0)
+        for uri, why in WRONG.values():
+            part: Any = {"type": "image_url", "image_url": {"url": uri}}
+            with pytest.raises(openai.BadRequestError) as chat:
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [part]}])
+            said = chat.value.response.json()["error"]
+            assert said["message"].startswith("messages[0].content[0].image_url.url: ") and why in said["message"], said
+            item: Any = {"role": "user", "content": [{"type": "input_image", "detail": "auto", "image_url": uri}]}
+            with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content\[0\]\.image_url: "):
+                await client.responses.create(model="m", input=[item])
+            if uri.startswith("data:image/png;base64,"):
+                source: Any = {"type": "base64", "media_type": "image/png", "data": uri.partition(",")[2]}
+            else:
+                source, why = {"type": "url", "url": uri}, "must be base64: slime downloads no images"
+            block: Any = {"type": "image", "source": source}
+            with pytest.raises(anthropic.BadRequestError) as claudes:
+                await claude.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}])
+            body = claudes.value.response.json()
+            assert body["error"]["type"] == "invalid_request_error" and why in body["error"]["message"], body
+        for role in ("system", "assistant"):
+            shown: Any = {"role": role, "content": [{"type": "image_url", "image_url": {"url": data_uri(RED)}}]}
+            asked: Any = {"role": "user", "content": "What?"}
+            with pytest.raises(openai.BadRequestError, match="image"):
+                await client.chat.completions.create(model="m", messages=[shown, asked])
+        files: Any = [{"role": "user", "content": [{"type": "input_image", "detail": "auto", "file_id": "f"}]}]
+        with pytest.raises(openai.BadRequestError, match="files are not stored; send image_url"):
+            await client.responses.create(model="m", input=files)
+        sound: Any = [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
+        with pytest.raises(openai.BadRequestError, match="because the model reads text and images only"):
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": sound}])
+        assert not room.adapter.session(room.key).branches and not room.model.requests
+        room.says("fine")
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "What?"}])
 
     in_room(tmp_path, work)
