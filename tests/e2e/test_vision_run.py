@@ -95,7 +95,7 @@ def test_the_export_is_a_whole_checkpoint(run: tuple[Path, RealRun]) -> None:
 
 
 def test_an_agent_sees_pictures_in_its_prompt_and_in_what_its_tool_returns(tmp_path: Path) -> None:
-    """Law: over HTTP and by `current().chat`, engine and trainer agree, and a sample has the images of its own turns."""
+    """Law: over HTTP and by `current().chat`, engine and trainer agree, and a sample has its own turns' images."""
     model, data = write_vision_model(tmp_path / "model"), write_colours(tmp_path / "data")
     flags = [
         *("--hf-checkpoint", model, "--prompt-data", data, "--input-key", "problem", "--label-key", "answer"),
@@ -109,7 +109,8 @@ def test_an_agent_sees_pictures_in_its_prompt_and_in_what_its_tool_returns(tmp_p
     lines = read_jsonl(real.run_dir / "metrics.jsonl")
     gaps = [value for line in lines for name, value in line.items() if name.endswith("logprob_abs_diff_max")]
     assert len(gaps) == NUM_STEPS and 0 < max(gaps) <= LIMIT, gaps
-    groups = [g for n in range(NUM_STEPS) for g in recorded_groups(str(tmp_path / "rollouts" / "{rollout_id}.jsonl"), n)]
+    recorded = str(tmp_path / "rollouts" / "{rollout_id}.jsonl")
+    groups = [group for step in range(NUM_STEPS) for group in recorded_groups(recorded, step)]
     assert len(groups) == 4 * NUM_STEPS and real.left() == []
     numbers = set()
     for sample in (sample for group in groups for sample in group):

@@ -6,18 +6,25 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import aiohttp
 import openai
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types import (
+    ContentBlockParam,
+    message_count_tokens_params,
+    message_create_params,
+    tool_result_block_param,
+)
 from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
 from anthropic.types.beta import message_create_params as beta_create_params
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from openai.types.chat import completion_create_params
+from openai.types.chat import ChatCompletionContentPartParam, completion_create_params
 from openai.types.responses import response_create_params
+from openai.types.responses.response_function_call_output_item_list_param import ResponseFunctionCallOutputItemParam
+from openai.types.responses.response_input_message_content_list_param import ResponseInputContentParam
 
 from slime.agent.adapters.anthropic import FIELDS as CLAUDE_FIELDS
 from slime.agent.adapters.fields import Fields
@@ -27,7 +34,9 @@ from slime.core.sample import Sample
 from tests.contract.agent.test_conformance import CASES
 from tests.contract.agent.test_sdks import USER, aopenai
 from tests.support.agent_room import Room, agent_room
+from tests.support.vision import CHATML_TEMPLATE, COLOURS, data_uri, drawn
 
+RED = drawn(40, 24, [COLOURS["red"]])
 PARAMS: dict[str, tuple[Fields, tuple[Any, ...]]] = {
     "chat": (
         CHAT_FIELDS,
@@ -68,6 +77,54 @@ def test_every_field_that_the_installed_sdks_know_is_in_one_table_and_in_the_doc
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
     section = page.partition("### Fields of requests")[2].partition("## Limits")[0]
     assert known <= set(re.findall(r"`([a-z_]+)`", section))
+
+
+PARTS: dict[str, tuple[tuple[Any, ...], set[str]]] = {
+    "chat/completions": ((ChatCompletionContentPartParam,), {"text", "image_url"}),
+    "responses": ((ResponseInputContentParam, ResponseFunctionCallOutputItemParam), {"input_text", "input_image"}),
+    "messages": ((ContentBlockParam, tool_result_block_param.Content), {"text", "image", "tool_result"}),
+}
+"""Route -> the parts of messages and results as the SDKs know them, and those that work in a user's message."""
+
+
+def kinds_of(union: Any) -> set[str]:
+    hints = (get_type_hints(one, include_extras=False) for one in get_args(union))
+    return {kind for hint in hints for kind in get_args(hint["type"])}
+
+
+@pytest.mark.parametrize("route", PARTS)
+async def test_every_part_of_a_message_that_the_installed_sdks_know_is_read_or_refused(
+    route: str, tmp_path: Path
+) -> None:
+    """Law: by a model that reads images; what is refused is named, and what works is in the docs."""
+    unions, works = PARTS[route]
+    known = set.union(*map(kinds_of, unions))
+    assert works < known and len(known) >= 3
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
+    section = page.partition("### Fields of requests")[2].partition("## Limits")[0]
+    assert works <= set(re.findall(r"`([a-z_]+)`", section))
+    async with agent_room(template=CHATML_TEMPLATE, image_folder=tmp_path) as room, aiohttp.ClientSession() as web:
+
+        async def answer_to(part: Any) -> tuple[int, str]:
+            message = {"role": "user", "content": [part]}
+            body = {"input": [message]} if route == "responses" else {"max_tokens": 9, "messages": [message]}
+            headers = {"Authorization": f"Bearer {room.key}"}
+            async with web.post(f"{room.url}/v1/{route}", json=body, headers=headers) as answer:
+                return answer.status, ((await answer.json()).get("error") or {}).get("message", "")
+
+        for kind in known - works:
+            status, said = await answer_to({"type": kind})
+            assert status == 400 and f"of type {kind!r} is not supported" in said, (kind, said)
+        uri, data = data_uri(RED), data_uri(RED).partition(",")[2]
+        given: dict[str, Any] = {
+            "image_url": {"image_url": {"url": uri}},
+            "input_image": {"image_url": uri},
+            "image": {"source": {"type": "base64", "media_type": "image/png", "data": data}},
+            "tool_result": {"tool_use_id": "t", "content": "red"},
+        }
+        for kind in works:
+            room.says("fine")
+            assert await answer_to({"type": kind, **given.get(kind, {"text": "What?"})}) == (200, ""), kind
 
 
 async def test_a_body_that_arrives_after_the_end_of_its_session_is_refused() -> None:

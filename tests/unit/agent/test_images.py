@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -20,21 +22,27 @@ import openai
 import pytest
 from PIL import Image
 
+from slime.agent.chat import ModelChats
 from slime.agent.messages import Message, Picture
 from slime.agent.session import Session
 from slime.agent.template import ConversationTemplate
+from slime.core.errors import DataError
 from slime.core.files import ImageFolder
 from slime.core.sample import Sample
 from slime.data import images as limits
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.call import Generation
+from slime.rollout.context import EXECUTION, Models, RolloutContext, RunningExecution, current, use
+from slime.rollout.types import Chat, Progress
 from tests.support.agent_histories import Player
 from tests.support.agent_room import END, Room, agent_room
 from tests.support.chat_templates import with_template
+from tests.support.command_line import QWEN3_VL
 from tests.support.vision import (
     CHATML_TEMPLATE,
     COLOURS,
     IMAGE,
+    IMAGE_PROCESSOR,
     conversation_images,
     data_uri,
     drawn,
@@ -45,6 +53,7 @@ from tests.support.vision import (
 RED, BLUE = (drawn(40, 24, [COLOURS[name]]) for name in ("red", "blue"))
 WIDE = drawn(56, 20, [COLOURS["green"], COLOURS["white"]])
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
@@ -142,7 +151,7 @@ def the_conversation() -> list[dict[str, Any]]:
 def test_a_conversation_has_the_ids_and_the_patches_of_transformers_own_processor(
     talk: Callable[[Room], Awaitable[None]], tmp_path: Path
 ) -> None:
-    """Law: images of a user and of a tool, in the first turn and later: one sample with the oracle's ids and patches."""
+    """Law: with images of a user and of a tool, in the first turn and later. The processor is the oracle."""
 
     async def work(room: Room) -> None:
         room.says(CALL, "Green.", "Red.")
@@ -323,3 +332,101 @@ def test_an_image_that_cannot_be_read_is_refused_in_the_shape_of_each_api(tmp_pa
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "What?"}])
 
     in_room(tmp_path, work)
+
+
+# ---- current().chat --------------------------------------------------------------------------------------------------
+
+
+def in_chat(folder: Path, work: Callable[[Room, Chat], Awaitable[Any]], **args: Any) -> Any:
+    """Runs `work` in an execution of a run with images, whose checkpoint has the room's tokenizer."""
+    tokenizer = seeing_tokenizer()
+    model = folder / "model"
+    model.mkdir()
+    config = {**QWEN3_VL, "image_token_id": tokenizer.convert_tokens_to_ids(IMAGE)}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    settings = {"hf_checkpoint": str(model), "multimodal_keys": {}, "run_dir": str(folder), "agent_tool_format": None}
+    settings |= {"agent_max_turns": 99, "apply_chat_template": False, **args}
+
+    async def inside(room: Room) -> Any:
+        room.client.chats = ModelChats(str(model), tokenizer, {})
+        context = RolloutContext(
+            args=SimpleNamespace(**settings),  # type: ignore[arg-type]
+            client=room.client,
+            tokenizer=tokenizer,
+            graders=None,
+            progress=Progress(),
+            loop=asyncio.get_running_loop(),
+            models=Models(default=room.client),
+        )
+        with use(context):
+            EXECUTION.set(RunningExecution(PARAMS))
+            return await work(room, current().chat)
+
+    return in_room(folder / "images", inside)
+
+
+def look() -> list[Any]:
+    """Looks."""
+    return ["Here:", Image.open(io.BytesIO(WIDE))]
+
+
+def test_the_chat_has_the_samples_of_an_agent_over_http_that_shows_the_same(tmp_path: Path) -> None:
+    """Law: a function of Python returns a PIL image, and messages have PIL images, bytes, paths or data URIs."""
+    (tmp_path / "red.png").write_bytes(RED)
+    forms = (Image.open(io.BytesIO(RED)), RED, tmp_path / "red.png", str(tmp_path / "red.png"), data_uri(RED))
+
+    async def work(room: Room, chat: Chat) -> None:
+        room.says(*[CALL, "Green.", "Red."] * (1 + len(forms)))
+        await over_chat(room)
+        [expected] = samples_of(room)
+        for image in forms:
+            assert room.client.chats is not None
+            shown, chat = {"type": "image", "image": image}, room.client.chats.open(room.client, PARAMS)
+            messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is "}, shown]}]
+            reply = await chat.ask(messages, tools=TOOLS)
+            messages += [reply.message, *await chat.run(reply, [look])]
+            messages += [(await chat.ask(messages)).message]
+            messages += [{"role": "user", "content": [shown, {"type": "text", "text": "again?"}]}]
+            await chat.ask(messages)
+            [sample] = chat.samples(Sample(index=0))
+            assert (sample.tokens, sample.loss_mask) == (expected.tokens, expected.loss_mask)
+            assert sample.images == expected.images
+        assert [one["image_data"] for one in room.model.requests[:3]] == [
+            one["image_data"] for one in room.model.requests[-3:]
+        ]
+
+    in_chat(tmp_path, work)
+
+
+def test_what_is_no_image_is_an_error_of_the_chat(tmp_path: Path) -> None:
+    async def work(room: Room, chat: Chat) -> None:
+        for image, why in (
+            (7, "must be a PIL image, bytes, a path or a data URI, but is int"),
+            (None, "but is NoneType"),
+            ("https://example.org/a.png", "slime downloads no images"),
+            (tmp_path / "gone.png", "cannot be read"),
+            (b"GIF89a?", "PIL cannot read these 7 bytes"),
+            (Image.new("1", (8192, 4097)), "has 8192 x 4097 pixels"),
+        ):
+            with pytest.raises(DataError, match=rf"^messages\[0\].content\[0\].image: .*{why}"):
+                await chat.ask([{"role": "user", "content": [{"type": "image", "image": image}]}])
+        with pytest.raises(DataError, match=r"image 00 of a sample is missing"):
+            await chat.ask([{"role": "user", "content": [{"type": "image", "digest": "00"}]}])
+        assert not room.model.requests
+
+    in_chat(tmp_path, work)
+
+
+def test_an_image_for_a_run_without_images_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    """Law: of a tool's result, too; never dropped silently."""
+
+    async def work(room: Room, chat: Chat) -> None:
+        room.says(CALL)
+        reply = await chat.ask("Look.", tools=TOOLS)
+        with pytest.raises(DataError, match=r"the tool look returned an image, which .* set --multimodal-keys"):
+            await chat.run(reply, [look])
+        with pytest.raises(DataError, match="'image' is not supported, because this run has no images; set --multimod"):
+            await chat.ask([{"role": "user", "content": [{"type": "image", "image": RED}]}])
+
+    in_chat(tmp_path, work, multimodal_keys=None)

@@ -142,6 +142,18 @@ def test_parts_and_marks_are_taken_in_order() -> None:
     assert second["content"] == [{"type": "image"}, {"type": "text", "text": "c"}]
 
 
+def test_messages_that_nobody_has_rendered_name_their_images(
+    tmp_path: Path, tokenizer: Any, column: ImageColumn
+) -> None:
+    """Law: a generate function passes `sample.prompt` to `current().chat`, which finds the images in the run."""
+    (tmp_path / "red.png").write_bytes(RED)
+    file = _written(tmp_path / "rows.jsonl", {"problem": "<image>?", "images": ["red.png"]})
+    row: Any = _load(file, tokenizer, column, apply_chat_template=False)[0]
+    (digest,) = row.images
+    assert row.prompt[0]["content"] == [{"type": "image", "digest": digest}, {"type": "text", "text": "?"}]
+    assert row.prompt_tokens is None and column.store.read(digest) == RED
+
+
 def test_other_images_are_other_data(tmp_path: Path, tokenizer: Any, column: ImageColumn) -> None:
     file = _written(tmp_path / "rows.jsonl", {"problem": "<image>", "images": ["a.png"]})
     prints = set()

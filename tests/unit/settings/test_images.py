@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.buffer.sources import image_column
 from slime.core.hf_config import read_hf_config
 from slime.models import architecture, family_of, images_problem
 from slime.settings import parse_args
@@ -50,6 +51,16 @@ def test_engines_make_patches_as_the_trainer_does(tmp_path: Path) -> None:
 def test_what_is_not_trained_with_images_is_refused_by_name(words: str, said: str, tmp_path: Path) -> None:
     ranks = ["--actor-num-gpus-per-node", "2"] if "parallel" in words else []
     assert said in refused([*_base(tmp_path), *KEYS, OVERRIDE, *words.split(), *ranks])
+
+
+def test_a_generate_function_may_render_images_itself_and_agents_need_no_column(tmp_path: Path) -> None:
+    function = ["--custom-generate-function-path", "examples.agent_openai_loop:generate"]
+    base = _base(tmp_path)
+    assert parse_args([*base, *KEYS[:2], *function]).multimodal_keys == {"image": "images"}
+    args = parse_args([*base, "--multimodal-keys", "{}", *function])
+    assert args.multimodal_keys == {} and args.sglang["disable_fast_image_processor"] is True
+    assert image_column(args) is None
+    assert "--lora-rank, which is not tested" in refused([*base, "--multimodal-keys", "{}", "--lora-rank", "4"])
 
 
 def test_without_a_template_and_with_another_model_there_are_no_images(tmp_path: Path) -> None:
