@@ -244,7 +244,7 @@ class LocalImages(ImageParts):
 
 
 def _image_of(given: Any, images: ConversationImages) -> StoredImage:
-    """Raises `DataError` if `given` is no image, or one that cannot be read."""
+    """Raises `DataError` if `given` is not an image, or cannot be read."""
     if _is_pil(given):
         return images.of_pil(given)
     if isinstance(given, bytes):

@@ -306,7 +306,7 @@ class ConversationTemplate:
             )
         repeats = np.ones(len(ids), np.int64)
         repeats[places] = [image.num_tokens for image, _ in images]
-        # An image cuts a text into parts, which may be so short that they are found in a control token.
+        # An image splits a text into parts, which may be so short that they are found in a control token.
         codes[np.isin(ids, sorted(self.chat.control_ids))] = CODES[Origin.TEMPLATE]
         codes[places] = [CODES[origin] for _, origin in images]
         starts = (np.cumsum(repeats) - repeats)[places].tolist()
