@@ -60,8 +60,9 @@ class _Form:
 
     async def messages(self, given: Messages) -> tuple[Message, ...]:
         """Parses messages, in a thread if they can have images. Raises `BadRequest` or `DataError`."""
-        parts = LocalImages(self.template.images, self.template.why_no_images)
-        return _messages(given, parts) if parts.images is None else await asyncio.to_thread(_messages, given, parts)
+        images = self.template.images
+        parts = LocalImages(images, self.template.why_no_images)
+        return _messages(given, parts) if images is None else await images.in_thread(_messages, given, parts)
 
     def turn(
         self, session: Session, request: Request, params: dict[str, Any], limits: Limits, *, trained: bool
@@ -177,7 +178,7 @@ class ExecutionChat:
                 result = await result if inspect.isawaitable(result) else result
             if not _shows_images(result):
                 return str(result)
-            return await asyncio.to_thread(_parts_of_result, call.name, result, self._form.template)
+            return await _parts_of_result(call.name, result, self._form.template)
         except SlimeError:  # of the run, such as an interruption
             raise
         except Exception as error:
@@ -270,12 +271,17 @@ def _shows_images(result: Any) -> bool:
     return any(_is_pil(part) or (isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS) for part in parts)
 
 
-def _parts_of_result(name: str, result: Any, template: ConversationTemplate) -> list[dict[str, Any]]:
+async def _parts_of_result(name: str, result: Any, template: ConversationTemplate) -> list[dict[str, Any]]:
     """Returns a tool's result as content parts. Stores its images. Raises `DataError` if the model reads none."""
-    if template.images is None:
+    images, parts = template.images, list(result) if isinstance(result, list | tuple) else [result]
+    if images is None:
         raise DataError(f"the tool {name} returned an image, which is not supported, because {template.why_no_images}")
-    reader, parts = LocalImages(template.images), list[dict[str, Any]]()
-    for number, one in enumerate(result if isinstance(result, list | tuple) else [result]):
+    return await images.in_thread(_stored_parts, name, parts, LocalImages(images))
+
+
+def _stored_parts(name: str, result: Sequence[Any], reader: LocalImages) -> list[dict[str, Any]]:
+    parts = list[dict[str, Any]]()
+    for number, one in enumerate(result):
         part = {"type": "image", "image": one} if _is_pil(one) else one
         if not isinstance(part, Mapping):
             parts.append({"type": "text", "text": str(part)})

@@ -12,18 +12,24 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import io
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from slime.core.errors import DataError
 from slime.core.files import ImageFolder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MARK = "<image>"
 """Stands for the next image in a prompt."""
@@ -111,12 +117,18 @@ def as_png(content: bytes) -> tuple[bytes, tuple[int, int]]:
 
     try:
         with Image.open(io.BytesIO(content)) as image:
+            if image.format in RUN_BY_PROGRAMS:
+                raise ValueError(f"{image.format} files are programs, which slime does not run")
             if image.format == "PNG" and image.mode == "RGB" and not _is_turned(image):
                 image.load()
                 return content, image.size
             return _written(image)
     except Exception as error:  # a decoder can raise anything on a damaged file
         raise _unreadable(content, error) from error
+
+
+RUN_BY_PROGRAMS = ("EPS",)
+"""Formats that PIL would pass to another program, Ghostscript."""
 
 
 def _unreadable(content: bytes, error: Exception) -> DataError:
@@ -154,6 +166,9 @@ MAX_BYTES = 32 * 2**20
 """Size of an image's file in a conversation."""
 MAX_PIXELS = 2**25
 """An 8K screen has 33,177,600 pixels. Decoded, this many take 96 MiB."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""Those of conversations, whose images are hostile. Of an animation, the first image counts."""
+NUM_THREADS = 4
 MAX_KNOWN = 2**16
 """Images that are recognised without being decoded again, at about 200 bytes each."""
 
@@ -167,7 +182,12 @@ class ConversationImages:
         """`other_ids`: placeholders of other media."""
         self.token_id, self.store, self.other_ids = processor.token_id, store, frozenset(other_ids)
         self._count = processor.num_tokens
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "images")
         self._known: dict[bytes, StoredImage] = {}
+
+    async def in_thread(self, work: Callable[P, R], *given: P.args, **named: P.kwargs) -> R:
+        """Calls `work` in a thread. asyncio's own threads may all be waiting for it, when they run agents."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *given, **named))
 
     def of_base64(self, text: str) -> StoredImage:
         """Raises `DataError` if it is not valid base64, and like `of_bytes`."""
@@ -235,14 +255,17 @@ def _read_within_limits(content: bytes) -> tuple[bytes, tuple[int, int]]:
     """Like `as_png`, but writes every image, so that equal pixels are equal bytes. Raises `DataError` for images with
     more than `MAX_PIXELS`, before they are decoded.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _require_pixels(image)
             return _written(image)
     except DataError:
         raise
+    except UnidentifiedImageError as error:
+        forms = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise DataError(f"these {len(content)} bytes are not an image in {forms} format") from error
     except Exception as error:
         raise _unreadable(content, error) from error
 

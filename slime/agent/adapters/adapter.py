@@ -249,7 +249,7 @@ async def pictures_of(branch: Branch, images: ConversationImages | None) -> Pict
     if images is None or not branch.images:
         return None
     digests = [image.digest for image in branch.images]
-    return await asyncio.to_thread(Pictures.of, digests, images.store, images.token_id, images.other_ids)
+    return await images.in_thread(Pictures.of, digests, images.store, images.token_id, images.other_ids)
 
 
 class Decoder:
@@ -618,10 +618,10 @@ class Adapter:
                 self._session_of(http)
                 body = await _body(http)
                 self._session_of(http)  # it may have ended while the body arrived
-                if self._template.images is None:
+                if (images := self._template.images) is None:
                     request = self._read(wire, body)
                 else:  # images take long to decode
-                    request = await asyncio.to_thread(self._read, wire, body)
+                    request = await images.in_thread(self._read, wire, body)
                 found = self._session_of(http)
                 response: web.StreamResponse = await answer(found, request, http)
                 return response

@@ -9,8 +9,10 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,12 +282,18 @@ def test_an_image_stands_upright_as_its_camera_says(tmp_path: Path) -> None:
 
 LARGE = io.BytesIO()
 Image.new("1", (8192, 4097)).save(LARGE, "PNG")
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(evil) run\n%%EOF\n"
+"""A program, which PIL would pass to Ghostscript."""
 WRONG: dict[str, tuple[str, str]] = {
     "remote": ("https://example.org/a.png", "slime downloads no images"),
     "file": ("file:///etc/passwd", "slime downloads no images"),
     "not base64": ("data:image/png;base64,%%%", "is not valid base64"),
     "no base64": ("data:image/png,abc", "must begin like data:image/png;base64,"),
-    "broken": ("data:image/png;base64,iVBORw0KGgo=", "PIL cannot read these 8 bytes"),
+    "broken": (
+        "data:image/png;base64,iVBORw0KGgo=",
+        "these 8 bytes are not an image in PNG, JPEG, WEBP, GIF or BMP format",
+    ),
+    "eps": ("data:image/png;base64," + base64.b64encode(EPS).decode(), "bytes are not an image in PNG"),
     "cut": (data_uri(RED[:60]), "PIL cannot read these 60 bytes"),
     "large": (data_uri(LARGE.getvalue()), "has 8192 x 4097 pixels, but may have at most 33,554,432"),
     "long": (data_uri(drawn(1601, 8, [(0, 0, 0)])), "cannot read an image of 1601 x 8 pixels"),
@@ -330,6 +338,25 @@ def test_an_image_that_cannot_be_read_is_refused_in_the_shape_of_each_api(tmp_pa
         assert not room.adapter.session(room.key).branches and not room.model.requests
         room.says("fine")
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "What?"}])
+
+    in_room(tmp_path, work)
+
+
+def test_images_are_read_where_agents_occupy_all_threads(tmp_path: Path) -> None:
+    """Law: agents that wait for an answer in asyncio's threads do not keep their images from being read."""
+
+    async def work(room: Room) -> None:
+        loop, ended = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        agent = loop.run_in_executor(None, ended.wait)
+        client = openai.AsyncOpenAI(base_url=f"{room.url}/v1", api_key=room.key, max_retries=0, timeout=60)
+        room.says("Red.")
+        shown: Any = {"type": "image_url", "image_url": {"url": data_uri(RED)}}
+        try:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [shown]}])
+        finally:
+            ended.set()
+            await agent
 
     in_room(tmp_path, work)
 
@@ -406,7 +433,7 @@ def test_what_is_no_image_is_an_error_of_the_chat(tmp_path: Path) -> None:
             (None, "but is NoneType"),
             ("https://example.org/a.png", "slime downloads no images"),
             (tmp_path / "gone.png", "cannot be read"),
-            (b"GIF89a?", "PIL cannot read these 7 bytes"),
+            (b"GIF89a?", "these 7 bytes are not an image in PNG"),
             (Image.new("1", (8192, 4097)), "has 8192 x 4097 pixels"),
         ):
             with pytest.raises(DataError, match=rf"^messages\[0\].content\[0\].image: .*{why}"):

@@ -110,6 +110,7 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
         ({"problem": "<image>", "images": ["gone.png"]}, r"image 0 of 'images': gone.png cannot be read"),
         ({"problem": "<image>", "images": ["https://host/red.png"]}, r"is a URL, but slime downloads no images"),
         ({"problem": "<image>", "images": ["broken.png"]}, r"PIL cannot read these 7 bytes"),
+        ({"problem": "<image>", "images": ["program.eps"]}, r"EPS files are programs, which slime does not run"),
         ({"problem": "<image>", "images": [7]}, r"expected bytes, a data URI or a path, got int"),
         ({"problem": "<image>", "images": ["narrow.png"]}, r"image 0 of 'images': too narrow"),
         ({"problem": "<image>", "images": ["data:image/png;base64,%"]}, r"the data URI is not valid base64"),
@@ -118,6 +119,7 @@ def test_a_placeholder_that_a_text_spells_is_ordinary_text(tmp_path: Path, token
 def test_a_row_that_cannot_be_used_says_why(
     row: dict[str, Any], said: str, tmp_path: Path, tokenizer: Any, column: ImageColumn
 ) -> None:
+    (tmp_path / "program.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
     for name, content in (("red", RED), ("broken", b"GIF89a?"), ("narrow", drawn(4, 8, [(0, 0, 0)]))):
         (tmp_path / f"{name}.png").write_bytes(content)
     file = _written(tmp_path / "rows.jsonl", {"problem": "<image>", "images": ["red.png"]}, row)
