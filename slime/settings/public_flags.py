@@ -67,8 +67,8 @@ DIFFERENT: Mapping[str, str] = {
         "([recorded data](reproducibility.md#half-a-run))"
     ),
     "`--multimodal-keys`": (
-        '`{"image": COLUMN}` with a dense Qwen3-VL; the tower is frozen, videos and audio are refused '
-        "([vision.md](vision.md))"
+        '`{"image": COLUMN}`, or `{}` for agents alone, with a dense Qwen3-VL; the tower is frozen, videos and audio '
+        "are refused ([vision.md](vision.md))"
     ),
     "`--eval-prompt-data FILE`": "a dataset named aime",
     "`--eval-config` with keys that name no setting": "listed as read by nothing, or refused if one is similar",

@@ -234,6 +234,11 @@ def content_of(content: Any, where: str, images: ImageParts, role: str) -> tuple
     return text, tuple(seen)
 
 
+def text_of(content: Any, where: str = "content") -> str:
+    """Returns the text of a string or of text parts; `where`: its field. Raises `BadRequest` for anything else."""
+    return content_of(content, where, ImageParts(), "user")[0]
+
+
 def lets_call(body: Mapping[str, Any]) -> bool:
     """Returns whether the model may call tools, from tool_choice. Raises `BadRequest` for forced calls."""
     choice = body.get("tool_choice")
