@@ -82,7 +82,7 @@ async def call_generate(
     group_index, index = sample.group_index, sample.index
     extra = {"evaluation": evaluation} if accepts_keyword(hook, "evaluation") else {}
     own_code = hook is not default_generate
-    if own_code and sample.images:
+    if shows := own_code and bool(sample.images):
         sample = sample.copy()  # images cannot be saved, and the group may be at any time
         sample.multimodal_inputs = {"images": _opened(sample.images)}  # type: ignore[attr-defined]
     with reachable(args) if own_code else contextlib.nullcontext(args) as own:
@@ -97,7 +97,7 @@ async def call_generate(
         raise HookError(f"{name_of(hook)} returned the same Sample object twice; create siblings with copy.deepcopy")
     for sibling in samples:
         sibling.group_index, sibling.index = group_index, index
-        _complete(sibling)
+        _complete(sibling, had_images=shows)
     return samples
 
 
@@ -131,12 +131,15 @@ def _opened(digests: Sequence[str]) -> list[Any]:
     return [Image.open(io.BytesIO(folder.read(digest))) for digest in digests]
 
 
-def _complete(sample: Sample) -> None:
-    """Fills in what user code omitted, drops images that the run already stores, and validates the sample."""
+def _complete(sample: Sample, *, had_images: bool = False) -> None:
+    """Fills in what user code omitted, drops images that the run already stores, and validates the sample.
+
+    `had_images`: the execution's prompt has images, though this sample's conversation may have left them out.
+    """
     transcript = TRANSCRIPT.get()
     if transcript is not None:
         transcript.complete(sample)
-    for name in IMAGE_ATTRIBUTES if sample.images else ():
+    for name in IMAGE_ATTRIBUTES if sample.images or had_images else ():
         sample.attributes.pop(name, None)
     sample.validate()
 

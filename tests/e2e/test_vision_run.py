@@ -117,9 +117,10 @@ def test_an_agent_sees_pictures_in_its_prompt_and_in_what_its_tool_returns(tmp_p
         agent, versions = sample.metadata["agent"], [-1] * sample.prompt_length + list(sample.token_versions or ())
         shown = [token == IMAGE_ID and version < 0 for token, version in zip(sample.tokens, versions, strict=True)]
         num_shown = sum(now and not before for before, now in itertools.pairwise([False, *shown]))
-        assert num_shown == len(sample.images) > 0 and sample.response_length
+        assert num_shown == len(sample.images) and sample.response_length
         numbers.add((agent["branch"], agent["turns"], len(sample.images)))
     assert {("first", 3, 3), ("first", 3, 4), ("compaction", 1, 2), ("compaction", 1, 3)} <= numbers, numbers
+    assert ("sub-agent", 1, 0) in numbers, "a conversation without images"
 
 
 def test_no_engine_tokenised_a_prompt_again(run: tuple[Path, RealRun]) -> None:

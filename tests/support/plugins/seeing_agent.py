@@ -50,6 +50,7 @@ async def over_http(sample: Any, sampling_params: dict[str, Any]) -> list[Sample
                 messages += [said, {"role": "tool", "tool_call_id": CALL_ID, "content": result}]
             await ask(messages)
             await ask([*begun, {"role": "user", "content": [as_part(photograph("short"))]}])
+            await ask([{"role": "user", "content": "in short: a photo"}])
         return agent.samples(sample)
 
 
@@ -62,6 +63,7 @@ async def by_chat(sample: Any) -> list[Sample]:
     await chat.ask(messages)
     shown = [{"type": "image", "image": photograph("short")}]
     await chat.ask([*sample.prompt, {"role": "user", "content": shown}])
+    await chat.ask("in short: a photo")
     return chat.samples(sample)
 
 
