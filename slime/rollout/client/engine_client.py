@@ -198,6 +198,7 @@ class EngineClient:
                 session_id=session_id,
                 experts_from=experts_from,
                 returns_partial=returns_partial,
+                pictures=pictures,
             )
             return
         await self._budget.wait_for_room(IDS_OF_A_REQUEST + len(input_ids))
