@@ -128,6 +128,7 @@ class EvalFleet:
 
     def begin(self, rollout_id: int) -> None:
         """Starts an evaluation of the trainer's weights. First waits for the running one, if any."""
+        self.poll()
         if self._running is not None:
             before, began_s = evaluation_name(self._running.rollout_id), time.monotonic()
             self.finish()

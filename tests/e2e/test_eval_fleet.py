@@ -105,7 +105,7 @@ def test_evaluations_and_training_overlap(run_and_flags: tuple[RealRun, Flags, P
 def test_scores_are_those_of_a_blocking_evaluation(run_and_flags: tuple[RealRun, Flags, Path], tasks: Path) -> None:
     """Law: a run that only evaluates the checkpoint of the same step, without a fleet, finds the same (greedily)."""
     run, task, save = run_and_flags
-    step = EVALUATED[-2]
+    step = EVALUATED[1]
     alone: Flags = ["--load", save, "--ckpt-step", str(step), "--num-rollout", "0"]
     held: Flags = ["--eval-prompt-data", "held", f"{tasks / DIGITS_FILE}@[0:16]", "--eval-temperature", "0"]
     blocking = started_and_finished(run.run_dir.with_name(f"blocking-{step}"), [*without_fleet(task), *held, *alone])
