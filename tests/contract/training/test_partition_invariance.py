@@ -7,6 +7,7 @@ once), optimizer shards and the way back to Hugging Face names are compared. The
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -291,16 +292,65 @@ def test_no_loss_and_no_aggregation_feels_the_partition(
         _check_gradients(outcomes["one"].gradients[scenario], only, layout)
 
 
+AGENT: dict[str, Any] = {"forked": "agent", "provoke": False, "round_args": {"global_batch_size": 2}}
+"""Branches of executions with rewards at tokens. Executions have several samples, so two of them are a step."""
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "turns": {"advantage_estimator": "grpo_turn", "gamma": 0.9},
+    "tokens": {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9, "loss_aggregation": "token_mean"},
+    "whole": {"advantage_estimator": "grpo"},
+}
+"""Estimators that use rewards at tokens."""
+ROWS: dict[str, dict[str, Any]] = {
+    "packed": {"micro_batch_size": 7},
+    "shared": {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 120, "use_prefix_sharing": True},
+}
+
+
+def _rewarded(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    pairs = itertools.product(ESTIMATORS.items(), rows.items())
+    return {f"{name}-{cut}": {"args": {**estimator, **row}} for (name, estimator), (cut, row) in pairs}
+
+
+REWARDED: dict[str, dict[str, Any]] = {
+    "one": _layout(1, scenarios=_rewarded({"single": {"micro_batch_size": 1}, **ROWS}), **AGENT),
+    **{
+        name: {**EVERY[name], **AGENT, "scenarios": _rewarded(ROWS)}
+        for name in ("dp2", "sp2", "pp2", "cp2_a2a", "dp2pp2", "pp2cp2", "dp2pp2cp2")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("rewarded"), "qwen3", REWARDED, tied=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REWARDED)
+def test_rewards_at_tokens_do_not_feel_the_partition(rewarded: Runs, layout: str) -> None:
+    """Law: nor whether the branches share their tokens."""
+    for scenario, gradients in rewarded[layout].gradients.items():
+        wanted = rewarded["one"].gradients[f"{scenario.split('-')[0]}-single"]
+        _check_gradients(wanted, Outcome({scenario: gradients}, {}, {}), layout)
+    # Gradients are compared above; Adam's first step magnifies the rounding of those that are nearly zero.
+    _check_training(dataclasses.replace(rewarded["one"], weights={}), rewarded[layout], layout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "names"), [("qwen3", ("one", "dp2", "vp2", "tp2pp2", "pp2cp2")), ("llama", ("one", "tp2pp2"))]
+    ("family", "names", "batch"),
+    [
+        ("qwen3", ("one", "dp2", "vp2", "tp2pp2", "pp2cp2"), {}),
+        ("llama", ("one", "tp2pp2"), {}),
+        ("qwen3", ("one", "dp2", "tp2pp2", "pp2cp2"), AGENT),
+    ],
+    ids=["tied", "untied", "rewards_at_tokens"],
 )
 def test_a_critic_does_not_feel_the_partition(
-    tmp_path: Path, ranks: Ranks, family: str, names: tuple[str, ...]
+    tmp_path: Path, ranks: Ranks, family: str, names: tuple[str, ...], batch: dict[str, Any]
 ) -> None:
-    layouts = {
-        name: {**DENSE[name], "scenarios": CUTS, "args": {"advantage_estimator": "ppo", "lambd": 0.9}} for name in names
-    }
+    settings = {"advantage_estimator": "ppo", "lambd": 0.9}
+    layouts = {name: {**DENSE[name], "scenarios": CUTS, "args": settings, **batch} for name in names}
     outcomes = Runs(ranks, tmp_path, family, layouts, tied=family == "qwen3")
     critic = {name for name in outcomes["one"].result["metrics"][0] if "value" in name or "critic" in name}
     assert critic, "the critic says nothing"
