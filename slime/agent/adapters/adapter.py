@@ -606,7 +606,9 @@ class Adapter:
         try:
             self._session_of(http)
         except BadRequest as problem:
-            return web.json_response({"error": {"message": str(problem)}}, status=problem.status)
+            kind = "authentication_error" if problem.status == 401 else "server_error"
+            error = {"type": kind, "message": str(problem), "param": None, "code": None}
+            return web.json_response({"type": "error", "error": error}, status=problem.status)  # the form of both APIs
         model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model, "created": 0}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
@@ -715,6 +717,9 @@ async def _body(http: web.Request) -> Mapping[str, Any]:
         body = orjson.loads(await http.read())
     except web.HTTPRequestEntityTooLarge as error:
         raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413) from error
+    except web.RequestPayloadError as error:
+        encoding = http.headers.get("Content-Encoding", "none")
+        raise BadRequest(f"the body cannot be decoded (Content-Encoding: {encoding})") from error
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

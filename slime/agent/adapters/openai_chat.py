@@ -89,10 +89,11 @@ class ChatCompletions(Wire):
         if not messages:
             raise BadRequest("messages is empty; send at least one message")
         options = optional(body, "stream_options", dict) or {}
+        older_limit = at_least_one(body, "max_tokens")  # checked even if the newer one applies
         return Request(
             messages=tuple(message_of(message, f"messages[{i}]", self.images) for i, message in enumerate(messages)),
             tools=tools_in(body),
-            max_tokens=at_least_one(body, "max_completion_tokens") or at_least_one(body, "max_tokens"),
+            max_tokens=at_least_one(body, "max_completion_tokens") or older_limit,
             sampling=sampling(body, tuple(SAMPLING)),
             stop=stops(body, "stop"),
             streams=optional(body, "stream", bool) or False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from pathlib import Path
@@ -304,3 +305,37 @@ async def _never_ours(num: int) -> None:
 async def test_no_body_whatever_is_an_error_of_the_server(num: int) -> None:
     """Law: any JSON gets an answer or HTTP 400 in the API's shape: clients would repeat a request after HTTP 500."""
     await _never_ours(num)
+
+
+@pytest.mark.parametrize("name", PATHS)
+async def test_a_body_that_cannot_be_decoded_is_an_error_of_the_api(name: str) -> None:
+    """Bodies that are not in the encoding of their header; the same JSON that is, in gzip, is read."""
+    sound = json.dumps(BASES[name]).encode()
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        for encoding, body in {"gzip": sound, "deflate": b"\xff" + sound}.items():
+            headers = {"Authorization": f"Bearer {room.key}", "Content-Encoding": encoding, "Connection": "close"}
+            async with http.post(room.url + PATHS[name], data=body, headers=headers) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == 400 and encoding in error["message"], error
+                assert error["type"] == "invalid_request_error"
+        room.says("fine")
+        headers = {"Authorization": f"Bearer {room.key}", "Content-Encoding": "gzip"}
+        async with http.post(room.url + PATHS[name], data=gzip.compress(sound), headers=headers) as answer:
+            assert answer.status == 200
+
+
+async def test_models_refuse_an_unknown_key_in_the_form_of_both_apis() -> None:
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        async with http.get(f"{room.url}/v1/models", headers={"Authorization": "Bearer none"}) as answer:
+            given = await answer.json()
+        assert answer.status == 401 and given["type"] == "error"
+        assert given["error"].keys() == {"type", "message", "param", "code"}
+        assert given["error"]["type"] == "authentication_error"
+
+
+async def test_an_older_limit_of_a_wrong_type_is_refused_beside_the_newer_one() -> None:
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        body = {**BASES["chat"], "max_completion_tokens": 9, "max_tokens": "many"}
+        headers = {"Authorization": f"Bearer {room.key}"}
+        async with http.post(room.url + PATHS["chat"], json=body, headers=headers) as answer:
+            assert answer.status == 400 and "max_tokens" in (await answer.json())["error"]["message"]
