@@ -300,9 +300,13 @@ class Sample:
         """Adds a reward at the end of the latest turn: at the last token so far that an engine sampled.
 
         Tokens without weight versions count as sampled where the loss mask is not 0. Raises `DataError` if the reward
-        is not finite, or if no token is sampled yet.
+        is not a finite number, or if no token is sampled yet.
         """
-        if not math.isfinite(value):
+        try:
+            finite = math.isfinite(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"sample {self.index}: the reward of a turn must be a number ({error})") from error
+        if not finite:
             raise DataError(f"sample {self.index}: the reward of a turn must be finite, got {value}")
         place = self._last_sampled()
         if place is None:
@@ -415,7 +419,10 @@ class Sample:
         return reward + sum_of_rewards(rewards, np.ones(len(rewards)) if mask is None else mask)
 
     def validate(self) -> None:
-        """Raises `DataError` if the sample violates invariant 1, 2 or 5 of this module."""
+        """Raises `DataError` if the sample violates invariant 1, 2 or 5 of this module.
+
+        Token rewards that your code set as an array, a tensor or a tuple become a list.
+        """
         num_tokens = len(self.held("tokens"))
         if not 0 <= self.response_length <= num_tokens:
             raise DataError(
@@ -428,7 +435,9 @@ class Sample:
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
         if (rewards := self.held("token_rewards")) is not None:
-            self._require_finite(rewards.array if isinstance(rewards, Column) else rewards)
+            values = self._finite_rewards(rewards.array if isinstance(rewards, Column) else rewards)
+            if not isinstance(rewards, list | Column):
+                self.token_rewards = values.tolist()
         experts = self.rollout_routed_experts
         if experts is not None and (experts.start or experts.end >= max(num_tokens, 1)):
             raise DataError(
@@ -436,14 +445,20 @@ class Sample:
                 "they must start at the first token and stop before the last one"
             )
 
-    def _require_finite(self, rewards: Any) -> None:
+    def _finite_rewards(self, rewards: Any) -> Numbers:
         try:
-            finite = np.isfinite(np.asarray(rewards, np.float64))
-        except (TypeError, ValueError) as error:
+            values = np.asarray(rewards, np.float64)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of torch: a tensor with a gradient
             raise DataError(f"sample {self.index}: token_rewards must be numbers ({error})") from error
+        if values.ndim != 1:
+            raise DataError(
+                f"sample {self.index}: token_rewards has the shape {values.shape}; set one number per response token"
+            )
+        finite = np.isfinite(values)
         if not finite.all():
             place = int(finite.argmin())
             raise DataError(f"sample {self.index}: token_rewards[{place}] is {rewards[place]}; rewards must be finite")
+        return values
 
     def copy(self) -> Sample:
         """Returns a deep copy. Plain `copy.deepcopy` would take milliseconds for thousands of tokens."""

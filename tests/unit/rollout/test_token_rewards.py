@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,9 @@ def test_a_record_written_before_there_were_token_rewards_is_read() -> None:
         ([0.5], "token_rewards has 1 entries for 21"),
         ([float("inf")] * 21, r"token_rewards\[0\] is inf"),
         (["a"] * 21, "numbers"),
+        ([10**400] * 21, "numbers"),
+        ([[0.5]] * 21, r"shape \(21, 1\)"),
+        ("1" * 21, r"shape \(\)"),
     ],
 )
 def test_wrong_rewards_are_refused_with_the_sample_named(tmp_path: Path, wrong: Any, problem: str) -> None:
@@ -184,8 +188,22 @@ def test_wrong_rewards_are_refused_with_the_sample_named(tmp_path: Path, wrong: 
         to_train_batch(rollout_args(tmp_path), 0, [[sample]])
     with pytest.raises(DataError, match="sample 7: the reward of a turn must be finite"):
         finished(7).add_turn_reward(float("nan"))
+    with pytest.raises(DataError, match="sample 7: the reward of a turn must be a number"):
+        finished(7).add_turn_reward("0.5")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="sample 7 has no sampled token yet"):
         Sample(index=7, tokens=[1]).add_turn_reward(1.0)
+
+
+@pytest.mark.parametrize("kind", [np.array, tuple], ids=["array", "tuple"])
+def test_rewards_that_a_reward_model_returns_as_an_array_are_filtered_and_saved_like_a_list(kind: Any) -> None:
+    made = [finished(index, 1.0, 0.5) for index in range(2)]
+    for sample in made:
+        wanted = sample.token_rewards
+        sample.token_rewards = kind(wanted)
+        sample.validate()
+        assert json.loads(sample.to_json())["token_rewards"] == wanted
+    settings = SimpleNamespace(reward_key=None, advantage_estimator="grpo_turn")
+    assert not check_reward_nonzero_std(settings, made).keep
 
 
 def test_a_turns_reward_is_at_the_last_sampled_token() -> None:
