@@ -60,6 +60,7 @@ def settings(**given: Any) -> Any:
         "sglang_config": None,
         "rollout_external_engine_addrs": (),
         "prefill_num_servers": None,
+        "eval_fleet": None,
         "debug_train_only": False,
         "debug_rollout_only": False,
         "run_dir": "runs/a",
