@@ -84,3 +84,12 @@ def test_make_hands_the_extras_to_the_installer_whole(tmp_path: Path) -> None:
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     line = next(line for line in shown.splitlines() if " -e " in line)
     assert line.count("-e '.[cpu,dev]' 'torch==") == 2, line  # uv, and pip in its place
+
+
+def test_the_root_has_nothing_but_what_belongs_there() -> None:
+    """A report or a cache of a tool, added by mistake, would be found here."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    known = {".ci", ".dockerignore", ".gitignore", ".importlinter", ".pre-commit-config.yaml", "CHANGELOG.md"}
+    known |= {"CONTRIBUTING.md", "Dockerfile", "LICENSE", "Makefile", "README.md", "benchmarks", "docs", "examples"}
+    known |= {"pyproject.toml", "recipes", "requirements", "slime", "tests", "train.py", "train_async.py"}
+    assert {name.split("/")[0] for name in files} <= known
