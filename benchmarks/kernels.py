@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slime.ops import attention, linear
 from slime.ops.kernels import fp8 as kernels
+from slime.ops.select import DEEP_GEMM
 
 SHAPES = {
     "4B qkv": (6144, 2560),
@@ -57,7 +58,7 @@ def draw(*shape: int) -> Tensor:
 
 def products(out: int, size: int) -> dict[str, int]:
     """TFLOP/s of the three products of a linear layer [out, size]."""
-    gemm: Any = importlib.import_module(linear.DEEP_GEMM)
+    gemm: Any = importlib.import_module(DEEP_GEMM)
     x, weight, grad = draw(TOKENS, size), draw(out, size), draw(TOKENS, out)
     total = torch.zeros(out, size, device="cuda")
     y, grad_x = torch.empty_like(grad), torch.empty_like(x)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slime.ops.select import name_of
+from slime.ops.select import DEEP_GEMM, name_of, triton_problems
 
 GROUP = 128
 """Entries of a row, and rows and columns of a weight, that share a scale."""
@@ -39,7 +39,6 @@ LEAST_INPUT = 2.0**-90
 """Lower bound on the largest entry of a group of inputs, which keeps scales normal."""
 LEAST_WEIGHT = 1e-4
 """The same for a block of a weight, as in engines."""
-DEEP_GEMM = "deep_gemm"
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -130,9 +129,8 @@ def dequantised(codes: Tensor, scales: Tensor, *, of_rows: bool) -> Tensor:
 def fp8_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Returns why the fused form cannot run, or () if a trial run succeeds."""
     reasons = (
-        ("its kernels need a GPU", device.type != "cuda"),
+        *((reason, True) for reason in triton_problems(device, dtype)),
         (f"its kernels support bfloat16, not {dtype}", dtype != torch.bfloat16),
-        ("triton is not installed", importlib.util.find_spec("triton") is None),
         ("deep_gemm is not installed (package sgl-deep-gemm)", importlib.util.find_spec(DEEP_GEMM) is None),
     )
     found = tuple(reason for reason, holds in reasons if holds)

@@ -96,8 +96,8 @@ def fp8_problems(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 FLASH4 = "flash4"
 FLASH4_FORMS = (Fused(FLASH4, "FlashAttention 4, KV heads not repeated", flash4_problems),)
 """The form of attention that `--kernels flash4` requires."""
-FP8 = "fp8"
-FP8_FORMS = (Fused("deep_gemm", "Triton kernels quantise, DeepGEMM multiplies", fp8_problems),)
+FP8, DEEP_GEMM = "fp8", "deep_gemm"
+FP8_FORMS = (Fused(DEEP_GEMM, "Triton kernels quantise, DeepGEMM multiplies", fp8_problems),)
 """The forms of `slime.ops.linear`, which is chosen only for `--fp8-format`."""
 
 _chosen: dict[str, Choice] = {}
