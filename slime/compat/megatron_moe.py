@@ -7,7 +7,6 @@ Invariants
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -20,8 +19,7 @@ def activate() -> list[PatchReport]:
 
     Raises `EngineError` if a patch had no effect.
     """
-    named = [] if is_installed("megatron-core", ">=0.19") else [_patch_moe_name()]
-    return [*named, _patch_split_sizes()]
+    return [] if is_installed("megatron-core", ">=0.19") else [_patch_moe_name()]
 
 
 def _patch_moe_name() -> PatchReport:
@@ -34,24 +32,4 @@ def _patch_moe_name() -> PatchReport:
         "NameError: te_general_gemm is not defined, in the router of an MoE layer",
         "the oldest supported version is 0.19, in which moe_utils defines the name",
         versions="before 0.19",
-    )
-
-
-def _patch_split_sizes() -> PatchReport:
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    original = dispatcher.all_to_all
-    if not getattr(original, "_slime_list_sizes", False):
-
-        @functools.wraps(original)
-        def all_to_all(group: Any, x: Any, output_sizes: Any = None, input_sizes: Any = None, **kwargs: Any) -> Any:
-            sizes = (None if s is None else [int(n) for n in s] for s in (output_sizes, input_sizes))
-            return original(group, x, *sizes, **kwargs)
-
-        all_to_all._slime_list_sizes = True  # type: ignore[attr-defined]
-        dispatcher.all_to_all = all_to_all
-    require_effect(getattr(dispatcher.all_to_all, "_slime_list_sizes", False), "split sizes")
-    return megatron_report(
-        "split sizes",
-        "TypeError: all_to_all_single got split sizes that are not lists, from the all-to-all dispatcher of MoE layers",
-        "the dispatcher passes lists of int",
     )

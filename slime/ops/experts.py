@@ -215,6 +215,23 @@ def plan_rows(routing_map: Tensor, topk: int) -> RowPlan:
     return RowPlan(tokens, experts, slots.view(num_tokens, topk), RowGroups(ends.to(torch.int32)))
 
 
+def interleave(sizes: Tensor, num_rows: int) -> tuple[Tensor, Tensor, RowGroups]:
+    """Returns the order that sorts rows by expert, int64 [rows], its inverse, and the groups.
+
+    The rows are ordered by source, then by expert. sizes: int32 [sources, experts], with the sum `num_rows`, which the
+    host knows, so that it does not wait for the device. Rows of an expert stay in the order of their sources.
+    """
+    device, totals = sizes.device, sizes.sum(0)
+    starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)  # of each part, ordered by source
+    moved = sizes.t().flatten()
+    shifts = starts.t().flatten() - (moved.cumsum(0) - moved)
+    rows = torch.arange(num_rows, device=device)
+    order = rows + torch.repeat_interleave(shifts, moved.long(), output_size=num_rows)
+    with _in_any_order():
+        inverse = torch.empty_like(order).scatter_(0, order, rows)
+    return order, inverse, RowGroups.of(totals, device)
+
+
 @contextlib.contextmanager
 def _in_any_order() -> Iterator[None]:
     """Turns off PyTorch's deterministic mode, which would sort the indices of a copy even if they are all distinct."""
@@ -282,6 +299,24 @@ def sum_rows(y: Tensor, plan: RowPlan, form: Form) -> Tensor:
         case "fused":
             return _Sum.apply(y, plan.tokens, plan.slots)
     assert_never(form)
+
+
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """x [rows, ...] -> x[order]. `inverse`: the inverse permutation, by which gradients return."""
+    result: Tensor = _Permute.apply(x, order, inverse)
+    return result
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grads[0].index_select(0, inverse), None, None
 
 
 class _Gather(torch.autograd.Function):

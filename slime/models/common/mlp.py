@@ -6,9 +6,8 @@ Dispatchers move tokens to a layer's experts and back. They implement Megatron's
     combine_preprocess, token_combine, combine_postprocess         rows of experts -> tokens
 
 Without expert parallelism, rows are reordered locally, and neither GPU nor host waits for the other
-(`LocalDispatcher`). With expert parallelism, Megatron's dispatchers move the rows. In each forward pass of a layer, the
-all-to-all dispatcher synchronises the host once to read split sizes. The all-gather dispatcher does so several times,
-also to select rows.
+(`LocalDispatcher`). With expert parallelism, the host waits for the GPU once in each forward pass of a layer, for the
+numbers of rows to send (`AllToAllDispatcher`), or several times, with Megatron's all-gather dispatcher.
 
 Invariants
 1. Every token reaches all experts that the router chose; none is dropped.
@@ -49,6 +48,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -60,16 +60,13 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import (
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-    MoETokenDispatcher,
-)
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -83,6 +80,8 @@ from slime.ops.experts import (
     form_of,
     gather_rows,
     grouped_linear,
+    interleave,
+    permute_rows,
     plan_rows,
     row_weights,
     sum_rows,
@@ -154,25 +153,96 @@ class LocalDispatcher(MoETokenDispatcher):
         return sum_rows(hidden_states, self._plan, form_of(hidden_states)).view(self._shape)
 
 
-class OneWaitAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher with our row order. Megatron's own row order makes the host wait for row counts,
-    and does not sum rows in float32."""
+class AllToAllDispatcher(MoETokenDispatcher):
+    """Sends each row to the rank of its expert and back. A rank owns consecutive experts.
+
+    The host waits once per forward pass, for the numbers of rows that ranks send each other. The GPU orders rows
+    meanwhile.
+    """
 
     _plan: RowPlan
+    _shape: torch.Size
+    _exchange: Exchange
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [T, 1, H], routing_map and probs [T, experts] -> rows [T * topk, H], their weights [T * topk]."""
-        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
-        sizes = self.preprocess(routing_map)
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", sizes)
+        self._shape = hidden_states.shape
+        self._exchange = Exchange(routing_map, self.ep_group)
         self._plan = plan_rows(routing_map, self.config.moe_router_topk)
-        rows = gather_rows(hidden_states.view(-1, self.hidden_shape[-1]), self._plan, form_of(hidden_states))
+        rows = gather_rows(hidden_states.view(-1, self._shape[-1]), self._plan, form_of(hidden_states))
         return rows, row_weights(probs, self._plan)
 
-    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and weights of this rank's tokens -> those of this rank's experts, ordered by rank, then by expert."""
+        self._exchange.wait()
+        return self._exchange.to_experts(hidden_states), self._exchange.to_experts(probs)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, RowGroups, Tensor]:
+        order, inverse, groups = self._exchange.by_expert()
+        return permute_rows(hidden_states, order, inverse), groups, permute_rows(probs, order, inverse)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        order, inverse, _ = self._exchange.by_expert()
+        return permute_rows(hidden_states, inverse, order)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return self._exchange.to_tokens(hidden_states)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Rows [T * topk, H] -> [T, 1, H]."""
-        rows = permutated_local_input_tokens
-        return sum_rows(rows, self._plan, form_of(rows)).view(self.hidden_shape)
+        return sum_rows(hidden_states, self._plan, form_of(hidden_states)).view(self._shape)
+
+
+class Exchange:
+    """How many rows the ranks of an expert group send each other in one pass of a layer."""
+
+    def __init__(self, routing_map: Tensor, group: dist.ProcessGroup) -> None:
+        """routing_map: bool [tokens, experts], this rank's. Starts to collect those of all ranks and does not wait."""
+        self._group, self._rank, num_ranks = group, group.rank(), group.size()
+        counts = routing_map.sum(0, dtype=torch.int32)
+        self._counts = counts.new_empty(num_ranks, counts.numel())
+        self._collected = dist.all_gather_into_tensor(self._counts.view(-1), counts, group=group, async_op=True)
+        self._on_host = self._counts
+        if counts.is_cuda:
+            with torch.cuda.stream(_side_stream(counts.device)):
+                self._collected.wait()
+                self._on_host = torch.empty(self._counts.shape, dtype=torch.int32, pin_memory=True)
+                self._on_host.copy_(self._counts, non_blocking=True)
+                self._copied = torch.cuda.current_stream().record_event()
+
+    def wait(self) -> None:
+        """Waits for the other ranks and for the copy to the host."""
+        self._collected.wait()
+        if self._counts.is_cuda:
+            self._copied.synchronize()
+        rows = self._on_host.view(*self._counts.shape[:1], self._group.size(), -1).sum(2)
+        self._sent: list[int] = rows[self._rank].tolist()
+        """Rows that this rank sends to each rank."""
+        self._received: list[int] = rows[:, self._rank].tolist()
+        self._own = self._counts.view(*self._counts.shape[:1], self._group.size(), -1)[:, self._rank]
+        """int32 [ranks, local experts], on the rows' device: rows that each rank sends to this rank's experts."""
+        self._order: tuple[Tensor, Tensor, RowGroups] | None = None
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """[rows of this rank's tokens, ...] -> [rows of this rank's experts, ...]"""
+        result: Tensor = all_to_all(self._group, rows, self._received, self._sent)
+        return result
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """[rows of this rank's experts, ...] -> [rows of this rank's tokens, ...]"""
+        result: Tensor = all_to_all(self._group, rows, self._sent, self._received)
+        return result
+
+    def by_expert(self) -> tuple[Tensor, Tensor, RowGroups]:
+        """Returns the order of received rows by expert, int64 [rows], its inverse, and the groups. Never waits."""
+        if self._order is None:
+            self._order = interleave(self._own, sum(self._received))
+        return self._order
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
@@ -315,12 +385,12 @@ class ExpertLayer(MoELayer):
             parameter.allreduce = False
         if groups.ep.size() == 1:
             self.token_dispatcher = LocalDispatcher(config, groups)
-        else:
-            gathers = config.moe_token_dispatcher_type == "allgather"
-            kind = UnevenAllGatherDispatcher if gathers else OneWaitAlltoAllDispatcher
-            self.token_dispatcher = kind(
+        elif config.moe_token_dispatcher_type == "allgather":
+            self.token_dispatcher = UnevenAllGatherDispatcher(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
             )
+        else:
+            self.token_dispatcher = AllToAllDispatcher(config, groups)
 
 
 class WideRoutedExperts(ExpertLayer):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slime.ops.experts import RowGroups, form_of, grouped_linear, grouped_problems, weighted_swiglu
+from slime.ops.experts import (
+    RowGroups,
+    form_of,
+    grouped_linear,
+    grouped_problems,
+    interleave,
+    permute_rows,
+    weighted_swiglu,
+)
 
 SIZES = [(5, 3, 4), (0, 7, 0, 1), (1,), (0, 0, 9), (0, 0), (1, 1, 1), (300, 0, 2)]
 IN, OUT = 24, 40
@@ -71,3 +80,18 @@ def test_weighted_swiglu_rounds_each_factor(dtype: torch.dtype, weights_dtype: t
     got = weighted_swiglu(x, weights, "reference")
     assert got.dtype == dtype and torch.equal(got, want)
     assert weighted_swiglu(x[:0], weights[:0], "reference").shape == (0, OUT)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 4), (4, 1), (3, 5)], ids=str)
+def test_received_rows_are_sorted_by_expert_and_then_by_source(shape: tuple[int, int]) -> None:
+    generator = np.random.default_rng(sum(shape))
+    sizes = generator.integers(0, 4, shape)
+    sizes[0, 0] = 0
+    num_rows, experts = int(sizes.sum()), np.tile(np.arange(shape[1]), shape[0]).repeat(sizes.ravel())
+    order, inverse, groups = interleave(torch.from_numpy(sizes).int(), num_rows)
+    assert order.tolist() == np.argsort(experts, kind="stable").tolist()
+    assert order[inverse].tolist() == list(range(num_rows))
+    assert groups.sizes == sizes.sum(0).tolist()
+    x = torch.arange(2.0 * num_rows).view(num_rows, 2).requires_grad_()
+    permute_rows(x, order, inverse).backward(torch.arange(2.0 * num_rows).view(num_rows, 2)[order])
+    assert x.grad is not None and torch.equal(x.grad, x.detach())
