@@ -501,7 +501,7 @@ def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("vllm", "paged", "generate"), default="vllm", help="how TRL generates")
     parser.add_argument("--attention", choices=("stand-in", "sdpa"), default="stand-in", help="of verl's training")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="of each system")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="of each system")
     options = parser.parse_args(argv)
     options.site = dict(text.split("=", 1) for text in options.site)
     options.logs = options.logs or options.out.parent / "league"

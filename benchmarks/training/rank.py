@@ -67,7 +67,7 @@ class Rank:
         fields = shapes.samples(
             num_samples,
             mean,
-            longest=min(4 * mean, self.spec["max_tokens"]),
+            longest=min(4 * mean, self.spec["max_tokens"] * self.backend.parallel_info.sizes.cp),
             vocab_size=self.spec["model"]["vocab_size"],
             version=self.backend.weight_version,
             seed=SEED + self._num_batches,
