@@ -72,6 +72,11 @@ class Message:
     images: tuple[Picture, ...] = ()
     """Sorted by `at`; empty for an assistant."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether an answer has neither text nor thinking nor calls."""
+        return not (self.text or self.reasoning or self.calls)
+
     def texts(self) -> list[str]:
         """Returns the text before each image, and the text after the last one."""
         ends = [image.at for image in self.images]

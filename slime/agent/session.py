@@ -5,11 +5,11 @@ appends the tokens of new messages. A history that contradicts the known message
 counted by reason:
 
     retry        the agent repeats a request; the earlier answer keeps its branch
-    edited       the history contains a known turn, but continues differently after it
+    edited       the history continues differently after a known turn, or another message before one differs
     foreign      the history contains an assistant message that this session did not sample
     tools        the list of tools is different
     compaction   the beginning is the same, but sampled turns are missing
-    sub-agent    the beginning is different
+    sub-agent    the first message is different
     template     the chat template does not append the new messages (`NotAppended`)
     ending       the model ended its turn with a different end token than the template's
     placeholder  the model sampled the token that stands for an image, which an engine cannot read in a prompt with
@@ -76,7 +76,7 @@ class Branch:
     their rewards."""
 
     why: str
-    """`first`, or the reason for the fork."""
+    """`first`, `fork` (the code of the environment forked the session), or the reason for the fork."""
     tools: str = ""
     """The tools in the prompt, as JSON. A different list requires a different prompt."""
     tokens: GrowingColumn = field(default_factory=partial(GrowingColumn, np.int32))
@@ -97,8 +97,20 @@ class Branch:
     """Index of the branch that this one was forked from; None if they share no tokens."""
     unthought: set[int] = field(default_factory=set)
     """Positions in `messages` of answers that the agent sent back without their thinking."""
-    busy: bool = False
-    """Whether a turn is currently being sampled."""
+    asked: list[Message] | None = None
+    """The messages that the turn being sampled answers; None while none is being sampled."""
+
+    @property
+    def busy(self) -> bool:
+        return self.asked is not None
+
+    def requests(self, num: int) -> Iterator[list[Message]]:
+        """Yields the requests of `num` messages that this branch answered or is answering."""
+        for turn in self.turns:
+            if turn.num_messages == num + 1:
+                yield self.messages[:num]
+        if self.asked is not None and len(self.messages) + len(self.asked) == num:
+            yield [*self.messages, *self.asked]
 
     def add_context(self, tokens: Tokens) -> None:
         """Appends tokens that the model did not sample (template, tool results, user messages)."""
@@ -269,7 +281,7 @@ class Session:
                 why = why or "placeholder"
         if opened is None:
             opened = self._afresh(messages, tools, named, why or FIRST)
-        opened.branch.busy = True
+        opened.branch.asked = opened.new
         return opened
 
     def end_turn(
@@ -283,7 +295,7 @@ class Session:
     ) -> None:
         """Adds the model's answer. `trained`: whether it was sampled with the run's parameters."""
         opened.branch.add_turn(opened.new, answer, generation, ill_formed=ill_formed, trained=trained)
-        opened.branch.busy = self.context_full = False
+        opened.branch.asked, self.context_full = None, False
         self._last = opened.branch
 
     def reward_turn(self, value: float) -> None:
@@ -299,12 +311,14 @@ class Session:
         turn = self._last.turns[-1]
         if turn.start == turn.end:
             return
+        if not math.isfinite(turn.reward + value):
+            raise DataError(f"the rewards of a turn must have a finite sum, got {value} after {turn.reward}")
         self._last.turns[-1] = replace(turn, reward=turn.reward + float(value))
 
     def drop_turn(self, opened: Opened) -> None:
         """Removes an unfinished turn. The branch then ends with the previous turn."""
         branch = opened.branch
-        branch.busy = False
+        branch.asked = None
         end = branch.turns[-1].end if branch.turns else 0
         for column in branch.columns():
             column.shorten_to(end)
@@ -333,10 +347,8 @@ class Session:
     def _where(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, int, Turn | None, str]:
         """Returns (branch, its index, the turn that the request continues, the reason for a fork or "")."""
         best: tuple[int, int, Branch, Turn, int] | None = None
-        seen = 0
-        for number, branch in enumerate(self.branches):
-            same = _agreement(branch.messages, messages)
-            seen = max(seen, same)
+        agreed = [_agreement(branch.messages, messages) for branch in self.branches]
+        for number, (branch, same) in enumerate(zip(self.branches, agreed, strict=True)):
             if branch.tools != tools:
                 continue
             turn = next((t for t in reversed(branch.turns) if t.num_messages <= same), None)
@@ -352,24 +364,44 @@ class Session:
             _, goes_on_, branch, turn, number = best
             if goes_on_:
                 return branch, number, turn, ""
-            again = _agreement(branch.messages, messages) >= len(messages)
-            return branch, number, turn, "retry" if again or branch.busy else "edited"
+            return branch, number, turn, "retry" if self._was_asked(messages, tools) else "edited"
         if not self.branches:
             return None, 0, None, ""
-        return None, 0, None, self._reason(messages, tools, seen)
+        return None, 0, None, self._reason(messages, tools, agreed)
 
-    def _reason(self, messages: Sequence[Message], tools: str, seen: int) -> str:
-        """Returns the reason for a new branch that shares no tokens with others."""
-        if not seen:
-            return "sub-agent"
-        if all(branch.tools != tools for branch in self.branches):
-            return "tools"
-        if any(m.role == "assistant" for m in messages[seen:]):
-            return "foreign"
-        longest = max(len(branch.messages) for branch in self.branches)
-        if seen >= len(messages):
+    def _reason(self, messages: Sequence[Message], tools: str, agreed: Sequence[int]) -> str:
+        """Returns the reason for a new branch that shares no tokens with others. `agreed`: messages in common with each
+        branch.
+        """
+        if self._was_asked(messages, tools):
             return "retry"
-        return "compaction" if len(messages) < longest else "edited"
+        if not (most := max(agreed)):
+            return "sub-agent"
+        nearest = [branch for branch, same in zip(self.branches, agreed, strict=True) if same == most]
+        if all(branch.tools != tools for branch in nearest):
+            return "tools"
+        answers = [message for message in messages if message.role == "assistant"]
+        if not self._were_sampled([message for message in messages[most:] if message.role == "assistant"]):
+            return "foreign"
+        return "compaction" if len(answers) < max(len(branch.turns) for branch in nearest) else "edited"
+
+    def _was_asked(self, messages: Sequence[Message], tools: str) -> bool:
+        """Returns whether the same request was answered before or is being answered."""
+        num = len(messages)
+        known = (request for branch in self.branches if branch.tools == tools for request in branch.requests(num))
+        return any(_agreement(request, messages) == num for request in known)
+
+    def _were_sampled(self, answers: Sequence[Message]) -> bool:
+        """Returns whether this session sampled all of these messages, thinking aside. Linear if they are in order."""
+        known = [branch.messages[turn.num_messages - 1] for branch in self.branches for turn in branch.own_turns()]
+        at = 0
+        for answer in answers:
+            places = (*range(at, len(known)), *range(at))
+            found = next((place for place in places if known[place].same(answer)), None)
+            if found is None:
+                return False
+            at = found + 1
+        return True
 
     def _behind(
         self, branch: Branch, number: int, turn: Turn, why: str, messages: Sequence[Message], tools: Sequence[Any]

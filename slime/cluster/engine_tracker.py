@@ -232,9 +232,18 @@ class Engines:
         self._supervisor.synced(engines, version)
         self._admit()
 
-    def begin_evaluation(self) -> tuple[Engine, ...]:
-        """Begins to send weights to the evaluation fleet. Returns the responding engines, without waiting for any."""
+    def begin_evaluation(self, *, waits: bool = False) -> tuple[Engine, ...]:
+        """Begins to send weights to the evaluation fleet. Returns the responding engines.
+
+        `waits`: if none responds, waits for one that is being restarted, for at most `WORKING` times
+        --engine-start-timeout-s.
+        """
         self.tend()
+        if waits:
+            limit_s = WORKING * self._args.engine_start_timeout_s
+            self._tend_until(
+                lambda: bool(self._of_role(EVALUATION)) or not self._supervisor.expects(EVALUATION), limit_s
+            )
         takers = self._of_role(EVALUATION)
         self._supervisor.syncing(takers)
         return tuple(self.members[engine.index] for engine in takers)

@@ -126,8 +126,11 @@ class EvalFleet:
         self._running: _Background | None = None
         self._num_failed = 0
 
-    def begin(self, rollout_id: int) -> None:
-        """Starts an evaluation of the trainer's weights. First waits for the running one, if any."""
+    def begin(self, rollout_id: int, *, is_last: bool = False) -> None:
+        """Starts an evaluation of the trainer's weights. First waits for the running one, if any.
+
+        The last one of a run also waits for an engine that is being restarted, because training does not need the time.
+        """
         self.poll()
         if self._running is not None:
             before, began_s = evaluation_name(self._running.rollout_id), time.monotonic()
@@ -139,7 +142,7 @@ class EvalFleet:
                 before,
             )
         try:
-            version = self._weight_sync.send_for_evaluation()
+            version = self._weight_sync.send_for_evaluation(waits=is_last)
             if version is None:
                 raise EngineError("no engine of --eval-fleet responds")
         except FLEET_FAILURES as error:
@@ -324,7 +327,7 @@ class Run:
         """
         if self._eval_fleet is not None:
             with span("eval"):
-                self._eval_fleet.begin(rollout_id)
+                self._eval_fleet.begin(rollout_id, is_last=rollout_id + 1 == self.args.num_rollout)
                 losses = self._held_out.measure()
             if losses:
                 self._tracker.log("eval", rollout_id, losses)

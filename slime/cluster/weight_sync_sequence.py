@@ -247,13 +247,14 @@ class WeightSyncSequence:
         if self._takers:
             logger.info("engines %s are serving again with version %d", [e.index for e in self._takers], self._version)
 
-    def send_for_evaluation(self) -> WeightVersion | None:
+    def send_for_evaluation(self, *, waits: bool = False) -> WeightVersion | None:
         """Sends the trainer's weights to the evaluation fleet, verifies them, and lets its engines serve. The other
         engines go on generating. The trainer must be idle, and no evaluation may be running.
 
-        Returns the version, or None if no engine of the fleet responds. Raises like `run`.
+        Returns the version, or None if no engine of the fleet responds. `waits`: first waits for one that is being
+        restarted. Raises like `run`.
         """
-        while takers := self._engines.begin_evaluation():
+        while takers := self._engines.begin_evaluation(waits=waits):
             infos, tended = self._engines.infos(takers), self._tended(takers)
             try:
                 metrics = self._actors.on_trainers("sync_weights", infos, "abort", True, on_poll=tended)[0]

@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +139,11 @@ class GrowingColumn(Sequence[Any]):
 class UnpackedList:
     """Descriptor for a slot that contains a list or a `Column`. Reading it permanently converts a column to a list."""
 
-    def __init__(self, slot: Any) -> None:
-        """`slot`: the field's original slot descriptor."""
-        self._slot = slot
+    def __init__(self, slot: Any, check: Callable[[Any, Any], object] | None = None) -> None:
+        """`slot`: the field's original slot descriptor. `check`: gets the record and each value that is set, except
+        None and columns, and raises an error if it is wrong.
+        """
+        self._slot, self._check = slot, check
 
     def __get__(self, record: Any, owner: type | None = None) -> Any:
         if record is None:
@@ -153,6 +155,8 @@ class UnpackedList:
         return value
 
     def __set__(self, record: Any, value: Any) -> None:
+        if self._check is not None and value is not None and not isinstance(value, Column):
+            self._check(record, value)
         self._slot.__set__(record, value)
 
     def packed(self, record: Any) -> Any:

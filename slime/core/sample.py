@@ -312,7 +312,11 @@ class Sample:
         if place is None:
             raise DataError(f"sample {self.index} has no sampled token yet; add the reward of a turn after the turn")
         rewards = [0.0] * self.response_length if self.token_rewards is None else self.token_rewards
-        rewards[place] += float(value)
+        before, rewards[place] = rewards[place], rewards[place] + float(value)
+        if not math.isfinite(rewards[place]):
+            raise DataError(
+                f"sample {self.index}: the rewards of a turn must have a finite sum, got {value} after {before}"
+            )
         self.token_rewards = rewards
 
     def _last_sampled(self) -> int | None:
@@ -435,7 +439,7 @@ class Sample:
                     f"sample {self.index}: {name} has {len(value)} entries for {self.response_length} response tokens"
                 )
         if (rewards := self.held("token_rewards")) is not None:
-            values = self._finite_rewards(rewards.array if isinstance(rewards, Column) else rewards)
+            values = _finite_rewards(self, rewards.array if isinstance(rewards, Column) else rewards)
             if not isinstance(rewards, list | Column):
                 self.token_rewards = values.tolist()
         experts = self.rollout_routed_experts
@@ -444,21 +448,6 @@ class Sample:
                 f"sample {self.index} has routed experts for tokens {experts.start} to {experts.end} of {num_tokens}; "
                 "they must start at the first token and stop before the last one"
             )
-
-    def _finite_rewards(self, rewards: Any) -> Numbers:
-        try:
-            values = np.asarray(rewards, np.float64)
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of torch: a tensor with a gradient
-            raise DataError(f"sample {self.index}: token_rewards must be numbers ({error})") from error
-        if values.ndim != 1:
-            raise DataError(
-                f"sample {self.index}: token_rewards has the shape {values.shape}; set one number per response token"
-            )
-        finite = np.isfinite(values)
-        if not finite.all():
-            place = int(finite.argmin())
-            raise DataError(f"sample {self.index}: token_rewards[{place}] is {rewards[place]}; rewards must be finite")
-        return values
 
     def copy(self) -> Sample:
         """Returns a deep copy. Plain `copy.deepcopy` would take milliseconds for thousands of tokens."""
@@ -532,11 +521,34 @@ def sum_of_rewards(rewards: Numbers, mask: Numbers) -> float:
     return math.fsum(rewards[rewards != 0].tolist())
 
 
+def _finite_rewards(sample: Sample, rewards: Any) -> Numbers:
+    """Returns token rewards as an array. Raises `DataError` if one is not finite, or their sum."""
+    name = f"sample {getattr(sample, 'index', None)}: token_rewards"
+    try:
+        given, values = np.asarray(rewards), np.asarray(rewards, np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of torch: a tensor with a gradient
+        raise DataError(f"{name} must be numbers ({error})") from error
+    if values.ndim != 1:
+        got = f"{rewards!r:.80}" if values.ndim == 0 else f"the shape {values.shape}"
+        raise DataError(f"{name} is {got}, but must have one number per response token")
+    if given.dtype.kind not in "biufO":
+        raise DataError(f"{name} must be numbers, got {rewards[0]!r:.80}")
+    finite = np.isfinite(values)
+    if not finite.all():
+        place = int(finite.argmin())
+        raise DataError(f"{name}[{place}] is {rewards[place]}; rewards must be finite")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.abs(values).sum()):
+            raise DataError(f"{name} has values up to {np.abs(values).max()}; rewards must have a finite sum")
+    return values
+
+
 FIELDS = dataclasses.fields(Sample)
 _OWN_NAMES = frozenset(dir(Sample)) | {f.name for f in FIELDS}
 for _public in (Status, SpecInfo, PrefixCacheInfo):  # the public slime's names; nested classes would be different types
     setattr(Sample, _public.__name__, _public)
-_FIELDS = {name: UnpackedList(Sample.__dict__[name]) for name in PER_TOKEN}
+_CHECKS = {"token_rewards": _finite_rewards}
+_FIELDS = {name: UnpackedList(Sample.__dict__[name], _CHECKS.get(name)) for name in PER_TOKEN}
 """Descriptors of the fields that can be stored as arrays."""
 for _name, _field in _FIELDS.items():
     setattr(Sample, _name, _field)

@@ -285,6 +285,13 @@ class Supervisor:
         """Returns the engines that respond but need weights."""
         return self._membership.in_states(State.SYNCING, State.TAINTED)
 
+    def expects(self, role: str) -> bool:
+        """Returns whether an engine of this role is starting or will be restarted."""
+        for engine in self._membership.in_states(State.STARTING, State.DEAD):
+            if engine.role == role and engine.index not in self._sick | self._hostless:
+                return True
+        return False
+
     def syncing(self, engines: Sequence[Engine]) -> None:
         for engine in engines:
             if engine.state is not State.SYNCING:

@@ -264,6 +264,10 @@ FINE_TUNING = (
 """Replaces the "rollout" headlines for fine-tuning, where nothing is sampled or rewarded."""
 
 
+FAILED_EVALUATIONS = ("eval/num_failed_evaluations", "failed evaluations so far", ".0f")
+"""What the console shows of an evaluation that failed."""
+
+
 class ConsoleSink:
     """Prints one line per step with the most important metrics and the ETA."""
 
@@ -327,7 +331,8 @@ class ConsoleSink:
         names = [match[1] for match in matches.values() if match]
         unusable = ((f"eval/{name}-num_unusable", f"{name} dropped rows", ".0f") for name in names)
         dropped = [one for one in unusable if record.metrics.get(one[0])]
-        return [*((key, name, ".3f") for key, name in named if name is not None), *losses, *dropped]
+        found = [*((key, name, ".3f") for key, name in named if name is not None), *losses, *dropped]
+        return found or [one for one in [FAILED_EVALUATIONS] if one[0] in record.metrics]
 
     def _eta(self, record: StepRecord) -> str:
         """Returns the remaining time, estimated from the steps of this process, excluding startup and earlier

@@ -111,6 +111,8 @@ def build_processor_kwargs(multimodal_inputs: Mapping[str, Any] | None = None) -
 
 ROLLOUT_LOOP: web.AppKey[asyncio.AbstractEventLoop] = web.AppKey("rollout_loop", asyncio.AbstractEventLoop)
 """Set in an application whose handlers need the rollout's event loop."""
+READS_ENCODED: web.AppKey[bool] = web.AppKey("reads_encoded", bool)
+"""Set in an application that decodes bodies itself, so that its server must not: aiohttp's errors are plain text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ def run_app_in_thread(app: web.Application, host: str = "127.0.0.1", port: int =
     if loop is None:
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name=f"app-{listens.getsockname()[1]}", daemon=True).start()
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=READS_ENCODED not in app)
 
     async def serve() -> None:
         await runner.setup()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from slime.agent.adapters.adapter import Adapter
+from slime.agent.adapters.adapter import Adapter, ended
 from slime.agent.adapters.anthropic import Messages
 from slime.agent.adapters.openai_chat import ChatCompletions
 from slime.agent.adapters.openai_responses import Responses
@@ -120,11 +119,10 @@ class RunAdapter(Adapter):
         return super().finish_session(key, base_sample, reward, extra_metadata)
 
     async def shutdown_session(self, key: str) -> None:
-        """Rejects further requests of a session, and waits until its running ones are cancelled."""
+        """Rejects further requests of a session, and waits until its running ones have ended."""
         found = self._sessions[key]
         found.refuse("the session is shut down")
-        found.end_requests()
-        await asyncio.gather(*found.running, return_exceptions=True)
+        await ended([found], found.refuses, 400)
 
 
 class OpenAIAdapter(RunAdapter):

@@ -15,7 +15,7 @@ Invariants
 2. The run's sampling parameters override an agent's, because training computes log-probs under them. With
    `agent_sampling`, an agent may use its own, but turns sampled with them are not trained. An agent may always lower
    the token limit.
-3. A session that is finished or dropped is removed immediately, and its running requests are cancelled.
+3. A session that is finished or dropped is removed immediately. Its running requests end with an error of their API.
 4. The engine gets exactly the tokens of the session's branch, and the session records exactly the sampled ids.
 5. The agent sees exactly what was sampled, up to its own stop strings. Text that may begin a tool call or a stop string
    is buffered until that is certain.
@@ -30,7 +30,7 @@ import json
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -39,9 +39,9 @@ from typing import Any, ClassVar, Protocol
 import orjson
 from aiohttp import web
 
-from slime.agent.adapters.fields import GUIDED, BadRequest, Fields, ImageParts
+from slime.agent.adapters.fields import GUIDED, MAX_BODY_BYTES, BadRequest, Fields, ImageParts, body_of
 from slime.agent.messages import Message, ToolCall
-from slime.agent.parsers import Parsed, ToolFormat, begins, format_or_text
+from slime.agent.parsers import Parsed, ToolFormat, UntilStop, format_or_text
 from slime.agent.session import Branch, Session
 from slime.agent.template import ConversationTemplate
 from slime.agent.template_probe import tools_problem
@@ -49,6 +49,7 @@ from slime.core.errors import DataError, DeadlineExceeded, EngineError, RequestR
 from slime.core.processes import http_url
 from slime.core.sample import Sample
 from slime.data.images import ConversationImages
+from slime.public.http import READS_ENCODED
 from slime.rollout.client.call import Generation, Pictures, joined
 from slime.rollout.client.engine_client import STREAMED_INTERVAL, WHOLE
 from slime.rollout.client.upstream import REQUEST_SCOPE, RequestScope
@@ -311,37 +312,6 @@ class Words:
         return (self._text.more(ids) if ids else "") + self._text.end()
 
 
-class UntilStop:
-    """Ends a text before the first of some stop strings, however the text is split.
-
-    The engine ends a response with the token that completes a stop string, and that token is trained. An agent gets the
-    text before the stop string, as from OpenAI and Anthropic.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held = stops, ""
-        self.found: str | None = None
-        """The stop string that was found."""
-
-    def more(self, text: str) -> str:
-        """Adds text. Returns what certainly comes before a stop string."""
-        if self.found is not None or not self._stops:
-            return "" if self._stops else text
-        text = self._held + text
-        at, stop = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, ""))
-        if at >= 0:
-            self.found, self._held = stop, ""
-            return text[:at]
-        end = len(text) - begins(text, self._stops)
-        self._held = text[end:]
-        return text[:end]
-
-    def end(self) -> str:
-        """Returns what was held back, which no stop string completed."""
-        held, self._held = self._held, ""
-        return held
-
-
 def events_of(parts: Sequence[tuple[str, str]] | Any) -> list[Event]:
     """Converts a reader's (kind, text) parts to events."""
     return [Thought(text) if kind == "thinking" else Text(text) for kind, text in parts if text]
@@ -414,7 +384,10 @@ class Wire(ABC):
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
+CLOSED = "the run no longer accepts requests"
+LAST_FRAMES_S = 5.0
+"""How long the last frames of a stream may wait for an agent that does not read."""
+ANY_KINDS = {401: "authentication_error", 404: "not_found_error"}
 BACKLOG = 4096
 """Connections that the kernel holds until they are accepted, so that a thousand agents can start at the same time."""
 MODEL = "slime"
@@ -457,20 +430,38 @@ class OpenSession:
     heartbeat: Heartbeat | None = None
     """The execution's heartbeat. Each agent request counts as progress."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+    end: BadRequest | None = None
+    """The error that running requests get; None while none has been ended."""
 
-    def end_requests(self) -> None:
-        """Cancels running requests and discards their sampled tokens."""
+    def end_requests(self, why: str, status: int) -> None:
+        """Ends running requests and discards their sampled tokens. Their agents get this error."""
+        self.end = BadRequest(why, status)
         for task in self.running:
             task.cancel()
+
+    @contextlib.contextmanager
+    def ending_requests(self) -> Iterator[None]:
+        """Raises the error of `end_requests`, if that interrupts the block. An agent that hangs up cancels it, too."""
+        task = asyncio.current_task()
+        assert task is not None, "a handler must run in a task"
+        self.running.add(task)
+        try:
+            yield
+        except asyncio.CancelledError as cancelled:
+            if self.end is None or task.uncancel():
+                raise
+            raise BadRequest(str(self.end), self.end.status) from cancelled
+        finally:
+            self.running.discard(task)
 
     def refuse(self, why: str) -> None:
         """Rejects all further requests because a limit is reached. `why`: the reason reported to the agent."""
         self.refuses, self.session.hit_limit = why, True
 
     def end_at_limit(self, why: str) -> None:
-        """Rejects all further requests and cancels running ones."""
+        """Rejects all further requests and ends running ones."""
         self.refuse(why)
-        self.end_requests()
+        self.end_requests(why, 400)
 
 
 class Adapter:
@@ -565,12 +556,12 @@ class Adapter:
         found = self._sessions.pop(key)
         if found.limit is not None:
             found.limit.cancel()
-        found.end_requests()
+        found.end_requests("the session of this API key ended before the response did", 401)
         return found
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Starts listening and returns the URL without a path."""
-        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, auto_decompress=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
@@ -578,18 +569,16 @@ class Adapter:
         return http_url(host, bound[1])
 
     async def close(self) -> None:
-        """Rejects new requests with HTTP 503, cancels running ones, and stops listening."""
+        """Rejects new requests with HTTP 503, ends running ones with it, and stops listening."""
         self._closed = True
-        running = [task for one in self._sessions.values() for task in one.running]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await ended(self._sessions.values(), CLOSED, 503)
         if self._runner is not None:
             await self._runner.cleanup()
 
     @cached_property
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app[READS_ENCODED] = True
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/v1/models", self._models)
         for kind in self.wires:
@@ -597,6 +586,7 @@ class Adapter:
             app.router.add_post(wire.path, self._handler(wire, partial(self._answer, wire)))
             for path, count in wire.counters.items():
                 app.router.add_post(path, self._handler(wire, self._counter(count)))
+        app.router.add_route("*", "/{path:.*}", self._unknown)
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -606,11 +596,14 @@ class Adapter:
         try:
             self._session_of(http)
         except BadRequest as problem:
-            kind = "authentication_error" if problem.status == 401 else "server_error"
-            error = {"type": kind, "message": str(problem), "param": None, "code": None}
-            return web.json_response({"type": "error", "error": error}, status=problem.status)  # the form of both APIs
+            return _failed_anywhere(str(problem), problem.status)
         model = {"id": self._model, "object": "model", "type": "model", "display_name": self._model, "created": 0}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _unknown(self, http: web.Request) -> web.Response:
+        routes = sorted(path for kind in self.wires for path in (kind.path, *kind.counters))
+        what = f"there is no route {http.method} {http.path[:200]}; send POST to {', '.join(routes)}"
+        return _failed_anywhere(what, 404)
 
     def _handler(self, wire: Wire, answer: Callable[..., Any]) -> Callable[[web.Request], Any]:
         """Returns an aiohttp handler. `answer`: async function (session, request, HTTP request) -> response."""
@@ -618,7 +611,7 @@ class Adapter:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 self._session_of(http)
-                body = await _body(http)
+                body = await body_of(http)
                 self._session_of(http)  # it may have ended while the body arrived
                 if (images := self._template.images) is None:
                     request = self._read(wire, body)
@@ -662,7 +655,7 @@ class Adapter:
         bearer = http.headers.get("Authorization", "")
         key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else http.headers.get("x-api-key", "")
         if self._closed:
-            raise BadRequest("the run no longer accepts requests", 503)
+            raise BadRequest(CLOSED, 503)
         if key not in self._sessions:
             raise BadRequest("the API key does not belong to an open session", 401)
         return self._sessions[key]
@@ -681,19 +674,14 @@ class Adapter:
         REQUEST_SCOPE.set(found.scope)  # only in this request's task
         TRANSCRIPT.set(found.transcript)
         HEARTBEAT.set(found.heartbeat)
-        task = asyncio.current_task()
-        assert task is not None, "a handler must run in a task"
-        found.running.add(task)
-        try:
-            turn = self._turn(found, request, http)
-            if request.streams:
-                return await _streamed(wire, turn.events(self._engine), request, http)
-            answer = await last_event(turn.events(self._engine))
-            return _json(wire.response(answer, request))
-        finally:
-            found.running.discard(task)
+        events = self._turn(found, request).events(self._engine)
+        if request.streams:
+            return await _streamed(wire, events, request, http, found)
+        with found.ending_requests():
+            answer = await last_event(events)
+        return _json(wire.response(answer, request))
 
-    def _turn(self, found: OpenSession, request: Request, http: web.Request) -> Turn:
+    def _turn(self, found: OpenSession, request: Request) -> Turn:
         params, trained = with_sampling(found.params, request.sampling if self._agent_sampling else {})
         if request.schema:
             params, trained = {**params, "json_schema": request.schema}, False
@@ -712,21 +700,6 @@ class Adapter:
         )
 
 
-async def _body(http: web.Request) -> Mapping[str, Any]:
-    try:
-        body = orjson.loads(await http.read())
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413) from error
-    except web.RequestPayloadError as error:
-        encoding = http.headers.get("Content-Encoding", "none")
-        raise BadRequest(f"the body cannot be decoded (Content-Encoding: {encoding})") from error
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body is not a JSON object")
-    return body
-
-
 async def last_event(events: AsyncGenerator[Event, None]) -> Answer:
     """Returns the answer at the end of a turn's events."""
     async with aclosing(events):
@@ -736,8 +709,17 @@ async def last_event(events: AsyncGenerator[Event, None]) -> Answer:
     raise AssertionError("a turn must end with an answer")
 
 
+async def ended(sessions: Iterable[OpenSession], why: str, status: int) -> None:
+    """Ends the requests of sessions with an error, and waits until their agents have got it."""
+    running = [task for one in sessions for task in one.running]
+    for one in sessions:
+        one.end_requests(why, status)
+    if running:
+        await asyncio.wait(running, timeout=2 * LAST_FRAMES_S)
+
+
 async def _streamed(
-    wire: Wire, events: AsyncGenerator[Event, None], request: Request, http: web.Request
+    wire: Wire, events: AsyncGenerator[Event, None], request: Request, http: web.Request, found: OpenSession
 ) -> web.StreamResponse:
     """Sends frames as tokens arrive. A failure before the first frame still becomes an HTTP error."""
     stream, response = wire.stream(request), web.StreamResponse()
@@ -745,19 +727,31 @@ async def _streamed(
     response.headers["Cache-Control"] = "no-cache"
     async with aclosing(events):
         try:
-            async for event in events:
-                if not response.prepared:
-                    await response.prepare(http)
-                    await _write(response, stream.begin())
-                await _write(response, stream.frames(event))
-        except SlimeError as problem:
+            with found.ending_requests():
+                async for event in events:
+                    if not response.prepared:
+                        await response.prepare(http)
+                        await _write(response, stream.begin())
+                    await _write(response, stream.frames(event))
+        except (SlimeError, BadRequest) as problem:
             if not response.prepared:
                 raise
-            logger.warning("an agent's response was interrupted: %s", problem)
-            with contextlib.suppress(ConnectionError):
-                await _write(response, stream.broken(str(problem), _status(problem)))
+            if isinstance(problem, SlimeError):
+                logger.warning("an agent's response was interrupted: %s", problem)
+            await _broken(response, stream.broken(str(problem), _status(problem)), http)
     await response.write_eof()
     return response
+
+
+async def _broken(response: web.StreamResponse, frames: Iterable[Frame], http: web.Request) -> None:
+    """Sends the last frames of a stream. Drops the connection of an agent that does not read them."""
+    try:
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(LAST_FRAMES_S):
+                await _write(response, frames)
+    except TimeoutError:
+        if http.transport is not None:
+            http.transport.abort()
 
 
 async def _write(response: web.StreamResponse, frames: Any) -> None:
@@ -778,8 +772,17 @@ def _failed(wire: Wire, message: str, status: int) -> web.Response:
     return _json(wire.error(message, status), status)
 
 
-def _status(problem: SlimeError) -> int:
+def _failed_anywhere(message: str, status: int) -> web.Response:
+    """Returns an error in the form of both APIs, for what belongs to none."""
+    kind = ANY_KINDS.get(status, "server_error")
+    error = {"type": kind, "message": message, "param": None, "code": None}
+    return _json({"type": "error", "error": error}, status)
+
+
+def _status(problem: SlimeError | BadRequest) -> int:
     match problem:
+        case BadRequest(status=status):
+            return status
         case TakenBack():
             return 503
         case DataError() | RequestRejected():

@@ -38,23 +38,14 @@ FIELDS = Fields(
             *("output_config", "output_format", *SAMPLES),
         )
     ),
-    hints=frozenset(
-        (
-            *(
-                "metadata",
-                "service_tier",
-                "speed",
-                "inference_geo",
-                "user_profile_id",
-                "workspace_id",
-                "billing_policy",
-            ),
-            *("cache_control", "diagnostics", "fallback_credit_token", "betas"),
-            "fallbacks",  # other models, for a refusal by policy, which there is none of
-            "thinking",
-            "context_management",  # the server would shorten the history; the agent's stays as it was sent
-        )
-    ),
+    hints={
+        **dict.fromkeys(("service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id"), str),
+        **dict.fromkeys(("metadata", "billing_policy", "cache_control", "diagnostics", "thinking"), dict),
+        "context_management": dict,  # the server would shorten the history; the agent's stays as it was sent
+        "betas": list,
+        "fallbacks": (list, str),  # other models, for a refusal by policy, which there is none of
+        "fallback_credit_token": (str, dict),
+    },
     refused={
         "compaction": "ask for a summary in a message",
         "container": "there are no containers; give the model a tool that runs code",
@@ -200,7 +191,7 @@ def _usage(answer: Answer) -> dict[str, int]:
 def _blocks(message: Message) -> Iterator[dict[str, Any]]:
     if message.reasoning:
         yield {"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE}
-    if message.text or not message.calls:
+    if message.text or message.is_empty:
         yield {"type": "text", "text": message.text}
     for call in message.calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": call.decoded}

@@ -7,11 +7,18 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import logging
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import orjson
+import zstandard
+from aiohttp import web
 
 from slime.agent.template import TEXT_ONLY
 from slime.core.errors import DataError
@@ -39,6 +46,9 @@ SAMPLING: Mapping[str, tuple[type, float, float]] = {
 """Sampling parameter -> (type, least value, greatest value)."""
 GUIDED = "the model would be sampled under a constraint that the trainer does not know, so its log-probs would be wrong"
 MAX_WARNINGS = 100
+MAX_BODY_BYTES = 64 * 2**20
+"""Largest body of a request, as it arrives and decoded."""
+ENCODINGS = ("gzip", "deflate", "zstd")
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +61,57 @@ class BadRequest(Exception):
         self.status = status
 
 
+async def body_of(http: web.Request) -> Mapping[str, Any]:
+    """Returns the JSON object in a request. Raises `BadRequest`."""
+    try:
+        body = await http.read()
+        encoding = http.headers.get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            body = await asyncio.to_thread(_decoded, body, encoding)
+        value = orjson.loads(body)
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", 413) from error
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body did not arrive completely: {error}") from error
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRequest("the body is not a JSON object")
+    return value
+
+
+def _decoded(body: bytes, encoding: str) -> bytes:
+    if encoding not in ENCODINGS:
+        raise BadRequest(
+            f"the Content-Encoding {encoding[:80]!r} is not supported; send {', '.join(ENCODINGS)}, or none"
+        )
+    try:
+        if encoding == "zstd":
+            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
+                found, whole = reader.read(MAX_BODY_BYTES + 1), True
+        else:
+            bits = 31 if encoding == "gzip" else 15 if body[:1] == b"\x78" else -15  # some send no head of zlib
+            stream = zlib.decompressobj(bits)
+            found = stream.decompress(body, MAX_BODY_BYTES + 1)
+            whole = stream.eof and not stream.unused_data
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise BadRequest(f"the body cannot be decoded (Content-Encoding: {encoding}): {error}") from error
+    if len(found) > MAX_BODY_BYTES:
+        raise BadRequest(f"the decoded body is larger than {MAX_BODY_BYTES} bytes", 413)
+    if not whole:
+        raise BadRequest(f"the body cannot be decoded (Content-Encoding: {encoding}): it is incomplete")
+    return found
+
+
 @dataclass(frozen=True)
 class Fields:
     """What the fields of a request body do. `works` and `refused` may limit a field's values where it is read."""
 
     works: frozenset[str]
     """Fields that do what the API says."""
-    hints: frozenset[str]
-    """Fields that are accepted and have no effect, because an answer means the same without them: labels, storage,
-    prices, caching, and wishes that a model may ignore, such as a seed or an effort."""
+    hints: Mapping[str, Any]
+    """Field -> its JSON type, or several. They are accepted and have no effect, because an answer means the same
+    without them: labels, storage, prices, caching, and wishes that a model may ignore, such as a seed or an effort."""
     refused: Mapping[str, str]
     """Field -> why it is refused, unless its value is the API's default or empty."""
     defaults: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -67,11 +119,16 @@ class Fields:
     _warned: set[str] = field(default_factory=set)
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Raises `BadRequest` for a refused field. Logs once for each unknown field that it has no effect."""
+        """Raises `BadRequest` for a refused field, and for a field without effect that has a wrong type. Logs once for
+        each unknown field that it has no effect.
+        """
         for name, why in self.refused.items():
             if (value := body.get(name)) and value not in self.defaults.get(name, ()):
                 raise BadRequest(f"{name} is not supported: {why}")
-        for name in body.keys() - self.works - self.hints - self.refused.keys() - self._warned:
+        for name, kinds in self.hints.items():
+            if body.get(name) is not None:
+                one_of(body[name], kinds, name)
+        for name in body.keys() - self.works - self.hints.keys() - self.refused.keys() - self._warned:
             if len(self._warned) < MAX_WARNINGS:
                 self._warned.add(name)
                 logger.warning("an agent sends the field %.80r, which has no effect", name)
@@ -140,6 +197,16 @@ def checked(value: Any, kind: type[T], name: str) -> T:
     if type(value) is not kind:
         raise BadRequest(f"{name} is {kind_of(value)}, but must be {KINDS[kind]}")
     return value
+
+
+def one_of(value: Any, kinds: type | tuple[type, ...], name: str) -> None:
+    """Raises `BadRequest` if `value` has another JSON type than these. `name`: the field in the error message."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if type(value) not in kinds:
+        if len(kinds) == 1:
+            checked(value, kinds[0], name)
+        else:
+            raise BadRequest(f"{name} is {kind_of(value)}, but must be {' or '.join(KINDS[kind] for kind in kinds)}")
 
 
 def optional(given: Mapping[str, Any], name: str, kind: type[T], where: str = "") -> T | None:

@@ -48,13 +48,15 @@ FIELDS = Fields(
             *("tools", "tool_choice", "response_format", *SAMPLING),
         )
     ),
-    hints=frozenset(
-        (
-            *("metadata", "store", "user", "safety_identifier", "service_tier"),
-            *("prompt_cache_key", "prompt_cache_retention", "prediction"),
-            *("seed", "reasoning_effort", "verbosity", "parallel_tool_calls"),
-        )
-    ),
+    hints={
+        **dict.fromkeys(
+            ("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"), str
+        ),
+        **dict.fromkeys(("reasoning_effort", "verbosity"), str),
+        **dict.fromkeys(("store", "parallel_tool_calls"), bool),
+        **dict.fromkeys(("metadata", "prediction"), dict),
+        "seed": int,
+    },
     refused={
         "audio": "the model answers with text only",
         "modalities": "the model answers with text only",

@@ -36,15 +36,15 @@ FIELDS = Fields(
             *("include", *SAMPLES),
         )
     ),
-    hints=frozenset(
-        (
-            *("metadata", "store", "user", "safety_identifier", "service_tier", "stream_options"),
-            *("prompt_cache_key", "prompt_cache_retention"),
-            *("reasoning", "parallel_tool_calls"),
-            "max_tool_calls",  # it limits tools that run at the provider
-            "truncation",  # a request that does not fit is refused, and never shortened silently
-        )
-    ),
+    hints={
+        **dict.fromkeys(
+            ("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"), str
+        ),
+        **dict.fromkeys(("store", "parallel_tool_calls"), bool),
+        **dict.fromkeys(("metadata", "stream_options", "reasoning"), dict),
+        "max_tool_calls": int,  # it limits tools that run at the provider
+        "truncation": str,  # a request that does not fit is refused, and never shortened silently
+    },
     refused={
         "background": "responses are not stored; send the request without it",
         "conversation": "responses are not stored; send all items",
@@ -122,6 +122,8 @@ class _Events(Stream):
                 self._text += text
                 yield self._frame("response.output_text.delta", delta=text, logprobs=[], **self._place())
             case Answer() as answer:
+                if answer.message.is_empty:
+                    yield from self._into("message")
                 yield from self._close()
                 for call in answer.message.calls:
                     yield from self._call(call)
@@ -210,7 +212,7 @@ def _items(answer: Answer) -> Iterator[dict[str, Any]]:
     message = answer.message
     if message.reasoning:
         yield _item("reasoning", message.reasoning, "completed")
-    if message.text or not message.calls:
+    if message.text or message.is_empty:
         yield _item("message", message.text, "completed")
     for call in message.calls:
         yield _call_item(call)

@@ -229,6 +229,37 @@ def begins(text: str, marks: Sequence[str]) -> int:
     return next(ends, 0)
 
 
+class UntilStop:
+    """Ends a text before the first of some stop strings, however the text is split.
+
+    The engine ends a response with the token that completes a stop string, and that token is trained. An agent gets the
+    text before the stop string, as from OpenAI and Anthropic.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.found: str | None = None
+        """The stop string that was found."""
+
+    def more(self, text: str) -> str:
+        """Adds text. Returns what certainly comes before a stop string."""
+        if self.found is not None or not self._stops:
+            return "" if self._stops else text
+        text = self._held + text
+        at, stop = min(((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, ""))
+        if at >= 0:
+            self.found, self._held = stop, ""
+            return text[:at]
+        end = len(text) - begins(text, self._stops)
+        self._held = text[end:]
+        return text[:end]
+
+    def end(self) -> str:
+        """Returns what was held back, which no stop string completed."""
+        held, self._held = self._held, ""
+        return held
+
+
 def format_of(template: str) -> str | None:
     """Returns the format whose `signs` all occur in a chat template; if several match, the one with the most."""
     fits = [entry for _, entry in FORMATS if entry.signs and all(sign in template for sign in entry.signs)]

@@ -6,12 +6,26 @@ import asyncio
 import gzip
 import json
 import re
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import aiohttp
 import openai
 import pytest
+import zstandard
 from anthropic.types import (
     ContentBlockParam,
     message_count_tokens_params,
@@ -28,7 +42,7 @@ from openai.types.responses.response_function_call_output_item_list_param import
 from openai.types.responses.response_input_message_content_list_param import ResponseInputContentParam
 
 from slime.agent.adapters.anthropic import FIELDS as CLAUDE_FIELDS
-from slime.agent.adapters.fields import Fields
+from slime.agent.adapters.fields import MAX_BODY_BYTES, Fields
 from slime.agent.adapters.openai_chat import FIELDS as CHAT_FIELDS
 from slime.agent.adapters.openai_responses import FIELDS as RESPONSES_FIELDS
 from slime.core.sample import Sample
@@ -78,6 +92,34 @@ def test_every_field_that_the_installed_sdks_know_is_in_one_table_and_in_the_doc
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text(encoding="utf-8")
     section = page.partition("### Fields of requests")[2].partition("## Limits")[0]
     assert known <= set(re.findall(r"`([a-z_]+)`", section))
+
+
+def json_types(hint: Any) -> set[type]:
+    """The JSON types that an annotation of an SDK allows, beside null."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Required, NotRequired, Annotated):
+        return json_types(inner[0])
+    if origin in (Union, UnionType):
+        return set.union(*map(json_types, inner))
+    if origin is Literal:
+        return {type(value) for value in inner}
+    kind = origin or hint
+    if kind is type(None):
+        return set()
+    if isinstance(kind, type) and issubclass(kind, dict):
+        return {dict}
+    return {list} if kind in (list, Iterable) else {kind}
+
+
+@pytest.mark.parametrize("api", PARAMS)
+def test_a_field_without_effect_has_the_type_that_the_installed_sdks_give_it(api: str) -> None:
+    fields, kinds = PARAMS[api]
+    known: dict[str, Any] = {}
+    for kind in kinds:
+        known |= get_type_hints(kind)
+    ours = {name: set(one) if isinstance(one, tuple) else {one} for name, one in fields.hints.items()}
+    assert {name: json_types(known[name]) for name in ours if name in known} == {n: ours[n] for n in ours if n in known}
+    assert len(ours.keys() & known.keys()) > 9
 
 
 PARTS: dict[str, tuple[tuple[Any, ...], set[str]]] = {
@@ -309,19 +351,42 @@ async def test_no_body_whatever_is_an_error_of_the_server(num: int) -> None:
 
 @pytest.mark.parametrize("name", PATHS)
 async def test_a_body_that_cannot_be_decoded_is_an_error_of_the_api(name: str) -> None:
-    """Bodies that are not in the encoding of their header; the same JSON that is, in gzip, is read."""
+    """Bodies that are not in the encoding of their header; the same JSON that is, is read."""
     sound = json.dumps(BASES[name]).encode()
+    packed = gzip.compress(sound)
+    faulty = {"gzip": [sound, packed[:-9], packed + b"x"], "deflate": [b"\xff" + sound], "zstd": [sound, packed]}
+    faulty |= {"br": [b"\x0b\x02\x80{}\x03"], "gzip, br": [packed], "nonsense": [sound]}
+    read = {"gzip": packed, "deflate": zlib.compress(sound), "zstd": zstandard.compress(sound), "identity": sound}
+    large = b" " * (MAX_BODY_BYTES + 1)
     async with agent_room() as room, aiohttp.ClientSession() as http:
-        for encoding, body in {"gzip": sound, "deflate": b"\xff" + sound}.items():
+
+        async def asked(encoding: str, body: bytes) -> tuple[int, dict[str, Any]]:
             headers = {"Authorization": f"Bearer {room.key}", "Content-Encoding": encoding, "Connection": "close"}
             async with http.post(room.url + PATHS[name], data=body, headers=headers) as answer:
-                error = (await answer.json())["error"]
-                assert answer.status == 400 and encoding in error["message"], error
-                assert error["type"] == "invalid_request_error"
-        room.says("fine")
-        headers = {"Authorization": f"Bearer {room.key}", "Content-Encoding": "gzip"}
-        async with http.post(room.url + PATHS[name], data=gzip.compress(sound), headers=headers) as answer:
-            assert answer.status == 200
+                return answer.status, await answer.json()
+
+        for encoding, bodies in faulty.items():
+            for body in bodies:
+                status, answer = await asked(encoding, body)
+                assert status == 400 and encoding in answer["error"]["message"], answer
+                assert answer["error"]["type"] == "invalid_request_error"
+        for encoding, body in read.items():
+            room.says("fine")
+            assert (await asked(encoding, body))[0] == 200, encoding
+        for encoding, body in {"gzip": gzip.compress(large, 1), "zstd": zstandard.compress(large)}.items():
+            assert (await asked(encoding, body))[0] == 413, encoding
+
+
+async def test_an_unknown_route_is_an_error_in_the_form_of_both_apis() -> None:
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        for method, path in (("POST", "/v1/embeddings"), ("GET", PATHS["chat"]), ("GET", "/"), ("PUT", "/v1/models")):
+            async with http.request(method, room.url + path) as answer:
+                given = await answer.json()
+            assert answer.status == 404 and given["type"] == "error"
+            assert given["error"].keys() == {"type", "message", "param", "code"}
+            assert given["error"]["type"] == "not_found_error" and f"{method} {path}" in given["error"]["message"]
+        with pytest.raises(openai.NotFoundError, match="no route POST /v1/embeddings"):
+            await aopenai(room).embeddings.create(model="m", input="a")
 
 
 async def test_models_refuse_an_unknown_key_in_the_form_of_both_apis() -> None:

@@ -20,9 +20,16 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from slime.agent.adapters.adapter import Answer, Request, events_of
 from slime.agent.adapters.anthropic import FIELDS as CLAUDE_FIELDS
+from slime.agent.adapters.anthropic import Messages
+from slime.agent.adapters.fields import Fields
 from slime.agent.adapters.openai_chat import FIELDS as CHAT_FIELDS
 from slime.agent.adapters.openai_responses import FIELDS as RESPONSES_FIELDS
+from slime.agent.adapters.openai_responses import Responses
+from slime.agent.messages import Message as MessageOfUs
+from slime.agent.messages import ToolCall
+from slime.agent.parsers import FORMATS
 from slime.rollout.generate import Limits
 from tests.contract.agent.test_sdks import LIMIT_S, called
 from tests.support.agent_room import Room, agent_room
@@ -69,6 +76,21 @@ def both(name: str, *bodies: dict[str, Any], said: str = "fine", want: Want | st
     return [(f"{name} {i}", body, said, want) for i, body in enumerate(bodies)]
 
 
+GIVEN: dict[type, Any] = {str: "a", bool: True, int: 1, list: ["a"], dict: {"a": "b"}}
+"""JSON type -> a value of it."""
+
+
+def hints(fields: Fields) -> list[Case]:
+    """Every field without effect, with each type that it may have, and with each that it may not have."""
+    cases = list[Case]()
+    for name, kinds in sorted(fields.hints.items()):
+        for kind, value in GIVEN.items():
+            sound = kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+            cases += both(f"hint {name}", {name: value}, want=FINE if sound else f"{name} is .*, but must be")
+        cases += both(f"no hint {name}", {name: None})
+    return cases
+
+
 def messages(*given: Any) -> dict[str, Any]:
     return {"messages": list(given)}
 
@@ -79,7 +101,8 @@ def asks(content: Any) -> dict[str, Any]:
 
 CHAT: list[Case] = [
     *both("plain", {}, {"stream": False}, {"n": 1}, {"n": None}, {"user": "u", "metadata": {"a": "b"}, "store": True}),
-    *both("hint", *({name: 1} for name in sorted(CHAT_FIELDS.hints)), {"parallel_tool_calls": False}),
+    *hints(CHAT_FIELDS),
+    *both("hint", {"seed": 1.0}, {"parallel_tool_calls": False}),
     *both("unknown fields", {"usage": {"include": True}}, {"provider": {"order": []}}, {"thinking": {"type": "off"}}),
     *both("unset", *({name: None} for name in sorted(CHAT_FIELDS.refused)), {"logprobs": False}, {"logit_bias": {}}),
     *both("defaults", {"modalities": ["text"]}, {"function_call": "none"}, {"response_format": {"type": "text"}}),
@@ -182,7 +205,7 @@ SPOKEN = {"type": "message", "role": "assistant", "id": "m", "content": [{"type"
 REASONING = {"type": "reasoning", "id": "r", "summary": []}
 RESPONSES: list[Case] = [
     *both("plain", {}, {"input": "hello"}, speaks("hello"), speaks([{"type": "input_text", "text": "hello"}])),
-    *both("hint", *({name: {"a": "b"}} for name in sorted(RESPONSES_FIELDS.hints)), {"truncation": "auto"}),
+    *hints(RESPONSES_FIELDS),
     *both("unset", *({name: None} for name in sorted(RESPONSES_FIELDS.refused)), {"background": False}),
     *both("instructions", {"instructions": "Be brief."}, want=Want(read="Be brief.")),
     *both("include", {"include": ["reasoning.encrypted_content"]}, {"include": []}),
@@ -248,7 +271,7 @@ RESPONSES: list[Case] = [
 ]
 CLAUDE: list[Case] = [
     *both("plain", {}, asks([{"type": "text", "text": "hello"}]), {"stream": False}, {"max_tokens": 40.0}),
-    *both("hint", *({name: {"a": "b"}} for name in sorted(CLAUDE_FIELDS.hints))),
+    *hints(CLAUDE_FIELDS),
     *both("unset", *({name: None} for name in sorted(CLAUDE_FIELDS.refused)), {"mcp_servers": []}),
     *both("effort", {"output_config": {"effort": "low"}}, {"thinking": {"type": "enabled", "budget_tokens": 2000}}),
     *both(
@@ -472,6 +495,60 @@ async def test_each_request_of_the_table_gets_what_its_api_promises(name: str) -
                     outcomes["served"] += 1
                 room.adapter.drop_session(api.key)
         assert outcomes["served"] > 50 and outcomes["refused"] > 50, outcomes
+
+
+SAYS = {
+    "text": "a",
+    "nothing": "",
+    "thinking and text": "<think>\nhm\n</think>\n\na",
+    "thinking alone": "<think>\nhm\n</think>\n\n",
+    "thinking that is not closed": "<think>\nhm",
+    "no thought": "<think>\n\n</think>\n\n",
+    "thinking and a call": f"<think>\nhm\n</think>\n\n{ROME}",
+    "thinking that is not closed, and a call": f"<think>\nhm {ROME}",
+    "text and a call": f"a{ROME}",
+    "a call": ROME,
+    "white space": "\n \n",
+}
+
+
+def blocks_in(api: str, body: dict[str, Any]) -> list[tuple[str, str]]:
+    """(type, text) of the parts of an answer."""
+    if api == "responses":
+        texts = {"reasoning": "content", "message": "content"}
+        return [
+            (one["type"], one[texts[one["type"]]][0]["text"] if one["type"] in texts else "") for one in body["output"]
+        ]
+    return [(one["type"], one.get("thinking") or one.get("text") or "") for one in body["content"]]
+
+
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("said", SAYS)
+async def test_a_stream_has_the_parts_of_the_whole_answer(said: str, opened: bool) -> None:
+    """Law: none more and none fewer, also where the model begins its thinking, or the prompt, and nothing ends it."""
+    text = SAYS[said].removeprefix("<think>\n" if opened else "")
+    reader = FORMATS.build("hermes", None).reader([TOOL], "<think>\n" if opened else "")
+    parts = [event for letter in text for event in events_of(reader.feed(letter))]
+    held, parsed = reader.end()
+    calls = tuple(ToolCall("c", *call) for call in parsed.calls)
+    message = MessageOfUs("assistant", parsed.text, parsed.reasoning, calls)
+    answer = Answer("id", message, "calls" if calls else "stop", 1, 1, 0, parsed.ill_formed)
+    events = [*parts, *events_of(held), answer]
+    for wire in (Messages(), Responses()):
+        name, request = wire.path.rpartition("/")[2], Request((), model="m")
+        stream = wire.stream(request)
+        frames = [*stream.begin(), *(frame for event in events for frame in stream.frames(event))]
+        whole = blocks_in(name, wire.response(answer, request))
+        assert whole, "an answer has a part"
+        data: Any = [frame.data for frame in frames]
+        if name == "responses":
+            assert blocks_in(name, data[-1]["response"]) == whole
+            continue
+        found = [[one["content_block"]["type"], ""] for one in data if one["type"] == "content_block_start"]
+        for one in data:
+            if one["type"] == "content_block_delta":
+                found[one["index"]][1] += one["delta"].get("text", "") + one["delta"].get("thinking", "")
+        assert [tuple(one) for one in found] == whole
 
 
 async def test_tokens_of_a_conversation_that_ends_with_an_answer_can_be_counted() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from contextlib import nullcontext
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -14,12 +17,19 @@ from slime.core.sample import Sample, Status
 from slime.rollout.generate import Limits
 from slime.rollout.sample_metrics import count_tool_call, expect_tools, turn_metrics
 from slime.rollout.transcript import TRANSCRIPT, Transcript
+from tests.contract.agent.test_sdks import until
 from tests.support.agent_room import Room, agent_room, turns_with_calls
 
 USER: Any = [{"role": "user", "content": "What is the weather?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 CALL = {"id": "functions.weather:0", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"model": "m", "messages": USER}),
+    "responses": ("/v1/responses", {"model": "m", "input": USER}),
+    "messages": ("/v1/messages", {"model": "m", "max_tokens": 900, "messages": USER}),
+}
 
 
 def client_of(room: Room, key: str) -> openai.AsyncOpenAI:
@@ -32,7 +42,7 @@ async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_mo
         room.model.tick_s = 0.01
         key = room.adapter.open_session(time_limit_s=1.0)
         client = client_of(room, key)
-        with pytest.raises((openai.APIConnectionError, openai.APIStatusError)):
+        with pytest.raises(openai.BadRequestError, match="time limit of 1 s"):
             await client.chat.completions.create(model="m", messages=USER)
         async with asyncio.timeout(60):
             while room.model.running:
@@ -41,6 +51,45 @@ async def test_an_execution_that_is_out_of_time_ends_its_request_and_takes_no_mo
             await client.chat.completions.create(model="m", messages=USER)
         assert room.adapter.session(key).hit_limit
         assert room.adapter.finish_session(key, Sample(index=0, group_index=0)) == []
+
+
+@pytest.mark.parametrize("api", BODIES)
+async def test_a_request_that_runs_when_its_session_ends_gets_an_error_of_its_api(api: str) -> None:
+    """Law: whole and streamed, an agent learns why its answer ends; nothing of it is trained, and the engine stops."""
+    path, body = BODIES[api]
+    async with agent_room() as room, aiohttp.ClientSession() as http:
+        room.model.tick_s = 0.01
+        for streams in (False, True):
+            room.says("word " * 2000)
+            key = room.adapter.open_session()
+            asked = {**body, "stream": streams}
+            headers = {"Authorization": f"Bearer {key}"}
+            async with http.post(room.url + path, json=asked, headers=headers) if streams else nullcontext() as begun:
+                if begun is None:
+                    asking = asyncio.create_task(http.post(room.url + path, json=asked, headers=headers))
+                    await until(lambda: bool(room.model.running))
+                assert room.adapter.finish_session(key, Sample(index=0, group_index=0)) == []
+                answer = await asking if begun is None else begun
+                said = await answer.text()
+            assert answer.status == (200 if streams else 401)
+            frames = [line[6:] for line in said.split("\n") if line.startswith("data: ") and "[DONE]" not in line]
+            last = json.loads(frames[-1] if streams else said)
+            error = last if streams and api == "responses" else last["error"]  # its event has no type of error
+            assert "session of this API key ended" in error["message"], said[-500:]
+            if error is not last:
+                assert error["type"] == "authentication_error"
+            await until(lambda: not room.model.running)
+
+
+async def test_a_request_that_runs_when_the_adapter_closes_gets_an_error_of_its_api() -> None:
+    async with agent_room() as room:
+        room.says("word " * 2000)
+        room.model.tick_s = 0.01
+        asking = asyncio.create_task(client_of(room, room.key).chat.completions.create(model="m", messages=USER))
+        await until(lambda: bool(room.model.running))
+        await room.adapter.close()
+        with pytest.raises(openai.InternalServerError, match="the run no longer accepts requests"):
+            await asking
 
 
 async def test_what_was_said_before_the_limit_counts_and_is_truncated() -> None:

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from slime.agent.adapters.adapter import UntilStop
+from slime.agent.parsers import UntilStop
 from tests.contract.agent.test_sdks import OPENAI_TOOLS, USER, aanthropic, aopenai, called, trained_turns
 from tests.support.agent_room import END, Room, agent_room
 from tests.support.marks import quick

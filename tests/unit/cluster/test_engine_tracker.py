@@ -196,6 +196,21 @@ def test_engines_of_an_evaluation_fleet_get_weights_for_evaluations_and_no_other
     assert [engine.version for engine in fleet.members.engines] == [2, 1, None]
 
 
+def test_an_evaluation_that_waits_gets_the_engine_that_is_being_restarted(make: type[Fleet]) -> None:
+    """Law: it waits for one that will return, and for none that was given up."""
+    fleet = make(Engine(0, (0,)), Engine(1, (1,), model="eval_fleet", role=EVALUATION))
+    lost = "it is gone"
+    fleet._supervisor.lost(fleet.members[1], lost)
+    fleet._supervisor._again_at[1] = 0.0
+    assert not fleet.begin_evaluation() and fleet.states() == "syncing starting"
+    looks = iter([None, None, "http://1"])
+    fleet.port.started = lambda engine: next(looks)  # type: ignore[method-assign,assignment,misc]
+    assert [engine.index for engine in fleet.begin_evaluation(waits=True)] == [1]
+    fleet._supervisor._restarts, began = False, time.monotonic()
+    fleet._supervisor.lost(fleet.members[1], lost)
+    assert not fleet.begin_evaluation(waits=True) and time.monotonic() - began < 1.0
+
+
 def test_engines_that_fail_a_weight_sync_alone_are_lost_and_the_others_get_it_again(fleet: Fleet) -> None:
     takers = fleet.begin_sync()
     assert fleet.failed_sync(takers, failure(1))

@@ -29,7 +29,7 @@ class Bench:
         self.log: list[str] = []
         self.version = 1
         self.refuses: SlimeError | None = None
-        self.serving = True
+        self.serving, self.restarts = True, False
         self.running: list[Answer] = []
         self.on_wait: Callable[[Answer], None] = lambda answer: None
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -50,8 +50,9 @@ class Bench:
             log=lambda step, news, more: self.logged.append((step, {**news.metrics, **more})),
         )
 
-    def _send(self) -> int | None:
+    def _send(self, *, waits: bool) -> int | None:
         self.log.append(f"send {self.version}")
+        self.serving = self.serving or (waits and self.restarts)
         if self.refuses is not None:
             raise self.refuses
         return self.version if self.serving else None
@@ -142,6 +143,16 @@ def test_a_failed_evaluation_is_counted_under_its_step_and_the_next_one_runs(
     bench.refuses, bench.serving = None, True
     bench.fleet.begin(4)
     bench.running[-1].result = news(1)
+    bench.fleet.finish()
+    assert bench.logged[-1] == (4, {"eval/held": 0.5, "eval/weight_version": 1, FAILED_EVALUATIONS: 1})
+
+
+def test_the_last_evaluation_waits_for_an_engine_that_is_being_restarted(bench: Bench) -> None:
+    bench.serving, bench.restarts = False, True
+    bench.fleet.begin(2)
+    assert not bench.running and bench.logged == [(2, {FAILED_EVALUATIONS: 1})], "training goes on"
+    bench.fleet.begin(4, is_last=True)
+    bench.running[0].result = news(1)
     bench.fleet.finish()
     assert bench.logged[-1] == (4, {"eval/held": 0.5, "eval/weight_version": 1, FAILED_EVALUATIONS: 1})
 

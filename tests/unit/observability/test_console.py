@@ -50,6 +50,12 @@ def test_fine_tuning_speaks_of_loss_and_of_no_reward() -> None:
     assert held_out.endswith("sums 0.500  talks loss 1.2500")
 
 
+def test_an_evaluation_that_failed_is_no_empty_line() -> None:
+    failed = {"eval/num_failed_evaluations": 2.0}
+    assert ConsoleSink().line(StepRecord("eval", 3, failed)).endswith("after step 3     failed evaluations so far 2")
+    assert "failed" not in ConsoleSink().line(StepRecord("eval", 3, {**failed, "eval/sums": 0.5})), "an earlier one did"
+
+
 def test_the_time_left_is_that_of_the_steps_alone() -> None:
     """Law: what came before the first step of this process, its start or an earlier process, is not in the estimate."""
     sink = ConsoleSink(num_rollout=10)

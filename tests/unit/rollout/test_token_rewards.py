@@ -176,16 +176,34 @@ def test_a_record_written_before_there_were_token_rewards_is_read() -> None:
         ([0.5], "token_rewards has 1 entries for 21"),
         ([float("inf")] * 21, r"token_rewards\[0\] is inf"),
         (["a"] * 21, "numbers"),
+        (["1"] * 21, "must be numbers, got '1'"),
+        ([0.5, "1", 0.5] * 7, "must be numbers"),
+        ([None] * 21, r"token_rewards\[0\] is None"),
+        (5, "token_rewards is 5, but must have one number per response token"),
+        ({"a": 1.0}, "numbers"),
+        ([1e308] * 21, "must have a finite sum"),
+        ([1e308, -1e308, 0.0] * 7, "must have a finite sum"),
         ([10**400] * 21, "numbers"),
-        ([[0.5]] * 21, r"shape \(21, 1\)"),
-        ("1" * 21, r"shape \(\)"),
+        ([[0.5]] * 21, r"the shape \(21, 1\)"),
+        ("1" * 21, "token_rewards is '1111"),
     ],
 )
 def test_wrong_rewards_are_refused_with_the_sample_named(tmp_path: Path, wrong: Any, problem: str) -> None:
     sample = finished(7)
-    sample.token_rewards = wrong
     with pytest.raises(DataError, match=f"sample 7: .*{problem}"):
+        sample.token_rewards = wrong
+        assert wrong == [0.5], "the code that sets them learns it, unless tokens may follow"
         to_train_batch(rollout_args(tmp_path), 0, [[sample]])
+    sample = finished(7)
+    sample.token_rewards = [0.0] * 21
+    if isinstance(wrong, list):
+        sample.token_rewards[:] = wrong
+        with pytest.raises(DataError, match=f"sample 7: .*{problem}"):  # what is changed in place is found later
+            to_train_batch(rollout_args(tmp_path), 0, [[sample]])
+    sample.token_rewards = [0.0] * 21
+    sample.add_turn_reward(1e308)
+    with pytest.raises(DataError, match=r"sample 7: the rewards of a turn must have a finite sum, got 1e\+308 after"):
+        sample.add_turn_reward(1e308)
     with pytest.raises(DataError, match="sample 7: the reward of a turn must be finite"):
         finished(7).add_turn_reward(float("nan"))
     with pytest.raises(DataError, match="sample 7: the reward of a turn must be a number"):
