@@ -67,6 +67,17 @@ def test_the_printed_figures_of_the_example() -> None:
     assert got == pytest.approx(np.array(want), abs=1e-6)
 
 
+def test_with_one_deviation_for_the_step_a_small_difference_stays_small() -> None:
+    """Law: of two executions, the group's deviation makes each difference +-0.707; the step's keeps the ratio."""
+    solved = [sample(0, 0, 1.0, [(1, 0, 0.0)]), sample(0, 1, 0.0, [(1, 0, 0.0)])]
+    unsolved = [sample(1, 2, 0.0, [(1, 0, 0.25)]), sample(1, 3, 0.0, [(1, 0, 0.15)])]
+    settings: dict[str, Any] = {"advantage_estimator": "grpo_turn", "gamma": 0.5, "advantage_epsilon": 0.0}
+    by_group = np.concatenate(advantages([*solved, *unsolved], **settings))
+    assert by_group == pytest.approx(np.array([1, -1, 1, -1]) * np.sqrt(0.5))
+    by_step = np.concatenate(advantages([*solved, *unsolved], **settings, advantage_scale="batch"))
+    assert by_step == pytest.approx(np.array([0.5, -0.5, 0.05, -0.05]) / np.std([1.0, 0.0, 0.25, 0.15], ddof=1))
+
+
 def random_samples(num_groups: int = 4, seed: int = 3) -> list[TrainSample]:
     """Groups of four executions of up to five turns: fan-outs, masked turns, a removed sample, an unscored one."""
     rng = np.random.default_rng(seed)
