@@ -115,6 +115,7 @@ class HostHandle:
         self._log_dir = Path()
         self._asked: Any = None
         self._asked_at = 0.0
+        self._closing: Any = None
 
     def guarded(self) -> None:
         """Starts watching the guardian started by the actor. `watches` then returns whether it is still running."""
@@ -168,19 +169,30 @@ class HostHandle:
         self._answered.set()
         ray.kill(self.actor)
 
-    def close(self) -> None:
-        """Kills all processes of the run on the host. Never raises."""
-        if self._holder is not None and self._watching is None:  # the actor is the run's only process there
+    def begin_close(self) -> None:
+        """Starts to kill all processes of the run on the host. Does not block or raise."""
+        if self._is_alone:
             self.drop()
+        else:
+            self._closing = self.actor.close.remote()
+
+    def close(self) -> None:
+        """Waits until all processes of the run on the host have exited. Call `begin_close` first. Never raises."""
+        if self._is_alone:
+            assert self._holder is not None
             self._holder.join(TOKENS_LIMIT_S)
             return
         try:
-            what = f"the processes on host {self._host} to exit"
-            wait_for([self.actor.close.remote()], for_what=what, limit_s=EMPTY_LIMIT_S)
+            wait_for([self._closing], for_what=f"the processes on host {self._host} to exit", limit_s=EMPTY_LIMIT_S)
         except SlimeError as error:  # the guardian kills the run's processes there once Ray has killed the actor
             logger.warning(
                 "host %s did not confirm that its processes have exited: %s", self._node_id, error_line(error)
             )
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the actor is the run's only process on the host."""
+        return self._holder is not None and self._watching is None
 
 
 class RayNodes:

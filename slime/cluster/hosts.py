@@ -130,10 +130,8 @@ class GuardedHosts:
         return host not in self._others or any(node.is_there for node in self._at(host))
 
     def close(self) -> None:
-        """Kills all processes of the run on the other hosts. Never raises."""
-        for node in self._nodes.values():
-            if node.handle is not None:
-                node.handle.close()
+        """Kills all processes of the run on the other hosts, on all of them at once. Never raises."""
+        close_all([node.handle for node in self._nodes.values() if node.handle is not None])
 
     def _at(self, host: Host) -> list[_Node]:
         return [node for node in self._nodes.values() if node.host.address == host.address]
@@ -221,8 +219,18 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
     finally:
         if handles:
             give_back()
-        for left in handles if hosts is None else [hosts]:
-            left.close()
+        if hosts is None:
+            close_all(handles)
+        else:
+            hosts.close()
+
+
+def close_all(handles: Sequence[HostHandle]) -> None:
+    """Kills all processes of the run on these hosts. Asks all of them before it waits for one. Never raises."""
+    for handle in handles:
+        handle.begin_close()
+    for handle in handles:
+        handle.close()
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:

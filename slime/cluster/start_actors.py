@@ -41,6 +41,8 @@ from slime.settings.conditions import lends_at_start
 
 READ_BYTES = 2**20
 """How much of an engine's log is read. The log has a few kilobytes by the time the engine is up."""
+LOGS_PER_POLL = 8
+"""Logs that a poll reads, in turn: hundreds of them on a network file system would slow it down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class StartProgress:
         all given calls have returned."""
         self._startup, self._note, self._ended = startup, note, ended
         self._waiting = [w for w in waiting if w.refs]
-        self._engine_logs, self._imported = engine_logs, False
+        self._phases = dict.fromkeys(engine_logs, IMPORTING)
+        """Log of an engine -> what the engine was doing when it was last read, those read longest ago first."""
+        self._imported = False
         self._began_s = began_s
 
     def tell(self) -> str:
@@ -84,7 +88,10 @@ class StartProgress:
             self._startup.done(waiting.name, waiting.line, seconds)
         names = [w.name for w in self._waiting]
         if "engines" in names:
-            phases = sorted({_phase_of(log) for log in self._engine_logs})
+            for log in list(self._phases)[:LOGS_PER_POLL]:
+                self._phases.pop(log)
+                self._phases[log] = _phase_of(log)
+            phases = sorted(set(self._phases.values()))
             if not self._imported and not any(phase.startswith(IMPORTING) for phase in phases):
                 self._imported = True
                 self._startup.part("engine_import", seconds)

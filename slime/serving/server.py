@@ -87,18 +87,21 @@ def left_out(wanted: Collection[str], folder: Path) -> list[str]:
 
 IMPORTING = "importing SGLang"
 PHASES = (
-    ("Load weight end", "allocating its cache"),
-    ("Load weight begin", "loading weights"),
-    ("Init torch distributed begin", "building the model"),
-    (WAITING, "waiting for the trainer to lend the GPU"),
     ("server_args=", IMPORTING + " in its scheduler"),
+    (WAITING, "waiting for the trainer to lend the GPU"),
+    ("Init torch distributed begin", "building the model"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "allocating its cache"),
+    ("graph begin", "capturing CUDA graphs"),
+    ("DeepGEMM JIT Compiling", "compiling FP8 kernels, which takes minutes on a new host"),
 )
-"""(line in SGLang 0.5.16's log, the phase that follows it), latest phase first."""
+"""(text in SGLang's log, from 0.5.16 to 0.5.23, the phase that follows it)."""
 
 
 def engine_phase(log: str) -> str:
-    """Returns what a starting engine is currently doing, according to its `log`."""
-    return next((phase for sign, phase in PHASES if sign in log), IMPORTING)
+    """Returns what a starting engine is currently doing, according to the last such text in its `log`."""
+    place, phase = max((log.rfind(sign), phase) for sign, phase in PHASES)
+    return phase if place >= 0 else IMPORTING
 
 
 MODULES: Mapping[str, str] = {

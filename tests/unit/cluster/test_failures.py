@@ -22,7 +22,7 @@ from slime.cluster import waiting as failures
 from slime.cluster.launch_run import how_to_resume, resume_command
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.preflight import preflight
-from slime.cluster.start_actors import StartProgress, Waiting
+from slime.cluster.start_actors import LOGS_PER_POLL, StartProgress, Waiting
 from slime.core import blame
 from slime.core.errors import ActorDied, ActorFailed, ConfigError
 from slime.core.processes import RUN_ID_ENV
@@ -240,5 +240,38 @@ def test_a_start_tells_what_is_ready_and_what_the_others_do(tmp_path: Path) -> N
     assert {"startup/engines_time", "startup/engine_import_time", "startup/trainers_time"} <= startup.end().keys()
 
 
-def test_an_engine_whose_log_says_nothing_is_starting() -> None:
-    assert engine_phase("") == "importing SGLang"
+def test_a_poll_reads_a_few_logs_and_every_log_in_its_turn(tmp_path: Path) -> None:
+    logs = [tmp_path / f"engine_{index}.log" for index in range(3 * LOGS_PER_POLL)]
+    notes: list[str] = []
+
+    def note(text: str) -> str:
+        notes.append(text)
+        return text
+
+    waiting = [Waiting("engines", ["e"], "engines are up")]
+    progress = StartProgress(StartUp(), waiting, began_s=0.0, note=note, engine_logs=logs, ended=lambda refs: False)
+    for log in logs:
+        log.write_text("Load weight begin. avail mem=1 GB\n")
+    for _ in range(3):
+        progress.tell()
+    assert notes == ["waiting for engines (importing SGLang, loading weights)"] * 2 + [
+        "waiting for engines (loading weights)"
+    ]
+
+
+def test_a_starting_engine_does_what_its_log_named_last() -> None:
+    """The lines are those of SGLang 0.5.16 and 0.5.23."""
+    compiling = "compiling FP8 kernels, which takes minutes on a new host"
+    lines = {
+        "": "importing SGLang",
+        "Load weight begin. avail mem=1 GB\n": "loading weights",
+        "Load weight end. elapsed=1 s\n": "allocating its cache",
+        "Try DeepGEMM JIT Compiling for <GEMM_NT_F8F8BF16> N=1\n": compiling,
+        "Capture cuda graph begin. This can take up to several minutes.\n": "capturing CUDA graphs",
+        "Try DeepGEMM JIT Compiling for <GEMM_NT_F8F8BF16> N=2\n": compiling,
+        "Capture target CUDA graph begin. backend=full\n": "capturing CUDA graphs",
+    }
+    log = ""
+    for line, phase in lines.items():
+        log += line
+        assert engine_phase(log) == phase

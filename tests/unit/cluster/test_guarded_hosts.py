@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.cluster.hosts import AFTER_LOSS_S, ASK_AGAIN_S, MOST_DEATHS, GuardedHosts
+from slime.cluster.hosts import AFTER_LOSS_S, ASK_AGAIN_S, MOST_DEATHS, GuardedHosts, close_all
 from slime.cluster.placement import Host
 from slime.core.errors import ActorDied, EngineError
 
@@ -31,7 +31,11 @@ class FakeHandle:
     def drop(self) -> None:
         self.ended = "dropped"
 
+    def begin_close(self) -> None:
+        self.ended = "closing"
+
     def close(self) -> None:
+        assert self.ended == "closing"
         self.ended = "closed"
 
 
@@ -147,6 +151,23 @@ def test_a_node_that_is_lost_leaves_nothing_to_wait_for(cluster: Cluster) -> Non
     (taken,) = [handle for _, handle in cluster.taken]
     cluster.hosts.close()
     assert (cluster.first.ended, taken.ended) == ("dropped", "closed")
+
+
+def test_no_host_waits_for_another_one_to_close() -> None:
+    """Law: all hosts are asked before the driver waits for the first, so that 64 hosts end in the time of one."""
+    order: list[str] = []
+
+    class Slow(FakeHandle):
+        def begin_close(self) -> None:
+            order.append("asked")
+            super().begin_close()
+
+        def close(self) -> None:
+            order.append("waited for")
+            super().close()
+
+    close_all([Slow() for _ in range(3)])
+    assert order == ["asked"] * 3 + ["waited for"] * 3
 
 
 def test_a_run_of_one_host_asks_ray_nothing() -> None:
