@@ -171,16 +171,16 @@ class HostHandle:
 
     def begin_close(self) -> None:
         """Starts to kill all processes of the run on the host. Does not block or raise."""
-        if self._is_alone:
+        if self._holder is not None and self._watching is None:  # the actor is the run's only process there
             self.drop()
         else:
             self._closing = self.actor.close.remote()
 
     def close(self) -> None:
         """Waits until all processes of the run on the host have exited. Call `begin_close` first. Never raises."""
-        if self._is_alone:
-            assert self._holder is not None
-            self._holder.join(TOKENS_LIMIT_S)
+        if self._closing is None:
+            if self._holder is not None:
+                self._holder.join(TOKENS_LIMIT_S)
             return
         try:
             wait_for([self._closing], for_what=f"the processes on host {self._host} to exit", limit_s=EMPTY_LIMIT_S)
@@ -188,11 +188,6 @@ class HostHandle:
             logger.warning(
                 "host %s did not confirm that its processes have exited: %s", self._node_id, error_line(error)
             )
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the actor is the run's only process on the host."""
-        return self._holder is not None and self._watching is None
 
 
 class RayNodes:
