@@ -9,10 +9,11 @@
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS system
-# Triton and torch compile at run time. The last three are for prefill and decode engines on a CPU.
+# Triton and torch compile at run time. The libraries are for prefill and decode engines on a CPU, and wget is for
+# KubeRay's health checks.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends \
-    ca-certificates g++ python3 python3-dev python3-venv libcurl4 libibverbs1 libnuma1 \
+    ca-certificates g++ python3 python3-dev python3-venv libcurl4 libibverbs1 libnuma1 wget \
  && rm -rf /var/lib/apt/lists/* \
  && python3 -m venv /opt/slime
 ENV PATH=/opt/slime/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 TMPDIR=/tmp

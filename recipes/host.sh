@@ -7,7 +7,7 @@ SEED=${SEED:-1234}
 if ls /dev/nvidia[0-9]* >/dev/null 2>&1; then DTYPE=--bf16
 elif grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then DTYPE=$("$PY" -c 'from slime.cli.recipes import dtype_flag; print(dtype_flag())')
 else DTYPE=--no-bf16; fi
-# Runs a command. SIGTERM and Ctrl-C end it as well: bash alone would exit and leave it running.
+# Runs a command. It also gets SIGTERM, Ctrl-C and SIGUSR1: bash alone would exit and leave it running.
 run() {
   local code=0 child
   set -m  # without job control, bash would make the command ignore Ctrl-C
@@ -16,8 +16,9 @@ run() {
   set +m
   trap 'kill -TERM "$child" 2>/dev/null' TERM
   trap 'kill -INT "$child" 2>/dev/null' INT
+  trap 'kill -USR1 "$child" 2>/dev/null' USR1
   wait "$child" || code=$?
   while kill -0 "$child" 2>/dev/null; do code=0; wait "$child" || code=$?; done  # a signal interrupts `wait`
-  trap - TERM INT
+  trap - TERM INT USR1
   return "$code"
 }

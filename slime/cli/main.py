@@ -98,6 +98,13 @@ COMMANDS = (
         words="more",
     ),
     Command(
+        "cluster",
+        "write the files that start a run under Slurm, on Kubernetes or as a job of Ray",
+        loop_commands.add_cluster_flags,
+        loop_commands.run_cluster,
+        words="more",
+    ),
+    Command(
         "report",
         "write report.html, report.png and report.md for a run folder",
         inspect_run.add_report_flags,

@@ -30,7 +30,7 @@ Invariants
    or the driver's ancestors.
 2. It only removes shared-memory files that these processes used and that no live process uses.
 3. All processes exit within `GRACE_S + KILL_LIMIT_S` plus a second or two, that is, less than 15 s after the driver.
-4. Only SIGKILL stops the guardian early. It ignores Ctrl-C and SIGTERM sent to the whole run.
+4. Only SIGKILL stops the guardian early. It ignores Ctrl-C, SIGTERM and SIGUSR1 sent to the whole run.
 5. A host's guardian only has the two pipes of its actor, so end-of-file means that the actor is gone.
 6. After `HostGuardian.close`, the host's guardian has exited and no new one starts.
 7. No guardian starts on a host while an older one is still killing processes there, because the older one would also
@@ -304,7 +304,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the guardian. Returns 1 if processes are left, else 0."""
     options = _parse(arguments)
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
     if options.log:
         logging.basicConfig(filename=options.log, level=logging.INFO, format="%(asctime)s %(message)s")

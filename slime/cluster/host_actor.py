@@ -28,7 +28,7 @@ from typing import Any
 import ray
 
 from slime.cluster.guardian import HostGuardian
-from slime.cluster.hosts import Contract, contract_of, not_seen
+from slime.cluster.hosts import Contract, contract_of, not_seen, require_same_versions, versions_here
 from slime.cluster.slots import on_node
 from slime.cluster.waiting import all_there, introduce, wait_for
 from slime.core.blame import Process, error_line
@@ -44,10 +44,12 @@ class HostFacts:
     name: str
     num_cores: int
     """Number of cores available to Ray's processes on the host."""
+    versions: dict[str, str]
+    """Result of `versions_here`."""
 
 
 def facts_here() -> HostFacts:
-    return HostFacts(socket.gethostname(), usable_cores())
+    return HostFacts(socket.gethostname(), usable_cores(), versions_here())
 
 
 @ray.remote(max_restarts=0, num_cpus=0, max_concurrency=2)
@@ -70,7 +72,11 @@ class HostActor:
         self._guardian = HostGuardian(os.environ[RUN_ID_ENV], log_path=Path(log_dir) / f"guardian_{name}.log")
 
     def take_up(self, contract: Contract, log_dir: str) -> list[str]:
-        """Checks the shared folders and returns those that the host cannot see. If none, starts a guardian."""
+        """Checks the shared folders and returns those that the host cannot see. If none, starts a guardian.
+
+        Raises `ConfigError` if the versions of this host differ from those of the driver's host.
+        """
+        require_same_versions("the driver's host", contract.versions, {socket.gethostname(): versions_here()})
         problems = not_seen(contract)
         if not problems:
             self.guard(log_dir)

@@ -20,13 +20,16 @@ Before any engine starts, every host is checked for access to certain folders (`
     read by its ranks    --hf-checkpoint and other models                       must have the same files (may be copies)
     working directory    for relative paths and the user's modules              must exist
 
+All hosts must have the same versions of Python, of slime's sources, and of the packages in `COMPARED`.
+
 For the first kind, the driver writes a token to each folder, and every host reads it back. For the second kind, driver
 and host compare file names and sizes. On a slow network file system, files have `SEEN_WITHIN_S` to appear.
 
 Everything runs on the driver's thread. Only `hosts_of_run` and `close` wait for host actors, with timeouts.
 
 Invariants
-1. Before the first engine or training rank starts, every host has a guardian and sees the shared folders.
+1. Before the first engine or training rank starts, every host has a guardian, the driver's versions, and sees the
+   shared folders.
 2. After that, an engine only starts on a host other than the driver's if its guardian is known to be
    running (`is_guarded`).
 3. A rejected host is retried as long as the run lasts.
@@ -42,14 +45,17 @@ import dataclasses
 import hashlib
 import logging
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import slime
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, plan_placement
 from slime.core.cores import usable_cores
 from slime.core.errors import START_FLAG, ActorDied, ConfigError, SlimeError
@@ -196,7 +202,7 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
     from slime.cluster.host_actor import HostHandle, RayNodes
     from slime.cluster.slots import give_back
 
-    plan = _plan(args, nodes_of_cluster(args))
+    plan = _plan_when_possible(args)
     limit_s = args.engine_start_timeout_s
     handles = [HostHandle(str(host.node_id), str(host), limit_s=limit_s) for host in plan.hosts[1:]]
     actors = [handle.actor for handle in handles]
@@ -231,6 +237,62 @@ def close_all(handles: Sequence[HostHandle]) -> None:
         handle.begin_close()
     for handle in handles:
         handle.close()
+
+
+TELL_EVERY_S = 30.0
+LOOK_EVERY_S = 1.0
+
+
+def _plan_when_possible(args: Args) -> PlacementPlan:
+    """Returns the plan. Waits up to --cluster-wait-s for hosts, and asks the cluster's autoscaler for them.
+
+    Raises the `ConfigError` of the last attempt.
+    """
+    began_s, told_s, limit_s = time.monotonic(), -TELL_EVERY_S, args.cluster_wait_s
+    try:
+        while True:
+            try:
+                return _plan(args, nodes_of_cluster(args))
+            except ConfigError as error:
+                waited_s = time.monotonic() - began_s
+                if waited_s >= limit_s:
+                    error.add_note(f"the run waited {waited_s:.0f} s for hosts; --cluster-wait-s raises the limit")
+                    raise
+                if waited_s >= told_s + TELL_EVERY_S:
+                    if told_s < 0:
+                        _ask_autoscaler(bundles_of(args))
+                    told_s = waited_s
+                    logger.warning("waiting for hosts, at most %.0f s more: %s", limit_s - waited_s, error)
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        if told_s >= 0:
+            _ask_autoscaler([])
+
+
+def bundles_of(args: Args) -> list[dict[str, float]]:
+    """Returns the resources of a run, as Ray's autoscaler expects them: one bundle per training host and engine."""
+    num_training = 0 if args.debug_rollout_only else args.actor_num_nodes
+    sizes = [args.actor_num_gpus_per_node] * num_training
+    wanted = [engine.num_gpus for engine in topology_of(args).wanted()]
+    if args.colocate:  # the first engines share the training slots
+        shared = sum(sizes)
+        while wanted and shared > 0:
+            shared -= wanted.pop(0)
+    for size in wanted:  # an engine that is larger than a training host spans hosts of that size
+        most = max(args.actor_num_gpus_per_node, 1) if size % max(args.actor_num_gpus_per_node, 1) == 0 else size
+        sizes += [min(size, most)] * (size // min(size, most))
+    unit = {"GPU": 1.0, "CPU": 1.0} if args.device == "cuda" else {"CPU": 1.0}
+    return [{name: amount * size for name, amount in unit.items()} for size in sizes]
+
+
+def _ask_autoscaler(bundles: list[dict[str, float]]) -> None:
+    """Asks for room for these bundles; [] takes the request back. Without an autoscaler, this has no effect."""
+    from ray.autoscaler.sdk import request_resources
+
+    try:
+        request_resources(bundles=bundles)
+    except Exception as error:  # hosts may come by themselves
+        logger.warning("cannot ask the cluster's autoscaler for hosts: %s", error)
 
 
 def nodes_of_cluster(args: Args) -> list[Host]:
@@ -288,6 +350,8 @@ def _with_facts(args: Args, plan: PlacementPlan, actors: list[Any]) -> Placement
     from slime.cluster.host_actor import facts_here
 
     facts = [facts_here(), *_on_all(args, actors, "facts", "the hosts of the run")]
+    others = {str(host): fact.versions for host, fact in zip(plan.hosts[1:], facts[1:], strict=True)}
+    require_same_versions(f"the driver's host {plan.hosts[0]}", facts[0].versions, others)
     told = [
         dataclasses.replace(host, name=fact.name, num_cores=fact.num_cores)
         for host, fact in zip(plan.hosts, facts, strict=True)
@@ -348,6 +412,44 @@ def _on_all(args: Args, actors: list[Any], method: str, for_what: str, *argument
     return wait_for(calls, for_what=for_what, limit_s=args.engine_start_timeout_s, flag=START_FLAG)
 
 
+COMPARED = ("ray", "torch", "sglang", "sglang-router", "megatron-core", "transformers", "triton", "safetensors")
+"""Packages whose versions all hosts must share, if they have them."""
+
+
+def versions_here() -> dict[str, str]:
+    """Returns name -> version on this host: Python, slime's sources, and the packages of `COMPARED` that it has."""
+    found = {"Python": platform.python_version(), "slime": f"{slime.__version__} with sources {_digest_of_sources()}"}
+    for name in COMPARED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _digest_of_sources() -> str:
+    root, hasher = Path(slime.__file__).parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        hasher.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return hasher.hexdigest()[:8]
+
+
+def require_same_versions(driver: str, wanted: Mapping[str, str], found: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises one `ConfigError` for all hosts that differ from the driver's. `found`: host -> its `versions_here`.
+
+    A package that only one of two hosts has is not a difference: a host without engines may lack SGLang.
+    """
+    told = []
+    for host, versions in found.items():
+        names = [name for name in wanted if versions.get(name, wanted[name]) != wanted[name]]
+        if names:
+            theirs, ours = (" and ".join(f"{name} {of[name]}" for name in names) for of in (versions, wanted))
+            told.append(f"{host} has {theirs}, but {driver} has {ours}")
+    if told:
+        raise ConfigError(
+            f"hosts have different versions: {'; '.join(told)}; install the same versions in the environment from "
+            "which `ray start` was called on each host, and restart Ray there"
+        )
+
+
 SEEN_WITHIN_S = 30.0
 """How long it may take a host to see a new file. NFS caches folders for up to 30 s by default."""
 POLL_S = 0.5
@@ -362,6 +464,8 @@ class Contract:
     digests: dict[str, tuple[str, str]]
     """Flag of a folder that the run reads -> (folder, result of `listing`)."""
     start_folder: str
+    versions: dict[str, str]
+    """Result of `versions_here` on the driver's host."""
 
 
 @contextmanager
@@ -379,7 +483,7 @@ def contract_of(args: Args, run_dir: Path, *, under_way: bool = False) -> Iterat
             file.write_text(token)
             tokens[flag] = (str(file), token)
         digests = {flag: (str(folder), listing(folder)) for flag, folder in _read(args, under_way).items()}
-        yield Contract(tokens, digests, os.getcwd())
+        yield Contract(tokens, digests, os.getcwd(), versions_here())
     finally:
         for name, _ in tokens.values():
             Path(name).unlink(missing_ok=True)

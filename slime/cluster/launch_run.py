@@ -33,9 +33,9 @@ from slime.cluster.hosts import GuardedHosts, hosts_of_run, plan_here
 from slime.cluster.memory_watch import MemoryWatch
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import has_other_metrics, preflight
-from slime.cluster.restarting import this_restart
+from slime.cluster.restarting import stop_request, this_restart
 from slime.core.blame import error_line
-from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated
+from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated, Unfinished
 from slime.core.lease import FILE_NAME, Lease
 from slime.core.processes import RUN_ID_ENV
 from slime.core.text import program
@@ -169,7 +169,7 @@ def resume_command(command: Sequence[str], *, load: str, run_dir: str) -> str:
 def how_to_resume(args: Args, *, stopped: bool) -> str:
     """Returns one line on how to resume a run that was stopped or failed, or "" if it cannot be resumed.
 
-    `stopped`: whether the run was stopped by Ctrl-C or SIGTERM. Only then does the line mention a missing checkpoint.
+    `stopped`: whether the run was stopped (`STOPPED`). Only then does the line mention a missing checkpoint.
     """
     if args.debug_rollout_only or args.num_rollout == 0:
         return ""
@@ -213,6 +213,8 @@ def start_warnings(args: Args) -> list[str]:
 
 T = TypeVar("T")
 
+STOPPED = (KeyboardInterrupt, Terminated, Unfinished)
+"""The exceptions of a run that somebody stopped."""
 DRIVER_LOG = "driver.log"
 ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 """Timeouts for processes to stop after a completed run, and after an error or Ctrl-C. Ray then kills the rest."""
@@ -222,6 +224,7 @@ ORDERLY_END_S, HASTY_END_S = 20.0, 2.0
 def launch(args: Args) -> Iterator[Run]:
     """Starts a run's processes, yields the `Run`, and stops all processes after the block."""
     began_s = time.monotonic()
+    stop_request().listen(args)
     prepare_environment(args.run_id, ray_address=args.ray_address)  # before any user code, which may import Ray
     check_hooks(args)
     preflight(args)
@@ -273,7 +276,7 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
             except BaseException as error:  # the background save has finished by now
-                if told := how_to_resume(args, stopped=isinstance(error, KeyboardInterrupt | Terminated)):
+                if told := how_to_resume(args, stopped=isinstance(error, STOPPED)):
                     error.add_note(told)
                 raise
     except Exception:  # only to the log file, because `run_or_exit` prints the message to the console
@@ -295,7 +298,11 @@ def _placed(
         plan = plan_here(args)
         num_gpus = plan.num_slots if args.device == "cuda" else 0
         session = RaySession(
-            args.run_id, num_cpus=plan.num_slots + 2, num_gpus=num_gpus, store_bytes=store_bytes_for(args)
+            args.run_id,
+            num_cpus=plan.num_slots + 2,
+            num_gpus=num_gpus,
+            store_bytes=store_bytes_for(args),
+            stops_early=args.exit_signal_handler,
         )
         with _timed(startup, "ray", "Ray is up", session):
             yield plan, GuardedHosts(guardian)

@@ -5,9 +5,11 @@ These checks are separate from the validation of settings, because they depend o
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,13 +32,15 @@ from slime.settings.topology_yaml import settings_of_group, topology_of
 EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """Empty HTTP/2 SETTINGS frame (RFC 9113, 6.5): length, type, flags, stream."""
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
-CONNECT_LIMIT_S = 5.0
+logger = logging.getLogger(__name__)
+CONNECT_LIMIT_S, AGAIN_S = 5.0, 1.0
 """Timeout for a response from a Ray cluster's head, which usually takes milliseconds."""
 
 
 @paths_in_words()
 def preflight(args: Args) -> None:
-    """Raises one `ConfigError` that lists all problems. Reads the first rows of the data. Takes at most a second."""
+    """Raises one `ConfigError` that lists all problems. Reads the first rows of the data. Takes at most a second, and
+    up to `--cluster-wait-s` if the Ray cluster does not respond yet."""
     found = [*cluster_problems(args), *_of_machine(args), *_of_pairs(args), *_of_run_folder(args), *_of_folders(args)]
     found += _of_temporary_folder(args)
     refuse([*found, *data_problems(args), *code_problems(args)])
@@ -184,16 +188,27 @@ def cluster_problems(args: Args) -> Iterator[str]:
     if args.ray_address in (None, "auto"):
         return
     host, port = split_address(args.ray_address)
+    until_s = time.monotonic() + args.cluster_wait_s
+    if (reason := _why_unreachable(host, port)) is not None and args.cluster_wait_s:
+        logger.warning("waiting %.0f s for the Ray cluster at %s: %s", args.cluster_wait_s, args.ray_address, reason)
+    while reason is not None and time.monotonic() < until_s:
+        time.sleep(AGAIN_S)
+        reason = _why_unreachable(host, port)
+    if reason is not None:
+        waited = f" within {args.cluster_wait_s:g} s" if args.cluster_wait_s else ""
+        yield (
+            f"no Ray cluster can be reached at {ray_address_in_words(args)}{waited} ({reason}); use HOST:PORT as "
+            "printed by `ray start --head`, and start the driver on a host of the cluster"
+        )
+
+
+def _why_unreachable(host: str, port: int) -> str | None:
+    """Returns why there is no Ray cluster at an address, or None."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as connection:
-            reason = None if os.environ.get("RAY_USE_TLS") else _is_other_server(connection)
+            return None if os.environ.get("RAY_USE_TLS") else _is_other_server(connection)
     except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
-    if reason is not None:
-        yield (
-            f"no Ray cluster can be reached at {ray_address_in_words(args)} ({reason}); use HOST:PORT as printed by "
-            "`ray start --head`, and start the driver on a host of the cluster"
-        )
+        return "no answer" if isinstance(error, TimeoutError) else str(error.strerror or error)
 
 
 def _is_other_server(connection: socket.socket) -> str | None:

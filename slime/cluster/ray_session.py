@@ -2,7 +2,8 @@
 
 `guarded` is the outer block, and `RaySession` or `JoinedRay` the inner one. Views with processes that outlive Ray (W&B)
 are entered between the two. `slime.cluster.launch_run` sets the environment first. With `--ray-address` or
-`RAY_ADDRESS`, the run joins that cluster and leaves its daemons alone. SIGTERM is converted to an exception.
+`RAY_ADDRESS`, the run joins that cluster and leaves its daemons alone. SIGTERM is converted to an exception, or, with
+`--exit-signal-handler`, to a request to stop after the current step (`slime.cluster.restarting`).
 
 Invariants
 1. The guardian starts before any process that it may have to kill, and outlives the driver.
@@ -27,6 +28,7 @@ import ray
 
 from slime.cluster.guardian import Guardian, start_guardian
 from slime.cluster.launch_run import SETUP_HOOK, for_actors
+from slime.cluster.restarting import stop_request
 from slime.core.blame import error_line
 from slime.core.errors import ActorFailed, ClusterFailed, Terminated
 from slime.core.hf_config import read_hf_config
@@ -100,8 +102,18 @@ def guarded(run_id: str, *, log_path: Path, own_ray: bool = True) -> Iterator[Gu
 class RaySession:
     """A Ray cluster that the run starts on this host."""
 
-    def __init__(self, run_id: str, *, num_cpus: int, num_gpus: int, store_bytes: int = LEAST_STORE_BYTES) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        num_cpus: int,
+        num_gpus: int,
+        store_bytes: int = LEAST_STORE_BYTES,
+        stops_early: bool = False,
+    ) -> None:
+        """`stops_early`: SIGTERM only asks the run to stop after its step, unless the run has been asked before."""
         self.run_id = run_id
+        self._stops_early = stops_early
         self._num_cpus, self._num_gpus, self._store_bytes = num_cpus, num_gpus, store_bytes
         self._is_terminated = False
 
@@ -124,7 +136,7 @@ class RaySession:
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         """Raises `Terminated` on the first SIGTERM, so that all `with` blocks stop their processes, as on Ctrl-C."""
-        if not self._is_terminated:
+        if not self._is_terminated and not (self._stops_early and stop_request().takes(signum)):
             self._is_terminated = True
             raise Terminated(128 + signum)
 
@@ -133,7 +145,7 @@ class JoinedRay(RaySession):
     """An existing Ray cluster that the run joins, at `args.ray_address`. Its daemons keep running."""
 
     def __init__(self, args: Args) -> None:
-        super().__init__(args.run_id, num_cpus=0, num_gpus=0)
+        super().__init__(args.run_id, num_cpus=0, num_gpus=0, stops_early=args.exit_signal_handler)
         self._args = args
 
     def _start(self) -> None:

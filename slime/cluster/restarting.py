@@ -1,4 +1,9 @@
-"""`--max-restarts`: restarts a run from its newest checkpoint after a fault.
+"""How a run stops early, so that the same command continues it, and how it restarts by itself (`--max-restarts`).
+
+`StopRequest` is set by SIGUSR1, by SIGTERM with `--exit-signal-handler`, and by `--exit-duration-in-mins`. The driver
+looks at it once per step, saves a checkpoint after that step, and exits with `AGAIN`.
+
+`--max-restarts` restarts a run from its newest checkpoint after a fault:
 
     keeper (this process)   has only the settings and one thread; no Ray, no torch, no run state
     launch 0, 1, ...        processes forked by the keeper one after the other; each is the driver of a complete run
@@ -10,13 +15,13 @@ and this process is the driver.
 
 The keeper waits for a launch to exit, reads the reason from a pipe, and waits until all of the launch's processes on
 this host have exited. Then it starts the next launch in the same run folder or exits with the last launch's status. It
-forwards SIGINT and SIGTERM to the current launch and does not start another one afterwards.
+forwards SIGINT, SIGTERM and SIGUSR1 to the current launch and does not start another one afterwards.
 
     restarted after        a process died (`ActorDied`, the driver), an engine or router could not be restarted
                            (`EngineError`), a host or Ray failed (`ClusterFailed`), a wait timed out
     not restarted after    invalid settings, an exception in a hook, a library or slime, non-finite numbers, a request
                            that can never succeed, many failed groups in a row
-    stopped by the user    Ctrl-C, SIGTERM
+    stopped by the user    Ctrl-C, SIGTERM, and the requests to stop early
 
 Invariants
 1. A launch starts only when no process of the previous launch is left on this host. The previous launch's guardian
@@ -48,6 +53,7 @@ from typing import NoReturn
 from slime.cluster.guardian import ending_guardians
 from slime.core.blame import error_line
 from slime.core.errors import (
+    AGAIN,
     CheckpointError,
     ClusterFailed,
     ConfigError,
@@ -63,6 +69,57 @@ from slime.serving.child_process import ProcessFamily
 from slime.settings import Args
 from slime.settings.command_line import report_and_exit
 from slime.settings.groups.training import has_checkpoint
+
+EARLY = signal.SIGUSR1
+"""The signal that always means: stop after the current step."""
+ECHO_S = 2.0
+
+
+class StopRequest:
+    """Whether the driver has been asked to stop after its current step. Used on the main thread, as are handlers."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds; starts now. With `--max-restarts`, the keeper creates the request, so it counts all
+        launches."""
+        self._clock, self._began_s = clock, clock()
+        self._signal: signal.Signals | None = None
+        self._heard_s = 0.0
+
+    def listen(self, args: Args) -> None:
+        """Installs the handlers of the driver. Does nothing in a thread, which cannot."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(EARLY, self.hear)
+            if args.exit_signal_handler:
+                signal.signal(signal.SIGTERM, self.hear)
+
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Handles a signal."""
+        if self._signal is None:
+            self._signal, self._heard_s = signal.Signals(number), self._clock()
+            _say(f"received {self._signal.name}: the run stops after this step, with a checkpoint if it has --save")
+
+    def takes(self, number: int) -> bool:
+        """Handles a signal if it is the first one, or an echo of it. Returns whether it did.
+
+        A signal that a scheduler sends to all processes of a job comes from the keeper as well.
+        """
+        if self._signal is not None and self._clock() - self._heard_s > ECHO_S:
+            return False
+        self.hear(number)
+        return True
+
+    def reason(self, args: Args) -> str | None:
+        """Returns why the run should stop after its current step, or None."""
+        if self._signal is not None:
+            return self._signal.name
+        minutes = args.exit_duration_in_mins
+        over = minutes is not None and self._clock() - self._began_s >= 60 * minutes
+        return f"--exit-duration-in-mins {minutes}" if over else None
+
+    def code(self, args: Args) -> int:
+        """Returns the exit code of a run that stops early: `AGAIN` if it saves checkpoints."""
+        return AGAIN if args.save is not None else 128 + (self._signal or signal.SIGTERM)
+
 
 MOST_IN_VAIN = 2
 FAULTS = (EngineError, ClusterFailed, DeadlineExceeded)
@@ -119,7 +176,7 @@ PAUSE_S = 5.0
 ORPHANS_LIMIT_S = 60.0
 """Timeout for a launch's remaining processes to exit. The guardian usually needs less than 15 s."""
 LOOK_S = 0.2
-BY_PEOPLE = (signal.SIGINT, signal.SIGTERM)
+BY_PEOPLE = (signal.SIGINT, signal.SIGTERM, EARLY)
 MEANT = (*BY_PEOPLE, signal.SIGHUP, signal.SIGQUIT)
 """Signals sent by users to stop a process. Others are sent by the kernel, for example when memory runs out."""
 
@@ -146,6 +203,14 @@ class Restart:
 
 
 _restart: Restart | None = None
+_stop: StopRequest | None = None
+
+
+def stop_request() -> StopRequest:
+    """Returns the request of this process. A loop without `restarting` gets one when it starts."""
+    global _stop
+    _stop = StopRequest() if _stop is None else _stop
+    return _stop
 
 
 def this_restart() -> Restart | None:
@@ -158,6 +223,8 @@ def restarting(loop: Loop) -> Loop:
 
     @functools.wraps(loop)
     def run(args: Args) -> None:
+        global _stop
+        _stop = StopRequest()
         if args.max_restarts:
             _Keeper(loop, args).run()
         else:
@@ -196,9 +263,12 @@ class _Keeper:
         restarts, restart = Restarts(self._args.max_restarts, last_trained(self._args)), None
         while (code := self._start(restart)) != 0:
             end = self._end
-            if self._asked is not None:
+            early = self._asked == EARLY or (self._asked == signal.SIGTERM and self._args.exit_signal_handler)
+            if code == AGAIN or (self._asked is not None and not early):
                 raise SystemExit(code)
             why_not = restarts.refusal(end, last_trained(self._args)) or self._what_is_left()
+            if why_not is None and early:
+                why_not, code = f"it was asked to stop early; the last launch failed with: {end.reason}", AGAIN
             if why_not is not None:
                 _say(f"the run is not restarted: {why_not}")
                 raise SystemExit(code)
@@ -210,7 +280,9 @@ class _Keeper:
         """Prepares the next launch to load the newest checkpoint."""
         save = str(self._args.save)
         saved = has_checkpoint(save)
-        self._args = self._args.replace(run_id=new_run_id(), load=save if saved else None)
+        wait_s = max(self._args.cluster_wait_s, self._args.restart_wait_s if self._args.ray_address else 0.0)
+        load = save if saved else None
+        self._args = self._args.replace(run_id=new_run_id(), load=load, cluster_wait_s=wait_s)
         name, step = _newest(save) if saved else (None, int(self._args.start_rollout_id or 0))
         return Restart(restarts.number, restarts.most, end.reason, name, step)
 
@@ -258,6 +330,8 @@ class _Keeper:
                 os.kill(self._child, number)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
+        elif number == EARLY or self._args.exit_signal_handler:
+            sys.exit(AGAIN)
         else:
             sys.exit(128 + number)
 
@@ -290,6 +364,7 @@ def _be_start(loop: Loop, args: Args, restart: Restart | None, verdict: int, kee
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a background process group cannot read from the terminal
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(EARLY, stop_request().hear)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BY_PEOPLE)
         _restart = restart
         try:

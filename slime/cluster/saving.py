@@ -23,7 +23,7 @@ from typing import Any
 
 from slime.cluster.engine_tracker import Actors
 from slime.cluster.waiting import wait_for
-from slime.core.errors import SAVE_FLAG, ConfigError
+from slime.core.errors import SAVE_FLAG, CheckpointError, ConfigError
 from slime.observability.spans import span
 from slime.observability.tracker import Tracker
 from slime.settings import Args
@@ -80,11 +80,9 @@ class Saver:
                 f"--load {self._args.load} contains no committed checkpoint; drop the flag to start from "
                 "--hf-checkpoint"
             )
-        self._resumed_from.append(found.path)
         with span("load"):
-            if not self._actors.trainers:
-                checkpoint.verify(found.path)
-            self._actors.on_trainers("verify", str(found.path), limit_s=self._limit_s, flag=SAVE_FLAG)
+            found = self._verified(found)
+            self._resumed_from.append(found.path)
             self._actors.on_trainers("load", str(found.path), limit_s=self._limit_s, flag=SAVE_FLAG)
             if not self._args.finetune:
                 what = "the Data Buffer to load"
@@ -92,6 +90,26 @@ class Saver:
         self._tell_resumed(found)
         self._keep_other_branch(found)
         return found.rollout_id
+
+    def _verified(self, found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+        """Verifies the files of a checkpoint. Returns it, or the newest good one if the run continues by itself.
+
+        It does with --load on the --save folder, and without --ckpt-step.
+        Raises `CheckpointError` if it is damaged and there is no other one to continue from.
+        """
+        try:
+            if not self._actors.trainers:
+                checkpoint.verify(found.path)
+            self._actors.on_trainers("verify", str(found.path), limit_s=self._limit_s, flag=SAVE_FLAG)
+            return found
+        except CheckpointError as error:
+            root = found.path.parent
+            continues = self._args.save is not None and Path(self._args.save).resolve() == root.resolve()
+            good = checkpoint.undamaged(root, found.path) if continues and self._args.ckpt_step is None else None
+            if good is None:
+                raise
+            logger.error("%s. The run continues from %s instead", error, good.path.name)
+            return good
 
     def _keep_other_branch(self, found: checkpoint.Checkpoint) -> None:
         """Protects later checkpoints in the --save folder from retention, because another run wrote them."""

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 
 from slime.cluster.engine_tracker import TRAINERS_LIMIT_S, Actors
+from slime.cluster.restarting import stop_request
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
 from slime.cluster.waiting import all_there, first_death, peek, wait_for
@@ -33,6 +34,7 @@ from slime.core.errors import (
     DeadlineExceeded,
     EngineError,
     SlimeError,
+    Unfinished,
     WeightSyncError,
 )
 from slime.core.text import evaluation_name, step_name
@@ -238,6 +240,9 @@ class Generation:
 class Run:
     """The operations of one run. Created by `launch`."""
 
+    _stop: tuple[int, str | None] = (-1, None)
+    """A step, and why the run stops after it. None: it goes on."""
+
     def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
         self.args, self._startup = args, startup
         self._actors, self._tracker = actors, tracker
@@ -279,10 +284,15 @@ class Run:
     # --- generation -------------------------------------------------------------------------------------------------
 
     def start_generation(self, rollout_id: int) -> Generation:
-        """Starts generating a step's samples and returns immediately. The first call also logs startup times."""
+        """Starts generating a step's samples and returns immediately. The first call also logs startup times.
+
+        The first call raises `Unfinished` if the run has been asked to stop: there is nothing new to save.
+        """
         if startup := self._startup.end():
             collect()  # discards timings from before the first step
             self._tracker.add(startup)
+            if (reason := stop_request().reason(self.args)) is not None:
+                self._stop_early(reason, f"before step {rollout_id}, the first of this launch")
         if traces_engines(self.args, rollout_id):
             folder = Path(self.args.run_dir).absolute() / "profiles"
             folder.mkdir(exist_ok=True)
@@ -426,11 +436,15 @@ class Run:
         return int(self.args.start_rollout_id or 0) if step is None or self.args.finetune else step + 1
 
     def save(self, rollout_id: int) -> None:
-        """Writes a checkpoint (see `saving`) and the Hugging Face export, if configured."""
+        """Writes a checkpoint (see `saving`) and the Hugging Face export, if configured.
+
+        A run that is asked to stop may have little time, so it only exports if that is due in any case.
+        """
         with span("save_model"):
             if self.args.save:
                 self._saver.save(rollout_id)
-            if self.args.save_hf:
+            hurries = self._stop[0] == rollout_id and self._stop[1] is not None
+            if self.args.save_hf and not (hurries and not self._is_due(rollout_id, self.args.save_interval)):
                 folder = self.args.save_hf.format(rollout_id=rollout_id)
                 self._actors.on_trainers("save_hf", folder, limit_s=self.args.save_timeout_s, flag=SAVE_FLAG)
                 adapter = Path(folder, "adapter")
@@ -444,8 +458,9 @@ class Run:
     # --- cadence ----------------------------------------------------------------------------------------------------
 
     def saves_after(self, rollout_id: int) -> bool:
-        """Returns whether a save is due: every `--save-interval` steps and after the last one."""
-        return bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
+        """Returns whether a save is due: every `--save-interval` steps, and after the last one of the launch."""
+        due = bool(self.args.save or self.args.save_hf) and self._is_due(rollout_id, self.args.save_interval)
+        return due or (self.args.save is not None and self._stops_after(rollout_id) is not None)
 
     def syncs_after(self, rollout_id: int) -> bool:
         """Returns whether a weight sync is due: every `--update-weights-interval` steps and after the last one."""
@@ -472,8 +487,13 @@ class Run:
 
     def end_step(self, rollout_id: int) -> None:
         """Logs the step's timings, and an evaluation of `--eval-fleet` that has ended. After the last step, also waits
-        until its checkpoint is on disk and the last evaluation has ended."""
-        is_last = rollout_id + 1 == self.args.num_rollout
+        until its checkpoint is on disk and the last evaluation has ended.
+
+        Raises `Unfinished` after another step if the run has been asked to stop (`slime.cluster.restarting`).
+        """
+        is_complete = rollout_id + 1 == self.args.num_rollout
+        stop = None if is_complete else self._stops_after(rollout_id)
+        is_last = is_complete or stop is not None
         if is_last:
             self._saver.finish()
         if self._eval_fleet is not None:
@@ -481,6 +501,21 @@ class Run:
                 self._eval_fleet.finish() if is_last else self._eval_fleet.poll()
         self._saver.poll()
         self._tracker.log("perf", rollout_id, collect())
+        if stop is not None:
+            self._stop_early(stop, f"after step {rollout_id}")
+
+    def _stops_after(self, rollout_id: int) -> str | None:
+        """Returns why the run stops after a step, or None.
+
+        Decided once per step: a run that is asked between a step's save and the step's end trains one more step.
+        """
+        if self._stop[0] != rollout_id:
+            self._stop = rollout_id, stop_request().reason(self.args)
+        return self._stop[1]
+
+    def _stop_early(self, reason: str, when: str) -> NoReturn:
+        logger.warning("the run stops %s because of %s", when, reason)
+        raise Unfinished(stop_request().code(self.args))
 
     def death(self, seen_as: str) -> ActorDied | None:
         """Returns an error if a training rank or the rollout actor died, or None if all are alive. Never raises.

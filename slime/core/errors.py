@@ -14,6 +14,14 @@ class Terminated(SystemExit):
     """The process received SIGTERM. It cleans up as it does after Ctrl-C and exits with code 143."""
 
 
+class Unfinished(SystemExit):
+    """The run was asked to stop early, and stopped after a step. Its exit code is `AGAIN` if it can be continued."""
+
+
+AGAIN = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h): the run is not complete, and the same command continues it."""
+
+
 class SlimeError(Exception):
     engines: tuple[str, ...] = ()
     """Addresses of the failed engines, set only if other engines did not fail."""

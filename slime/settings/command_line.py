@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slime.core.errors import ConfigError, HookError, SlimeError, Terminated
+from slime.core.errors import ConfigError, HookError, SlimeError, Terminated, Unfinished
 from slime.core.registry import load_object
 from slime.core.text import HIDDEN, program, visible
 from slime.core.user_files import paths_in_words
@@ -141,14 +141,14 @@ def run_or_exit(main: Callable[[Args], None], argv: Sequence[str] | None = None,
     """Parses the command line and runs `main(args)`. If either fails, prints one message to stderr.
 
     Exit codes: 0 success, 1 the run failed (its traceback is in the driver's log), 2 user error (`ConfigError`,
-    `HookError`), 130 Ctrl-C, 143 SIGTERM. Any other exception propagates.
+    `HookError`), 75 stopped early with a checkpoint (`AGAIN`), 130 Ctrl-C, 143 SIGTERM. Any other exception propagates.
     """
     logs = None
     try:
         args = main_args(argv, synchronous=synchronous)
         logs = Path(args.run_dir).resolve() / "logs"
         main(args)
-    except (KeyboardInterrupt, Terminated, SlimeError) as end:
+    except (KeyboardInterrupt, Terminated, Unfinished, SlimeError) as end:
         report_and_exit(end, logs)
 
 
@@ -157,10 +157,13 @@ def report_and_exit(end: BaseException, logs: Path | None) -> NoReturn:
 
     Call it in the `except` block that handles `end`.
     """
-    if isinstance(end, KeyboardInterrupt | Terminated):
+    if isinstance(end, KeyboardInterrupt | Terminated | Unfinished):
         said, code = ("terminated by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+        if isinstance(end, Unfinished):
+            said, code = "stopped early and not complete", int(str(end.code))
         where = f"; its files are in {logs.parent}" if logs is not None and logs.is_dir() else ""
-        _stop(f"{said}; the run and all its processes have stopped{where}{_notes(end)}", code)
+        status = f" (exit status {code})" if isinstance(end, Unfinished) else ""
+        _stop(f"{said}{status}; the run and all its processes have stopped{where}{_notes(end)}", code)
     if isinstance(end, ConfigError | HookError):
         _stop(f"{type(end).__name__}: {end}{_notes(end)}", 2)
     if isinstance(end, SlimeError):

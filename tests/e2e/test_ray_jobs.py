@@ -1,4 +1,5 @@
-"""Law: a launch script in the public form runs as it is, as a job of a Ray cluster that `ray start` started."""
+"""Laws: a launch script in the public form, and the files of `slime cluster init ray`, run as they are, as jobs of a
+Ray cluster that `ray start` started."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from recipes.tiny.tasks import DIGITS_FILE, write_all
-from slime.observability.sinks import read_jsonl
+from recipes.tiny.tasks import DIGITS_FILE, SFT_FILE, write_all
+from slime.cli.main import main
+from slime.observability.sinks import AXES, read_jsonl
 from slime.settings.groups.cluster import has_gpu
-from tests.support.e2e import ROOT, environment
+from tests.support.e2e import ROOT, environment, latest_step, sums_task
 from tests.support.training import free_port
 
 pytestmark = [
@@ -111,9 +113,10 @@ ray job submit --address="http://127.0.0.1:PORT" \\
 TOKEN = secrets.token_hex(32)
 
 
-def _environment() -> dict[str, str]:
-    """That of the terminal in which the user calls `ray start` and the script; a token closes the cluster."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+def _environment(folder: Path) -> dict[str, str]:
+    """That of the terminal in which the user calls `ray start` and the script; a token closes the cluster. Programs in
+    `folder` come first."""
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
     kept = {name: value for name, value in environment().items() if name not in ("RAY_ADDRESS", "WANDB_KEY")}
     kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     return {**kept, "PATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "240"}
@@ -127,7 +130,7 @@ def _head(folder: Path) -> Iterator[int]:
     words += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(port), "--temp-dir", files]
     with (folder / "ray.out").open("wb") as output:
         process = subprocess.Popen(
-            words, cwd=folder, env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            words, cwd=folder, env=_environment(folder), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         until_s = time.monotonic() + START_LIMIT_S
@@ -159,7 +162,12 @@ def test_a_script_of_the_public_form_trains_as_a_job_of_ray(tmp_path: Path, tiny
         script = SCRIPT.replace("PORT", str(port)).replace("DIGITS", DIGITS_FILE)
         (tmp_path / "run.sh").write_text(script.replace("TRAIN", str(ROOT / "train.py")))
         done = subprocess.run(
-            ["bash", "run.sh"], cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=JOB_LIMIT_S
+            ["bash", "run.sh"],
+            cwd=tmp_path,
+            env=_environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=JOB_LIMIT_S,
         )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-6000:]
@@ -167,3 +175,52 @@ def test_a_script_of_the_public_form_trains_as_a_job_of_ray(tmp_path: Path, tiny
     (run,) = (tmp_path / "runs").iterdir()
     assert any("train/loss" in row for row in read_jsonl(run / "metrics.jsonl"))
     assert (tmp_path / "tiny_slime" / "step_000000" / "manifest.json").is_file()
+
+
+def test_a_job_that_is_stopped_saves_and_goes_on_when_it_is_submitted_again(tmp_path: Path, tiny_qwen3: Path) -> None:
+    """Law: `ray job stop` lets the run end after its step, with a checkpoint, though Ray sends SIGTERM to every process
+    of the job; the same job, submitted again, trains the other steps. Its PYTHONPATH is merged with that of the run."""
+    pytest.importorskip("opencensus", reason="ray[default] has the job server")
+    write_all(tmp_path)
+    shutil.copytree(tiny_qwen3, tmp_path / "model")
+    (tmp_path / "slime").write_text(
+        f'#!/bin/bash\nexport PYTHONPATH="{ROOT}:$PYTHONPATH"\nexec {sys.executable} -m slime "$@"\n'
+    )
+    (tmp_path / "slime").chmod(0o755)
+    jobs, run = tmp_path / "jobs", tmp_path / "runs" / "slime"
+    metrics, num_steps = run / "metrics.jsonl", 40
+    flags = [str(word) for word in sums_task(tmp_path / "model", tmp_path / SFT_FILE, num_steps=num_steps)]
+
+    with _head(tmp_path) as port:
+        address = f"http://127.0.0.1:{port}"
+        words = ["--nodes", "1", "--gpus", "0", "--cpus", "1", "--shared", str(tmp_path), "--address", address]
+        assert main(["cluster", "init", "ray", str(jobs), *words, *flags, "--max-restarts", "1"]) == 0
+
+        def call(*words: str) -> str:
+            done = subprocess.run(
+                words, env=_environment(tmp_path), capture_output=True, text=True, timeout=JOB_LIMIT_S
+            )
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+            return done.stdout
+
+        def log() -> str:
+            return call("ray", "job", "logs", "--address", address, "slime")
+
+        def until(what: str, holds: Callable[[], bool]) -> None:
+            until_s = time.monotonic() + JOB_LIMIT_S
+            while not holds():
+                assert time.monotonic() < until_s, f"no {what}: {log()[-4000:]}"
+                time.sleep(0.5)
+
+        call("bash", str(jobs / "submit.sh"))
+        until("second step", lambda: metrics.is_file() and metrics.read_text().count("train/loss") >= 2)
+        call("bash", str(jobs / "stop.sh"))
+        said = log()
+        assert "received SIGTERM: the run stops after this step" in said and "(exit status 75)" in said, said[-4000:]
+        stopped_after = latest_step(run / "save")
+        assert 1 <= stopped_after < num_steps - 1, said[-4000:]
+        call("bash", str(jobs / "submit.sh"))
+        until("end", lambda: "SUCCEEDED" in call("ray", "job", "list", "--address", address, "--log-style", "record"))
+        assert f"resumed from step_{stopped_after:06d} in " in log()
+    steps = [int(row[AXES["train"]]) for row in read_jsonl(metrics) if "train/loss" in row]
+    assert steps == list(range(num_steps)), "each step once: nothing was lost, nothing was repeated"

@@ -13,6 +13,7 @@ import pytest
 from slime.core.processes import RUN_ID_ENV
 from slime.serving.child_process import all_processes, has_mark
 from tests.support.e2e import NUM_STEPS, Flags, RealRun, latest_step, recorded_groups
+from tests.support.hosted_run import HostedRun
 from tests.support.ledger import require_balance
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def training_ranks(run_id: str) -> dict[int, int]:
     return found
 
 
-def starts_of(run: RealRun) -> list[dict[str, object]]:
+def starts_of(run: RealRun | HostedRun) -> list[dict[str, object]]:
     return list(json.loads((run.run_dir / "run.json").read_text())["starts"])
 
 

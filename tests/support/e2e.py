@@ -313,6 +313,14 @@ def digits_task(model: Path, data: Path) -> Flags:
     return [*task, "--custom-rm-path", "recipes.tiny.tasks:digit_fraction"]
 
 
+def sums_task(model: Path, data: Path, *, num_steps: int = NUM_STEPS) -> Flags:
+    """Fine-tuning on the sums task, which needs no engine, with a learning rate that changes."""
+    task: Flags = ["--hf-checkpoint", model, "--loss-type", "sft_loss", "--prompt-data", data]
+    task += ["--input-key", "messages", "--rollout-shuffle", "--rollout-batch-size", "8", "--no-bf16"]
+    task += ["--n-samples-per-prompt", "1", "--num-rollout", str(num_steps)]
+    return [*task, "--lr", "3e-3", "--lr-warmup-iters", "2", "--lr-decay-style", "linear", "--min-lr", "1e-3"]
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A finished run with its checkpoints, its rollouts, and the flags that repeat it."""

@@ -25,16 +25,25 @@ class HostedRun:
     """One run. Use as a context manager: whatever happens in the block, its driver is ended."""
 
     def __init__(
-        self, cluster: FakeCluster, run_dir: Path, flags: Flags, *, script: str = "train.py", by_variable: bool = False
+        self,
+        cluster: FakeCluster,
+        run_dir: Path,
+        flags: Flags,
+        *,
+        script: str = "train.py",
+        by_variable: bool = False,
+        more_env: dict[str, str] | None = None,
     ) -> None:
-        """`by_variable`: the driver finds the cluster by RAY_ADDRESS, not by its flag."""
+        """`by_variable`: the driver finds the cluster by RAY_ADDRESS, not by its flag. `more_env`: variables of the
+        driver."""
         self.run_dir, self._hosts = run_dir, cluster.hosts
         self.clean_s = 0.0
         """From the first question whether anything is left to the answer."""
         self._output = run_dir.with_name(f"{run_dir.name}.out")
         joined = [] if by_variable else ["--ray-address", cluster.address]
         words = [sys.executable, str(ROOT / script), "--device", "cpu", *joined, *last_of_each(flags)]
-        env = {**environment(), **cluster.environment} | ({"RAY_ADDRESS": cluster.address} if by_variable else {})
+        env = {**environment(), **cluster.environment, **(more_env or {})}
+        env |= {"RAY_ADDRESS": cluster.address} if by_variable else {}
         with self._output.open("wb") as output:
             self._enter = subprocess.Popen(
                 cluster.hosts[0].command([*words, "--run-dir", str(run_dir)]),
@@ -53,7 +62,12 @@ class HostedRun:
     @property
     def tail(self) -> str:
         """The end of the output, for the message of a failed assertion."""
-        return f"output of {self.run_dir.name}:\n{self._output.read_text(errors='replace')[-4000:]}"
+        return f"output of {self.run_dir.name}:\n{self.output[-4000:]}"
+
+    @property
+    def output(self) -> str:
+        """What the driver wrote to its terminal."""
+        return self._output.read_text(errors="replace")
 
     def wait(self) -> int:
         """Exit status of the driver."""

@@ -3,7 +3,8 @@
 `environment(point, folder)` gives the variables of such a run. A `sitecustomize` that it writes into `folder` makes
 every Python process of the run, engines included, wrap the function MODULE:NAME when it imports the module; the Nth
 call in one process is killed `before` it begins or `after` it returned. WHOM is `run` (the driver and the process of
-the call; the run's guardian ends the others, as after the loss of a machine) or `process` (that of the call alone).
+the call; the run's guardian ends the others, as after the loss of a machine) or `process` (that of the call alone). It
+may also be the name of a signal, which the driver gets instead.
 
 Invariants
 1. One kill per folder: it is announced in the file `killed`, which is made before the signal and only once.
@@ -44,7 +45,7 @@ class Point:
     when: str
     """`before` or `after`."""
     whom: str = "run"
-    """`run` or `process`."""
+    """`run`, `process`, or the name of a signal."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.name}#{self.call}:{self.when}:{self.whom}"
@@ -123,6 +124,9 @@ def _kill(point: Point) -> None:
     except FileExistsError:
         return
     os.write(announced, f"{point} in process {os.getpid()}\n".encode())
+    if point.whom.startswith("SIG"):
+        os.kill(int(os.environ[DRIVER]), signal.Signals[point.whom])
+        return
     if point.whom == "run":
         os.kill(int(os.environ[DRIVER]), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)

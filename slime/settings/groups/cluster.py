@@ -129,6 +129,9 @@ class ClusterSettings:
     """Release the GPU memory of training while inference runs. Default: on with --colocate on cuda."""
     offload_rollout: bool = derived(_hands_over, _why_handed_over, needs=_SHARED)
     """Release the GPU memory of inference while training runs. Default: on with --colocate on cuda."""
+    cluster_wait_s: float = opt(0.0, needs=_JOINED, within=SECONDS_OR_NONE)
+    """Seconds for which the run waits at start until the Ray cluster responds and has enough free slots. For hosts that
+    join late; an autoscaler is asked for them."""
     train_env_vars: dict[str, str] = opt({})
     """Extra environment variables of the training processes, as a JSON object."""
     distributed_timeout_minutes: int = opt(10, ge=1, le=43_200)
@@ -246,6 +249,18 @@ class FleetSettings:
     max_restarts: int = opt(0, within=COUNT_OR_NONE)
     """Maximum number of restarts from the newest checkpoint after a fault (a lost process or host). Needs --save, the
     same folder as --load, and --save-interval."""
+    restart_wait_s: float = opt(
+        600.0,
+        needs=(Need(lambda s: s.max_restarts, "--max-restarts"), _JOINED),
+        within=SECONDS_OR_NONE,
+    )
+    """Seconds for which a restart (--max-restarts) waits until the Ray cluster has enough free slots again, because a
+    lost host may take minutes to be replaced."""
+    exit_signal_handler: bool = False
+    """On SIGTERM, finish the current step, save a checkpoint and exit with code 75, as always on SIGUSR1. A second
+    SIGTERM ends the run at once. Default: SIGTERM ends the run at once, without a checkpoint."""
+    exit_duration_in_mins: int | None = opt(None, within=COUNT)
+    """After this many minutes, restarts included, finish the current step, save a checkpoint and exit with code 75."""
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:
@@ -273,4 +288,18 @@ def restarts_have_a_checkpoint(args: Args) -> str | None:
     return None
 
 
-FLEET_RULES: tuple[Rule, ...] = (restarts_have_a_checkpoint,)
+def early_end_has_a_checkpoint(args: Args) -> str | None:
+    given = {
+        "--exit-signal-handler": args.exit_signal_handler,
+        f"--exit-duration-in-mins {args.exit_duration_in_mins}": args.exit_duration_in_mins is not None,
+    }
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if not flags or args.save is not None:
+        return None
+    return (
+        f"{' and '.join(flags)} needs --save, because a run that stops early continues from a checkpoint; set --save "
+        "FOLDER --load FOLDER"
+    )
+
+
+FLEET_RULES: tuple[Rule, ...] = (restarts_have_a_checkpoint, early_end_has_a_checkpoint)

@@ -234,10 +234,16 @@ def _complete(root: Path) -> list[Checkpoint]:
 
 def _offer(root: Path, damaged: Path | None = None) -> str:
     """Returns a suffix for error messages: the newest undamaged checkpoint, and how to load it."""
-    for other in _complete(root):
-        if other.path != damaged and not _damage(other.path):
-            return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
+    other = undamaged(root, damaged)
+    if other is not None:
+        return f"; the previous good one is {other.path}: --load {root} --ckpt-step {other.rollout_id}"
     return f"; {root} has no other complete checkpoint"
+
+
+def undamaged(root: Path, but: Path | None = None) -> Checkpoint | None:
+    """Returns the newest undamaged checkpoint other than the one at `but`, or None. Reads the files of all it tries."""
+    there = (other for other in _complete(root) if other.path != but and not _damage(other.path))
+    return next(there, None)
 
 
 def verify(path: Path, *, share: tuple[int, int] = (0, 1)) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.cluster import slots
-from slime.cluster.hosts import by_number, host_of_node
+from slime.cluster.hosts import bundles_of, by_number, host_of_node
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, in_device_order, plan_placement
 from slime.core.errors import ConfigError
+from slime.settings import parse_args
 
 
 def hosts(*slots: int, cores: int = 8) -> list[Host]:
@@ -38,6 +40,27 @@ def test_trainer_and_engine_on_hosts_of_their_own() -> None:
     assert found.several_hosts
     assert found.address_of(found.train_slots[0]) == "10.0.0.1"
     assert found.address_of(found.engines[0].slots[0]) == "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "bundles"),
+    [
+        ("--actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate", [8, 8]),
+        ("--actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus 24", [8, 8, *[1] * 8]),
+        ("--actor-num-gpus-per-node 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", [2, 2, 2, 2, 2]),
+        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", [4, 2]),
+    ],
+)
+def test_an_autoscaler_is_asked_for_what_the_plan_takes(
+    flags: str, bundles: list[int], tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Law: one bundle for each training host, and for each engine, or part of it on a host, that shares no slot."""
+    base = ["--hf-checkpoint", str(tiny_qwen3), "--rollout-batch-size", "16", "--num-rollout", "1", "--rm-type", "math"]
+    base += ["--data-source-path", "a.b", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
+    base += ["--ray-address", "10.0.0.1:6379", "--run-dir", str(tmp_path / "run")]
+    for device, units in (("cpu", ("CPU",)), ("cuda", ("GPU", "CPU"))):
+        args = parse_args([*base, "--device", device, *flags.split()])
+        assert bundles_of(args) == [{unit: float(size) for unit in units} for size in bundles]
 
 
 def test_training_nodes_are_different_hosts() -> None:

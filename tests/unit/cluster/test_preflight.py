@@ -48,11 +48,15 @@ def told(words: list[str]) -> str:
     return ""
 
 
+GREETING = b"\0\0\0\4\0\0\0\0\0"
+"""What a gRPC server says first."""
+
+
 class OtherServer:
     """Listens, and says `answer` to whoever greets it."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._socket, self._answer = socket.create_server(("127.0.0.1", 0)), answer
+    def __init__(self, answer: bytes, port: int = 0) -> None:
+        self._socket, self._answer = socket.create_server(("127.0.0.1", port)), answer
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -76,6 +80,22 @@ def test_a_server_that_is_not_the_head_of_a_cluster_is_told_in_a_sentence(
         said = told(words("--ray-address", address))
         assert f"no Ray cluster can be reached at ray_address {address} ({reason})" in said
     assert told(words("--ray-address", OtherServer(b"\0\0\0\4\0\0\0\0\0").address)) == ""
+
+
+def test_a_head_that_comes_late_is_waited_for(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: with --cluster-wait-s, an address may answer later; the limit is in the error."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    late: list[OtherServer] = []
+    monkeypatch.setattr(module.time, "sleep", lambda pause_s: late.append(OtherServer(GREETING, port)))
+    at = ["--ray-address", f"127.0.0.1:{port}"]
+    assert told(words(*at, "--cluster-wait-s", "60")) == "" and len(late) == 1
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert "within 0.01 s (Connection refused)" in told(
+        words("--ray-address", f"127.0.0.1:{port}", "--cluster-wait-s", "0.01")
+    )
 
 
 def test_what_may_work_passes(words: Words) -> None:

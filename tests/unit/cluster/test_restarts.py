@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from slime.cluster.restarting import MOST_IN_VAIN, End, Restarts
+from slime.cluster.restarting import MOST_IN_VAIN, End, Restarts, StopRequest
 from slime.core import errors
 from slime.serving.child_process import read_stat
+from slime.settings import parse_args
 from tests.support.marks import quick
 
 FAULT, MISTAKE = End("a rank died", is_fault=True), End("a bug", is_fault=False)
@@ -101,6 +102,7 @@ def loop(args):
     step.mkdir(parents=True)
     (step / "manifest.json").write_text(json.dumps({"committed_ns": time.time_ns()}))
     (Path(args.save) / "latest.json").write_text(json.dumps({"path": step.name, "rollout_id": number}))
+    args_of_loop[:] = [args]
     acts[min(number, len(acts) - 1)]()
 
 def die():
@@ -115,10 +117,19 @@ def mistake():
 def hang():
     time.sleep(600)
 
+def until_asked():
+    stop = keeper.stop_request()
+    stop.listen(args_of_loop[0])
+    print("listens", flush=True)
+    while stop.reason(args_of_loop[0]) is None:
+        time.sleep(0.01)
+    raise errors.Unfinished(stop.code(args_of_loop[0]))
+
 def ends_well():
     print("all is well")
 
 keeper.PAUSE_S = 0.1
+args_of_loop = []
 acts = [globals()[name] for name in sys.argv.pop(1).split(",")]
 run_or_exit(loop)
 """
@@ -226,6 +237,51 @@ def test_who_ends_the_command_ends_the_run(script: Script, number: signal.Signal
     kept = script.ended(process)
     assert kept.code == code and len(kept.starts) == 1, kept.output
     assert ("interrupted" in kept.output) is (number is signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("number", "more"),
+    quick(
+        [
+            (signal.SIGUSR1, ["--max-restarts", "3"]),
+            (signal.SIGTERM, ["--max-restarts", "3", "--exit-signal-handler"]),
+            (signal.SIGUSR1, []),
+            (signal.SIGTERM, ["--exit-signal-handler"]),
+        ],
+        (signal.SIGTERM, ["--max-restarts", "3", "--exit-signal-handler"]),
+    ),
+)
+def test_a_run_that_is_asked_to_stop_early_says_again(script: Script, number: signal.Signals, more: list[str]) -> None:
+    """Law: the exit status is 75, with a keeper and without, and no start follows by itself."""
+    process = script.start("until_asked,ends_well", *more)
+    assert process.stdout is not None
+    while "listens" not in (line := process.stdout.readline()):
+        assert line, "the loop ended before it listened"
+    process.send_signal(number)
+    kept = script.ended(process)
+    assert kept.code == errors.AGAIN == 75 and len(kept.starts) == 1, kept.output
+    assert f"received {number.name}: the run stops after this step" in kept.output
+    assert "stopped early and not complete (exit status 75)" in kept.output and "not restarted" not in kept.output
+
+
+def test_the_minutes_of_a_run_are_those_since_its_first_start(script: Script) -> None:
+    """Law: the request is due when its minutes are over, not before, and a signal needs none."""
+    now = [1000.0]
+    request = StopRequest(clock=lambda: now[0])
+    args = parse_args([*script.flags, "--exit-duration-in-mins", "30"])
+    assert request.reason(args) is None
+    now[0] += 30 * 60 - 1
+    assert request.reason(args) is None
+    now[0] += 1
+    assert request.reason(args) == "--exit-duration-in-mins 30" and request.code(args) == errors.AGAIN
+    other = StopRequest()
+    other.hear(signal.SIGUSR1)
+    assert other.reason(args) == "SIGUSR1"
+    again = StopRequest(clock=lambda: now[0])
+    assert again.takes(signal.SIGTERM) and again.takes(signal.SIGTERM), "the keeper's echo comes at once"
+    now[0] += 3
+    assert not again.takes(signal.SIGTERM) and again.reason(args) == "SIGTERM", "the second one is meant"
+    assert other.code(args.replace(save=None)) == 128 + signal.SIGUSR1, "nothing to go on from"
 
 
 def test_no_start_outlives_its_keeper(script: Script) -> None:

@@ -12,6 +12,7 @@ import pytest
 from slime.cluster.launch_run import saves_nothing
 from slime.cluster.saving import Saver, changed_settings, compared_settings
 from slime.cluster.training_run import Run
+from slime.core.errors import CheckpointError
 from slime.training.state import checkpoint
 from tests.support.rollout import rollout_args
 
@@ -38,6 +39,31 @@ def test_retention_leaves_the_other_branch_alone(tmp_path: Path, flags: list[str
         _write(save, step)
         checkpoint.prune(save, keep_last=args.save_keep_last)
     assert sorted(int(path.name[-6:]) for path in save.glob("step_*")) == [*kept, 9]
+
+
+def test_a_run_that_continues_by_itself_goes_back_to_the_newest_good_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: damage is logged with the file, and costs the steps since the checkpoint before. Whoever chooses a step, or
+    loads from another folder, gets the error."""
+    save = tmp_path / "save"
+    for step in (5, 6, 7):
+        _write(save, step)
+    for step in (6, 7):
+        (save / f"step_{step:06d}" / "rank_00000.safetensors").write_text("wejghts")
+    actors: Any = SimpleNamespace(trainers=[], on_rollout=lambda *_, **__: None, on_trainers=lambda *_, **__: None)
+
+    def restored(*flags: str) -> int | None:
+        args = rollout_args(tmp_path, "--load", str(save), *flags)
+        return Saver(args, actors, tracker=SimpleNamespace()).restore()  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.ERROR):
+        assert restored("--save", str(save)) == 5
+    assert "step_000007 is damaged: rank_00000.safetensors was altered" in caplog.text
+    assert "The run continues from step_000005 instead" in caplog.text
+    for flags in (["--save", str(save), "--ckpt-step", "7"], ["--save", str(tmp_path / "other")]):
+        with pytest.raises(CheckpointError, match="step_000007 is damaged"):
+            restored(*flags)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.hosts import contract_of, not_seen, require_seen
+from slime.cluster.hosts import contract_of, not_seen, require_same_versions, require_seen, versions_here
 from slime.core.errors import ConfigError
 
 
@@ -55,6 +55,35 @@ def test_each_kind_of_blindness_is_told(args: Any, tmp_path: Path) -> None:
         assert "--save-hf" in str(told.value) and "a different folder has this path" in str(told.value)
         assert "--hf-checkpoint" in str(told.value) and "--ref-load" in str(told.value)
         assert "a (10.0.0.1)" not in str(told.value) and "same path" in str(told.value)
+
+
+def test_hosts_with_other_versions_are_named_with_both_versions() -> None:
+    """Law: one message names each such host, what it has and what the driver's host has; what only one has is fine."""
+    driver = {"Python": "3.12.1", "torch": "2.11.0", "slime": "0.1.0 with sources aa"}
+    found = {
+        "b (10.0.0.2)": {**driver, "sglang": "0.5.16"},
+        "c (10.0.0.3)": {**driver, "torch": "2.10.0", "slime": "0.1.0 with sources bb"},
+        "d (10.0.0.4)": {**driver, "Python": "3.12.2"},
+    }
+    with pytest.raises(ConfigError) as told:
+        require_same_versions("a (10.0.0.1)", {**driver, "ray": "2.60.0"}, found)
+    assert str(told.value).startswith(
+        "hosts have different versions: c (10.0.0.3) has torch 2.10.0 and slime 0.1.0 with sources bb, but a "
+        "(10.0.0.1) has torch 2.11.0 and slime 0.1.0 with sources aa; d (10.0.0.4) has Python 3.12.2, but a "
+        "(10.0.0.1) has Python 3.12.1; "
+    )
+    require_same_versions("a (10.0.0.1)", driver, {"b (10.0.0.2)": found["b (10.0.0.2)"]})
+
+
+def test_the_versions_of_a_host_are_those_that_its_packages_say() -> None:
+    import platform
+
+    import ray
+    import torch
+
+    here = versions_here()
+    assert here["Python"] == platform.python_version() and here["ray"] == ray.__version__
+    assert here["torch"] == torch.__version__ and here == versions_here()
 
 
 def test_a_run_under_way_does_not_list_what_it_writes(args: Any, tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,9 +42,9 @@ OF_SERVERS = {
 OF_AGENTS = {"--bare", "--tools"}
 """Flags of Claude Code."""
 OF_RAY = {"--head", "--port", "--address", "--node-ip-address", "--num-gpus", "--num-cpus", "--block"}
-OF_RAY |= {"--runtime-env-json"}
+OF_RAY |= {"--runtime-env-json", "--submission-id", "--no-wait", "--follow", "--disable-usage-stats"}
 OF_SLURM = {"--nodes", "--ntasks", "--ntasks-per-node", "--exclusive", "--gpus-per-node", "--cpus-per-task", "--time"}
-OF_SLURM |= {"--nodelist", "--overlap", "--mem"}
+OF_SLURM |= {"--mem", "--job-name", "--signal", "--requeue", "--open-mode"}
 OF_ENTRIES = {"--temper", "--num-words"}
 """Flags of entries that documents show as a user's own: known once the entry is named."""
 NOT_HERE = re.compile(
@@ -143,19 +141,6 @@ def test_commands_are_accepted(document: Path, tmp_path: Path, monkeypatch: pyte
             assert answered.code == 0, f"{document.name}: {words}"
         except Exception as error:
             raise AssertionError(f"{document.name}, command {number}: {' '.join(words)}\n{error}") from error
-
-
-def test_the_slurm_script_is_a_script_that_starts_a_run(tmp_path: Path) -> None:
-    """Law: bash can read it, and slime accepts what its driver is told, with the job's numbers filled in."""
-    text = (ROOT / "docs" / "multi_node.md").read_text()
-    (script,) = re.findall(r"^```sbatch\n(.*?)^```$", text, re.M | re.S)
-    read = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
-    assert (read.returncode, read.stderr) == (0, "")
-    driver = script.replace("\\\n", " ").rpartition(" slime train ")[2]
-    words = shlex.split(driver.replace("$HEAD", "10.0.0.1").replace("$SLURM_JOB_NUM_NODES", "2"))
-    base = complete(tmp_path)
-    args = parse_args([*base, "--device", "cuda", *stand_ins(words, tmp_path, base)])
-    assert args.ray_address == "10.0.0.1:6379" and args.rollout_num_gpus == 16
 
 
 def stand_ins(words: list[str], folder: Path, base: list[str]) -> list[str]:
