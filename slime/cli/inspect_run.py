@@ -1,4 +1,6 @@
-"""Commands that read a run folder, even while the run is active: `slime report`, `slime samples`, `slime trace`."""
+"""Commands on a run folder, even while the run is active: `slime report`, `slime samples`, `slime trace` read it, and
+`slime fleet` also tells a run which engines to drain.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.core.errors import DataError
 from slime.core.text import one_line, visible
@@ -16,6 +19,8 @@ from slime.observability.samples import FILE_NAME, PICKS, ShownSample, heading, 
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from slime.fleet.supervisor import FleetFiles
 
 
 def _require_run(folder: Path) -> None:
@@ -183,3 +188,73 @@ def run_trace(options: argparse.Namespace) -> int:
     out.write_text(json.dumps({"traceEvents": events}))
     print(f"{len(events)} events from {len(parts)} trace files in {out}; open it at https://ui.perfetto.dev")
     return 0
+
+
+ACTIONS = ("drain", "add")
+
+
+def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=ACTIONS,
+        help="drain: stop engines, whose requests move to others; add: start drained engines again; default: list",
+    )
+    parser.add_argument("which", nargs="*", metavar="ENGINE|HOST", help="numbers of engines, or addresses of hosts")
+    parser.add_argument("--wait-s", type=float, default=60.0, help="how long to wait for the run to follow")
+
+
+def run_fleet(options: argparse.Namespace) -> int:
+    """Lists a run's engines, or drains engines or takes them back and waits until the run has done so.
+
+    Returns 1 if the run refuses or does not follow in time. Raises `DataError` for unknown engines.
+    """
+    _require_run(options.run_dir)
+    from slime.fleet.supervisor import FleetFiles
+
+    files = FleetFiles(options.run_dir)
+    engines = files.engines()
+    if options.action is None:
+        _list_engines(engines)
+        return 0
+    chosen = _chosen_engines(engines, options.which)
+    before, drains = files.drained(), options.action == "drain"
+    names = frozenset(options.which)
+    if not drains:  # an engine of a drained host is taken back alone, so the host's other engines are named instead
+        rest = {e["engine"] for e in engines if str(e["engine"]) in before or e["host"] in before} - chosen
+        files.order(map(str, rest))
+    else:
+        files.order(before | names)
+    return _wait_for_fleet(files, chosen, drains=drains, limit_s=options.wait_s)
+
+
+def _chosen_engines(engines: Sequence[dict[str, Any]], which: Sequence[str]) -> set[int]:
+    known = {str(e["engine"]) for e in engines} | {e["host"] for e in engines if e["host"]}
+    if not which or (unknown := set(which) - known):
+        missing = f"{', '.join(sorted(unknown))} is not among them" if which else "name at least one"
+        raise DataError(f"the engines and hosts of this run are {', '.join(sorted(known))}; {missing}")
+    return {e["engine"] for e in engines if str(e["engine"]) in which or e["host"] in which}
+
+
+def _wait_for_fleet(files: FleetFiles, chosen: set[int], *, drains: bool, limit_s: float) -> int:
+    deadline = time.monotonic() + limit_s
+    while True:
+        engines = [engine for engine in files.engines() if engine["engine"] in chosen]
+        left = [engine for engine in engines if (engine["state"] == "drained") != drains]
+        refused = [engine["reason"] for engine in left if "is not drained, because" in engine["reason"]]
+        if not left or len(refused) == len(left) or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    _list_engines(engines)
+    if left:
+        print("; ".join(refused) or f"the run did not follow within {limit_s:.0f} s; it may be in a weight sync")
+    return int(bool(left))
+
+
+def _list_engines(engines: Sequence[dict[str, Any]]) -> None:
+    for engine in engines:
+        version = f" at version {engine['version']}" if engine["version"] is not None else ""
+        where = f" on {engine['host']}" if engine["host"] else ""
+        reason = f" ({one_line(engine['reason'], METADATA_CHARS)})" if engine["reason"] else ""
+        print(f"engine {engine['engine']} of {engine['model']}{where}: {engine['state']}{version}{reason}")

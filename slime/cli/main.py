@@ -118,6 +118,12 @@ COMMANDS = (
         inspect_run.run_trace,
     ),
     Command(
+        "fleet",
+        "list the engines of a run, drain some for maintenance, or take them back",
+        inspect_run.add_fleet_flags,
+        inspect_run.run_fleet,
+    ),
+    Command(
         "convert",
         "convert a Hugging Face folder, a checkpoint or a torch_dist folder to a Hugging Face or torch_dist folder; "
         "or a rollout X.pt to X.jsonl.zst",

@@ -7,6 +7,7 @@ calls `tend`, which also checks the hosts' guardians. Used only from the driver'
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from slime.core.engine_interface import WeightVersion
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
 from slime.core.liveness import WORKING, Silence
 from slime.core.topology import EngineLayout
-from slime.fleet.supervisor import EVALUATION, FROZEN, POLICY, Engine, Membership, State, Supervisor
+from slime.fleet.supervisor import EVALUATION, FROZEN, POLICY, Engine, FleetFiles, Membership, State, Supervisor
 from slime.settings import Args
 
 if TYPE_CHECKING:
     from slime.cluster.engine_actors import RayEngines
     from slime.fleet.external import ExternalEngines
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_VERSION = "perf/weight_version"
 """Metric for the version that engines serve after a weight sync."""
@@ -105,6 +108,8 @@ NOTICE_S = 15.0
 `OWNER_LIMIT_S`, because the only sign of a lost host is that the engine's actor does not respond."""
 LONGEST_REFUSAL_S = 3600.0
 """Maximum backoff after failed weight syncs to an external engine. Each failure also fails the sync to the others."""
+ORDERS_EVERY_S = 1.0
+"""Interval between looks at the orders of `slime fleet`."""
 STALLS_EVERY_S = 5.0
 """Interval between checks for engines that deliver no tokens."""
 ASKED = (State.SYNCING, State.READY, State.TAINTED)
@@ -119,6 +124,7 @@ class Engines:
         rollout: Any,
         control_key: str | None,
         hosts: GuardedHosts,
+        files: FleetFiles,
     ) -> None:
         """`rollout`: handle of the `RolloutActor`. `control_key`: API key for the engines' control routes."""
         self._args, self._port, self._rollout, self._hosts = args, port, rollout, hosts
@@ -137,6 +143,12 @@ class Engines:
         self._ask_for_stalls_at = self._served_at = time.monotonic()
         """`_served_at`: end of the last weight sync. Earlier stalls are ignored, because engines may have recovered.
         """
+        self._files = files
+        files.begin()
+        self._orders_at = 0.0
+        self._away: frozenset[int] = frozenset()
+        """Engines that the user has drained or is draining."""
+        self._refused: dict[int, str] = {}
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -155,9 +167,26 @@ class Engines:
         """Checks engines and hosts once, without blocking. Raises `EngineError` if an engine cannot be kept running."""
         self._hosts.tend()
         if self:
+            self._follow_orders()
             self._supervisor.tend()
             self._look_for_stalls()
             self._admit()
+
+    def _follow_orders(self) -> None:
+        """Drains the engines that `slime fleet` names, takes back those that it no longer names, and reports."""
+        if time.monotonic() < self._orders_at:
+            return
+        self._orders_at = time.monotonic() + ORDERS_EVERY_S
+        ordered = self._files.drained()
+        engines = self.members.engines
+        self._away = frozenset(e.index for e in engines if str(e.index) in ordered or (e.host or "") in ordered)
+        for index in self._supervisor.drained - self._away:
+            self._supervisor.take_back(index)
+        refused = {index: why for index in sorted(self._away) if (why := self._supervisor.drain(index))}
+        for index in refused.keys() - self._refused.keys():
+            logger.warning("%s", refused[index])
+        self._refused = refused
+        self._files.write(self.members.engines, self._supervisor.drained, refused)
 
     def tended(self) -> str:
         """Calls `tend` during some other wait. Returns a summary of the engines that are not ready."""
@@ -329,6 +358,7 @@ class Engines:
         return self._port.stop([engine.index for engine in self.members.engines if engine.state is not State.DEAD])
 
     def close(self) -> None:
+        self._files.end()
         self._port.close()
 
     def _still(self, engines: Sequence[Engine] | None) -> tuple[Engine, ...]:
@@ -380,9 +410,10 @@ class Engines:
     def _lost(self, engine: Engine) -> None:
         """Handles an engine that the supervisor has declared lost.
 
-        Reports it to the rollout side as dead, unless its host was lost or it is an external engine.
+        Reports it to the rollout side as dead, unless its host was lost, it is an external engine, or it is drained.
         """
-        self._dismiss(engine, died=not engine.external and self._port.has_host(engine.index))
+        died = not engine.external and engine.index not in self._away and self._port.has_host(engine.index)
+        self._dismiss(engine, died=died)
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
         """Stops requests to an engine. Does not block, because requests in flight fail anyway."""

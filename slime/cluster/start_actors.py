@@ -31,7 +31,7 @@ from slime.core.liveness import WORKING
 from slime.core.processes import address_towards, host_of, is_loopback
 from slime.core.text import EngineKeys
 from slime.fleet.external import ExternalEngines
-from slime.fleet.supervisor import FROZEN, Engine
+from slime.fleet.supervisor import FROZEN, Engine, FleetFiles
 from slime.observability.progress import StartUp
 from slime.observability.run_folder import RunFolder
 from slime.observability.tracker import Tracker
@@ -166,7 +166,7 @@ def start(
                 flag="--weight-sync-timeout-s",
             )
     assert ray.is_initialized(), "Ray exited while the run was starting"
-    fleet = Engines(args, port, rollout, keys.control, hosts)
+    fleet = Engines(args, port, rollout, keys.control, hosts, FleetFiles(folder.path))
     for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
         fleet.up(index, url)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)

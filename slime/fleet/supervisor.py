@@ -1,4 +1,5 @@
-"""Engine records (`Engine`), the list of engines (`Membership`), and the supervisor that keeps engines running.
+"""Engine records (`Engine`), the list of engines (`Membership`), the supervisor that keeps engines running, and the
+files through which a user drains engines (`FleetFiles`).
 
 Engine states (only `ready` engines receive requests, and any state can change to `dead`):
 
@@ -23,23 +24,27 @@ Invariants
 5. If a host is lost, its engines wait for it, and these losses do not count. If all engines of a model are sick or
    waiting for hosts, the run fails, even if other models are still served.
 6. An engine's number is its index in the list. Engines are never removed.
-7. The run does not fail because of an engine that is not vital (`--eval-fleet`). Such an engine is marked as sick where
+7. A drained engine (`slime fleet RUN drain`) is dead until it is taken back. The last engine of a kind is not drained.
+8. The run does not fail because of an engine that is not vital (`--eval-fleet`). Such an engine is marked as sick where
    a vital one would end the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Protocol
 
 from slime.core.engine_interface import WeightVersion
-from slime.core.errors import EngineError
+from slime.core.errors import DataError, EngineError
+from slime.core.files import replace_text
 from slime.core.liveness import backoff_s
 from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
@@ -228,6 +233,38 @@ class Supervisor:
         """Dead engines that are waiting for their hosts."""
         self._missed: set[int] = set()
         """Lost engines that have not served again yet."""
+        self._drained: set[int] = set()
+        """Dead engines that stay dead until `take_back`."""
+
+    @property
+    def drained(self) -> frozenset[int]:
+        """The numbers of drained engines."""
+        return frozenset(self._drained)
+
+    def drain(self, index: int) -> str:
+        """Stops an engine until `take_back`; its requests move to other engines. Returns why it was not, or "".
+
+        An engine in a weight sync is not drained yet (""); call this again later.
+        """
+        engine = self._membership[index]
+        if index in self._drained or engine.state is State.SYNCING:
+            return ""
+        if not self._kind_of(engine) - self._sick - self._hostless - self._drained - {index} and self._vital(engine):
+            return f"engine {index} is not drained, because no other engine of model {engine.model} is left"
+        if engine.state is not State.DEAD:
+            self._port.dismiss(engine)
+            self._membership.change(index, State.DEAD, reason="drained by command")
+            self._lives.end(index, self._clock(), counts=False)
+        self._drained.add(index)
+        self._missed.add(index)
+        self._again_at[index] = self._clock()
+        self._port.stop([index])
+        logger.info("engine %d is drained", index)
+        return ""
+
+    def take_back(self, index: int) -> None:
+        """Restarts a drained engine, which serves after a verified weight sync."""
+        self._drained.discard(index)
 
     def tend(self) -> None:
         """Checks all engines once. Raises `EngineError` if an engine cannot be kept running."""
@@ -235,7 +272,9 @@ class Supervisor:
             if self._membership[index].answers:
                 self.lost(self._membership[index], reason)
         for engine in self._membership.in_states(State.DEAD):
-            if self._clock() >= self._again_at[engine.index] and self._can_start(engine):
+            if engine.index in self._drained or self._clock() < self._again_at[engine.index]:
+                continue
+            if self._can_start(engine):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
                 logger.info(
                     "engine %d is %s", engine.index, "expected to return" if engine.external else "being restarted"
@@ -256,12 +295,14 @@ class Supervisor:
         """
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
-        if not (kind := self._kind_of(engine)) - lost - self._sick and self._vital(engine):
-            sick = len(kind & self._sick)
-            ended = f", {sick} failed too often" * bool(sick)
-            raise EngineError(
-                f"no engine of model {engine.model} is left ({len(kind) - sick} without a host{ended}); {engine.reason}"
-            )
+        if not (kind := self._kind_of(engine)) - lost - self._sick - self._drained and self._vital(engine):
+            away = {
+                "without a host": lost - self._drained,
+                "failed too often": self._sick,
+                "drained": self._drained - self._sick,
+            }
+            counts = ", ".join(f"{len(kind & some)} {how}" for how, some in away.items() if kind & some)
+            raise EngineError(f"no engine of model {engine.model} is left ({counts}); {engine.reason}")
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its lost host; the run continues with the other engines", index)
             self._failures.pop(index, None)
@@ -288,7 +329,7 @@ class Supervisor:
     def expects(self, role: str) -> bool:
         """Returns whether an engine of this role is starting or will be restarted."""
         for engine in self._membership.in_states(State.STARTING, State.DEAD):
-            if engine.role == role and engine.index not in self._sick | self._hostless:
+            if engine.role == role and engine.index not in self._sick | self._hostless | self._drained:
                 return True
         return False
 
@@ -367,7 +408,7 @@ class Supervisor:
         """Marks an engine as sick. Raises `EngineError` if it is vital and no other engine of its kind is left."""
         self._sick.add(engine.index)
         often = f"engine {engine.index} failed {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
-        left = self._kind_of(engine) - self._sick - self._hostless
+        left = self._kind_of(engine) - self._sick - self._hostless - self._drained
         if not left and self._vital(engine):
             raise EngineError(
                 f"{often}, so another restart would not help, and no other engine of model {engine.model} is left. "
@@ -400,3 +441,71 @@ class _Lives:
 
     def forget(self, index: int) -> None:
         self._losses.pop(index, None)
+
+
+FLEET, ORDERS = "fleet.json", "fleet_orders.json"
+
+
+class FleetFiles:
+    """Two files in the run folder, for `slime fleet`.
+
+    The run writes its engines to `fleet.json`. The command writes the engines (numbers) and hosts (addresses) that
+    should be drained to `fleet_orders.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fleet, self._orders = folder / FLEET, folder / ORDERS
+        self._written = ""
+        self._read: tuple[int, frozenset[str]] = (0, frozenset())
+        """Change time of the orders when they were last read, and what they were."""
+
+    def begin(self) -> None:
+        """Removes the files of an earlier launch, whose engines ran elsewhere."""
+        self.end()
+        self._orders.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        self._fleet.unlink(missing_ok=True)
+
+    def write(self, engines: Sequence[Engine], drained: Iterable[int], refused: Mapping[int, str]) -> None:
+        """Writes the engines, if something changed. `refused`: index -> why an engine that should be drained is not."""
+        away = frozenset(drained)
+        told = [
+            {
+                "engine": engine.index,
+                "model": engine.model,
+                "host": engine.host,
+                "url": engine.url,
+                "state": "drained" if engine.index in away else engine.state.value,
+                "version": engine.version,
+                "reason": refused.get(engine.index, engine.reason),
+            }
+            for engine in engines
+        ]
+        if (text := json.dumps(told, indent=1)) != self._written:
+            replace_text(self._fleet, text + "\n", durable=False)
+            self._written = text
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Reads what `write` wrote. Raises `DataError` if the run is not running, or has no engines of its own yet."""
+        try:
+            found: list[dict[str, Any]] = json.loads(self._fleet.read_text())
+        except FileNotFoundError:
+            raise DataError(f"{self._fleet.parent} has no {FLEET}: the run has ended or has no engines yet") from None
+        return found
+
+    def drained(self) -> frozenset[str]:
+        """Returns the numbers and addresses to drain. If the file cannot be read, the last known ones."""
+        try:
+            changed = self._orders.stat().st_mtime_ns
+            if changed != self._read[0]:
+                self._read = (changed, frozenset(map(str, json.loads(self._orders.read_text())["drained"])))
+        except FileNotFoundError:
+            self._read = (0, frozenset())
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("cannot read %s: %s", self._orders, error)
+        return self._read[1]
+
+    def order(self, drained: Iterable[str]) -> None:
+        """Writes the numbers and addresses to drain."""
+        replace_text(self._orders, json.dumps({"drained": sorted(drained)}) + "\n", durable=False)

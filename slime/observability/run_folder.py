@@ -7,6 +7,7 @@
       metrics.jsonl   one line per logged step
       samples.jsonl   a few samples of each step and evaluation, as text
       dropped_rows.jsonl  the rows of datasets that were dropped, and why (if there are any)
+      fleet.json fleet_orders.json  the engines of an active run, and those to drain (`slime.fleet.supervisor`)
       logs/           one file per process
       traces/         Chrome traces of the driver and the rollout side, for each launch
       tensorboard/

@@ -91,8 +91,9 @@ class Fleet(Engines):
             eval_fleet_must_work=False,
         )
         self.rollout = rollout = Rollout()
+        self.files: Any = SimpleNamespace(begin=list, drained=set, write=lambda *said: None)
         own_guardian = SimpleNamespace(tend=lambda: None)
-        super().__init__(args, port, rollout, "key", GuardedHosts(own_guardian))  # type: ignore[arg-type]
+        super().__init__(args, port, rollout, "key", GuardedHosts(own_guardian), self.files)  # type: ignore[arg-type]
         self.port.members = self.members
         for engine in engines:
             self.up(engine.index, f"http://{engine.index}")
@@ -151,6 +152,25 @@ def test_requests_go_to_engines_that_were_verified_and_to_no_other(fleet: Fleet)
     assert said == [("dismiss", "http://1")]
     fleet.end_sync(fleet.begin_sync(fleet.joiners()), 1)
     assert said[1:] == [("admit", "http://1"), ("admit", "http://2")]
+
+
+def test_a_drained_engine_gets_no_requests_and_is_not_reported_as_dead(fleet: Fleet) -> None:
+    """Law: an engine that is named by its number or its host leaves, and comes back once it is not named any more."""
+    fleet.end_sync(fleet.begin_sync(), 1)
+    reported: list[Any] = []
+    fleet.rollout.said.clear()
+    fleet.files.drained = lambda: {"1"}
+    fleet.files.write = lambda engines, drained, refused: reported.append((set(drained), dict(refused)))
+    fleet.rollout.dismiss = SimpleNamespace(remote=lambda model, urls, died: fleet.rollout.said.append((urls, died)))
+    for _ in range(2):
+        fleet._orders_at = 0.0
+        fleet.tend()
+    assert fleet.rollout.said == [(["http://1"], False)] and fleet.states() == "ready dead ready"
+    assert reported == [({1}, {})] * 2
+    fleet.files.drained = set
+    fleet._orders_at = 0.0
+    fleet.tend()
+    assert fleet.states() == "ready starting ready" and reported[-1] == (set(), {})
 
 
 def test_what_the_rollout_side_raises_at_an_admission_is_raised_at_the_next_look(fleet: Fleet) -> None:

@@ -27,7 +27,7 @@ from slime.core import liveness
 from slime.core.errors import WeightSyncError
 from slime.core.text import EngineKeys
 from slime.core.topology import ONE_RANK, EngineLayout, Worker
-from slime.fleet.supervisor import FROZEN, POLICY, State
+from slime.fleet.supervisor import FROZEN, POLICY, FleetFiles, State
 from slime.serving.agent_process import AgentSettings
 from slime.serving.server import ServerSpec
 from slime.settings import Args
@@ -174,7 +174,7 @@ def test_the_rollout_side_and_the_senders_know_each_engine_as_what_it_is(
     rollout = SimpleNamespace(**calls)
     monkeypatch.setattr("slime.cluster.engine_tracker.wait_for", lambda *a, **k: [])
     monkeypatch.setattr("slime.cluster.engine_tracker.ray.wait", lambda refs, **k: (refs, []))
-    fleet = Engines(args, port, rollout, KEYS.control, port._hosts)
+    fleet = Engines(args, port, rollout, KEYS.control, port._hosts, FleetFiles(tmp_path))
     for index in range(3):
         fleet.up(index, f"http://{index}")
     fleet.end_sync(fleet.begin_sync(), 1)

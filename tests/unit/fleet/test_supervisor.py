@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from slime.cli.main import main
 from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME, Worker
 from slime.fleet.supervisor import (
@@ -19,6 +21,7 @@ from slime.fleet.supervisor import (
     NEXT,
     PAUSE_S,
     Engine,
+    FleetFiles,
     Membership,
     State,
     Supervisor,
@@ -333,6 +336,81 @@ def test_an_engine_that_starts_on_a_host_that_is_lost_then_waits_for_it() -> Non
     assert fleet.states() == [State.READY, State.DEAD] and fleet.port.log.count("start 1.1") == 1
 
 
+def test_a_drained_engine_stays_away_until_it_is_taken_back() -> None:
+    fleet = Fleet()
+    assert fleet.supervisor.drain(1) == "" and fleet.states() == [State.READY, State.DEAD]
+    assert fleet.port.log == ["dismiss 1.0", "stop 1"], "its requests move before it stops"
+    assert fleet.supervisor.drain(1) == "" and len(fleet.port.log) == 2, "once"
+    for _ in range(3):
+        fleet.now += 1000.0
+        fleet.supervisor.tend()
+    assert fleet.states()[1] is State.DEAD and not fleet.supervisor.expects("policy")
+    fleet.supervisor.take_back(1)
+    fleet.supervisor.tend()
+    assert fleet.port.log[2:] == ["start 1.1"]
+    fleet.port.answers[1] = "http://again"
+    fleet.supervisor.tend()
+    assert [engine.index for engine in fleet.supervisor.wants_weights()] == [1], "it serves after a weight sync"
+    fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
+    assert fleet.states() == [State.READY] * 2 and not fleet.supervisor.drained
+
+
+def test_the_last_engine_of_a_kind_is_not_drained() -> None:
+    fleet = Fleet(3, models=("actor", "actor", "judge"))
+    assert fleet.supervisor.drain(2) == "engine 2 is not drained, because no other engine of model judge is left"
+    assert fleet.supervisor.drain(0) == "" and "no other engine of model actor" in fleet.supervisor.drain(1)
+    assert fleet.states() == [State.DEAD, State.READY, State.READY]
+    fleet.port.hostless, fleet.port.wrong = {1}, {1: "gone"}
+    with pytest.raises(EngineError, match=r"model actor is left \(1 without a host, 1 drained\); gone"):
+        fleet.supervisor.tend()
+        fleet.now += PAUSE_S
+        fleet.supervisor.tend()
+
+
+def test_an_engine_in_a_weight_sync_is_drained_after_it() -> None:
+    fleet = Fleet()
+    fleet.supervisor.syncing(fleet.members.engines)
+    assert fleet.supervisor.drain(1) == "" and fleet.port.log == []
+    fleet.supervisor.synced(fleet.members.engines, 2)
+    assert fleet.supervisor.drain(1) == "" and fleet.port.log == ["dismiss 1.0", "stop 1"]
+
+
+def test_a_loss_does_not_count_for_a_drained_engine() -> None:
+    fleet = Fleet()
+    for _ in range(2 * MAX_LOSSES):
+        fleet.supervisor.drain(1)
+        fleet.supervisor.take_back(1)
+        fleet.supervisor.tend()
+        fleet.port.answers[1] = "http://again"
+        fleet.supervisor.tend()
+        fleet.supervisor.synced(fleet.supervisor.wants_weights(), 2)
+    assert fleet.states() == [State.READY] * 2
+
+
+def test_files_carry_orders_to_a_run_and_its_engines_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, fleet = FleetFiles(tmp_path), Fleet(2)
+    (tmp_path / "run.json").write_text("{}")
+
+    def command(*words: str) -> str:
+        """Returns the exit code and the last line."""
+        code = main(["fleet", str(tmp_path), *words, "--wait-s", "0"])
+        said = capsys.readouterr()
+        return f"{code} {(said.out + said.err).splitlines()[-1]}"
+
+    assert "the run has ended or has no engines" in command()
+    run.write(fleet.members.engines, (), {})
+    assert command() == "0 engine 1 of default: ready at version 1"
+    assert "engines and hosts of this run are 0, 1; 7 is not among them" in command("drain", "7")
+    assert command("drain", "1").startswith("1 the run did not follow within 0 s") and run.drained() == {"1"}
+    run.write(fleet.members.engines, {1}, {})
+    assert command("drain", "1") == "0 engine 1 of default: drained at version 1"
+    assert command("add", "1").startswith("1 the run did not follow") and run.drained() == set()
+    run.write(fleet.members.engines, (), {1: "engine 1 is not drained, because it is the last"})
+    assert command("drain", "1") == "1 engine 1 is not drained, because it is the last"
+    run.begin()
+    assert run.drained() == set() and not (tmp_path / "fleet.json").exists()
+
+
 def test_a_fleet_without_a_host_ends_the_run() -> None:
     fleet = Fleet()
     fleet.port.hostless, fleet.port.wrong = {0, 1}, {0: "gone", 1: "gone"}
@@ -411,8 +489,19 @@ class AnyOrder(RuleBasedStateMachine):
         try:
             self.fleet.supervisor.tend()
         except EngineError:
-            assert max(self.failed) >= MAX_FAILURES or min(self.lost) >= MAX_LOSSES, "the run ended without need"
+            left = [n for i, n in enumerate(self.lost) if i not in self.fleet.supervisor.drained]
+            assert max(self.failed) >= MAX_FAILURES or min(left) >= MAX_LOSSES, "the run ended without need"
             self.begin()
+
+    @rule(index=st.integers(0, 2), drains=st.booleans())
+    def drains(self, index: int, drains: bool) -> None:
+        if drains:
+            self.fleet.supervisor.drain(index)
+            self.fleet.port.wrong.pop(index, None)
+        else:
+            self.fleet.supervisor.take_back(index)
+        away = self.fleet.supervisor.drained
+        assert len(away) < 3 and all(self.fleet.states()[i] is State.DEAD for i in away)
 
     @rule(index=st.integers(0, 2))
     def fails(self, index: int) -> None:
