@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slime.agent.messages import Message, Picture
-from slime.core.errors import DataError
+from slime.core.errors import ConfigError, DataError
 from slime.core.files import ImageFolder
 from slime.core.hf_config import other_media_ids, read_hf_config
 from slime.data.chat import ChatRenderer, Rendered
@@ -318,22 +318,30 @@ class ConversationTemplate:
 
 
 def template_of(args: Args, checkpoint: str, tokenizer: Any, kwargs: Mapping[str, Any]) -> ConversationTemplate:
-    """Returns a checkpoint's chat template for conversations, in which the policy also reads images. `kwargs`: its
-    arguments. Raises `ConfigError` if there is none.
+    """Returns a checkpoint's chat template for conversations, with its processor of images if it reads any. `kwargs`:
+    the template's arguments. Raises `ConfigError` if there is none.
     """
-    ends, images, media, why = sorted(end_of_text(checkpoint, tokenizer).token_ids), None, frozenset[int](), ""
-    if checkpoint != args.hf_checkpoint:
-        why = "only the policy reads images"
-    elif images_problem_of(checkpoint) is not None:
-        why = TEXT_ONLY
-    elif args.multimodal_keys is None:
-        why = "this run has no images; set --multimodal-keys"
-    else:
+    ends, images, media = sorted(end_of_text(checkpoint, tokenizer).token_ids), None, frozenset[int]()
+    why = _why_no_images(args, checkpoint)
+    if not why:
         config = read_hf_config(checkpoint)
         processor, others = family_of(config).images(config, Path(checkpoint)), other_media_ids(config)
         images = ConversationImages(processor, ImageFolder.of_run(args.run_dir), others)
         media = others | {processor.token_id}
     return ConversationTemplate(ChatRenderer(tokenizer, kwargs=kwargs, media_ids=media), ends, images, why)
+
+
+def _why_no_images(args: Args, checkpoint: str) -> str:
+    """Returns why a model of the run gets no images; empty if it does."""
+    is_policy = checkpoint == args.hf_checkpoint
+    try:
+        if images_problem_of(checkpoint) is not None:
+            return TEXT_ONLY
+    except ConfigError:
+        if is_policy:
+            raise
+        return "slime does not know how this model reads images"
+    return "this run has no images; set --multimodal-keys" if is_policy and args.multimodal_keys is None else ""
 
 
 def _place(written: str, text: str, start: int) -> tuple[int, int] | None:

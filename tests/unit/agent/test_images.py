@@ -35,6 +35,7 @@ from slime.core.sample import Sample
 from slime.data import images as limits
 from slime.data.chat import ChatRenderer
 from slime.rollout.client.call import Generation
+from slime.rollout.client.engine_client import EngineClient
 from slime.rollout.context import EXECUTION, Models, RolloutContext, RunningExecution, current, use
 from slime.rollout.types import Chat, Progress
 from tests.support.agent_histories import Player
@@ -369,14 +370,21 @@ def test_images_are_read_where_agents_occupy_all_threads(tmp_path: Path) -> None
 # ---- current().chat --------------------------------------------------------------------------------------------------
 
 
-def in_chat(folder: Path, work: Callable[[Room, Chat], Awaitable[Any]], **args: Any) -> Any:
-    """Runs `work` in an execution of a run with images, whose checkpoint has the room's tokenizer."""
+def written_model(folder: Path, model_type: str | None = None) -> Path:
+    """A checkpoint with the settings of a Qwen3-VL that has the room's tokenizer, or of another model."""
+    folder.mkdir()
+    config = {**QWEN3_VL, "image_token_id": seeing_tokenizer().convert_tokens_to_ids(IMAGE)}
+    (folder / "config.json").write_text(json.dumps(config if model_type is None else {"model_type": model_type}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    return folder
+
+
+def in_chat(folder: Path, work: Callable[[Room, Chat], Awaitable[Any]], judge: Path | None = None, **args: Any) -> Any:
+    """Runs `work` in an execution of a run with images, whose checkpoint has the room's tokenizer. `judge`: the
+    checkpoint of a second model of that name.
+    """
     tokenizer = seeing_tokenizer()
-    model = folder / "model"
-    model.mkdir()
-    config = {**QWEN3_VL, "image_token_id": tokenizer.convert_tokens_to_ids(IMAGE)}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR))
+    model = written_model(folder / "model")
     settings = {"hf_checkpoint": str(model), "multimodal_keys": {}, "run_dir": str(folder), "agent_tool_format": None}
     settings |= {"agent_max_turns": 99, "apply_chat_template": False, **args}
 
@@ -389,11 +397,15 @@ def in_chat(folder: Path, work: Callable[[Room, Chat], Awaitable[Any]], **args: 
             graders=None,
             progress=Progress(),
             loop=asyncio.get_running_loop(),
-            models=Models(default=room.client),
+            models=Models(default=room.client, judge=EngineClient(room.model.url)),
         )
-        with use(context):
-            EXECUTION.set(RunningExecution(PARAMS))
-            return await work(room, current().chat)
+        context.models["judge"].chats = ModelChats(str(judge), tokenizer, {})
+        try:
+            with use(context):
+                EXECUTION.set(RunningExecution(PARAMS))
+                return await work(room, current().chat)
+        finally:
+            await context.models["judge"].close()
 
     return in_room(folder / "images", inside)
 
@@ -448,6 +460,44 @@ def test_what_is_no_image_is_an_error_of_the_chat(tmp_path: Path) -> None:
         assert not room.model.requests
 
     in_chat(tmp_path, work)
+
+
+QUESTION: list[Any] = [
+    {"role": "user", "content": [{"type": "image", "image": RED}, {"type": "text", "text": "Is this red?"}]}
+]
+
+
+def test_a_judge_sees_images_with_its_own_processor_also_beside_a_policy_that_gets_none(tmp_path: Path) -> None:
+    """Law: the judge's engine gets the picture, and ids with the placeholder of the judge's own checkpoint."""
+
+    async def work(room: Room, chat: Chat) -> None:
+        room.says("Yes.")
+        reply = await current().models["judge"].chat(QUESTION)
+        assert reply.text == "Yes."
+        (asked,) = room.model.requests
+        (uri,) = asked["image_data"]
+        assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).tobytes() == as_rgb(RED)
+        assert asked["input_ids"].count(room.tokenizer.convert_tokens_to_ids(IMAGE)) == 1
+        assert reply.num_prompt_tokens == len(asked["input_ids"]) - 1 + room.model.processor.num_tokens(40, 24)
+
+    in_chat(tmp_path, work, written_model(tmp_path / "judge"), multimodal_keys=None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("qwen3", "the model is text-only"), ("kimi_vl", "slime does not know how this model reads images")],
+)
+def test_a_judge_that_gets_no_images_says_why(tmp_path: Path, model_type: str, why: str) -> None:
+    async def work(room: Room, chat: Chat) -> None:
+        with pytest.raises(DataError, match=f"'image' is not supported, because {why}"):
+            await current().models["judge"].chat(QUESTION)
+        assert not room.model.requests
+
+    in_chat(tmp_path, work, written_model(tmp_path / "judge", model_type))
+
+
+def as_rgb(file: bytes) -> bytes:
+    return Image.open(io.BytesIO(file)).convert("RGB").tobytes()
 
 
 def test_an_image_for_a_run_without_images_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
