@@ -19,7 +19,7 @@ from pathlib import Path
 
 import slime
 from slime.core.cores import usable_cores
-from slime.core.engine_versions import WINDOW
+from slime.core.engine_interface import WINDOW
 from slime.core.errors import ConfigError, DataError
 from slime.core.processes import OF_LIBRARIES, SHORTER, longest_room, new_run_id, ray_folder, too_long
 from slime.observability.run_folder import host_facts, versions

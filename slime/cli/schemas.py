@@ -27,8 +27,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from slime.core.engine_versions import WINDOW
-from slime.core.engine_versions import installed as installed_version
+from slime.core.engine_interface import WINDOW
+from slime.core.engine_interface import installed as installed_version
 from slime.settings.schema import PACKAGES, SCHEMA_DIR, file_name, made_here
 
 

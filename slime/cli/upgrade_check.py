@@ -34,7 +34,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from slime.core.engine_versions import parsed
+from slime.core.engine_interface import parsed
 from slime.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

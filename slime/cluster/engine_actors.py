@@ -25,9 +25,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from slime.cluster.host_actor import Slots
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
-from slime.cluster.slots import Slots
 from slime.cluster.waiting import introduce, translated
 from slime.core.blame import Process
 from slime.core.errors import EngineError
@@ -151,6 +151,7 @@ class EngineActor:
             # CPU time is a sign of progress only on CPU. On GPU, a scheduler that waits for a hung kernel also keeps a
             # core busy.
             used_s=self._server.processor_s if self._spec.device == "cpu" else None,
+            stands=self._server.stands,
         )
 
     def warm_digests(self) -> None:

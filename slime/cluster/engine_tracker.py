@@ -19,7 +19,7 @@ import ray
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.waiting import all_there, peek, wait_for
 from slime.core.engine_interface import WeightVersion
-from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, SlimeError
+from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, Hung, SlimeError
 from slime.core.liveness import WORKING, Silence
 from slime.core.topology import EngineLayout
 from slime.fleet.supervisor import EVALUATION, FROZEN, POLICY, Engine, FleetFiles, Membership, State, Supervisor
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_VERSION = "perf/weight_version"
 """Metric for the version that engines serve after a weight sync."""
+OWN_TIME = "perf/rank_train_time"
+"""Metric for the seconds of a rank's forward and backward passes, before it waits for the other replicas."""
 TRAINERS_LIMIT_S = 24 * 3600.0
 """Timeout of a call to the training ranks, much longer than any training step. Waits within a call have their own
 timeouts (--distributed-timeout-minutes, --weight-sync-timeout-s)."""
@@ -291,8 +293,10 @@ class Engines:
         """Handles a failed weight sync. Returns whether an engine was lost, in which case a retry might succeed.
 
         If only some engines failed (`SlimeError.engines`), declares them lost. After a timeout, waits long enough for
-        the supervisor to detect a hung engine.
+        the supervisor to detect a hung engine. A hang of the training ranks is none of the engines' business.
         """
+        if isinstance(error, Hung):
+            return False
         failed = [engine for engine in engines if engine.url in error.engines]
         if len(failed) != 1 and self.lost_any(engines):  # one dead engine can make the others fail
             return True

@@ -135,6 +135,10 @@ class GuardedHosts:
         """Returns whether the host is present, that is, guarded now or expected to be guarded again soon."""
         return host not in self._others or any(node.is_there for node in self._at(host))
 
+    def handles(self) -> list[HostHandle]:
+        """Returns the handles of the other hosts that are guarded now."""
+        return [node.handle for node in self._nodes.values() if node.is_guarded and node.handle is not None]
+
     def close(self) -> None:
         """Kills all processes of the run on the other hosts, on all of them at once. Never raises."""
         close_all([node.handle for node in self._nodes.values() if node.handle is not None])
@@ -199,8 +203,7 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
     """
     import ray
 
-    from slime.cluster.host_actor import HostHandle, RayNodes
-    from slime.cluster.slots import give_back
+    from slime.cluster.host_actor import HostHandle, RayNodes, give_back
 
     plan = _plan_when_possible(args)
     limit_s = args.engine_start_timeout_s

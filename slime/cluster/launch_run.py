@@ -35,7 +35,7 @@ from slime.cluster.placement import PlacementPlan
 from slime.cluster.preflight import has_other_metrics, preflight
 from slime.cluster.restarting import stop_request, this_restart
 from slime.core.blame import error_line
-from slime.core.errors import ActorDied, ActorFailed, CheckpointError, LoopStalled, Terminated, Unfinished
+from slime.core.errors import ActorDied, ActorFailed, CheckpointError, Hung, LoopStalled, Terminated, Unfinished
 from slime.core.lease import FILE_NAME, Lease
 from slime.core.processes import RUN_ID_ENV
 from slime.core.text import program
@@ -270,14 +270,20 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
             MemoryWatch(run_id) as memory,
             Tracker.with_views(_views(args, settings), folder) as tracker,
         ):
+            if restart is not None:
+                tracker.alert("restart", str(restart))
             try:
                 with _placed(args, startup, folder, guardian) as (plan, hosts):
                     with _explained(memory, folder):
                         run = start(args, plan, hosts, folder, tracker, startup)
                     yield from _used(run, memory, folder)
             except BaseException as error:  # the background save has finished by now
-                if told := how_to_resume(args, stopped=isinstance(error, STOPPED)):
+                stopped = isinstance(error, STOPPED)
+                told = how_to_resume(args, stopped=stopped)
+                if told:
                     error.add_note(told)
+                if not stopped:
+                    tracker.alert("failed", f"the run failed: {error_line(error)}" + (f"; {told}" if told else ""))
                 raise
     except Exception:  # only to the log file, because `run_or_exit` prints the message to the console
         logger.error("the run failed", exc_info=True, extra=FILE_ONLY)
@@ -325,8 +331,10 @@ def _timed(startup: StartUp, phase: str, line: str, block: AbstractContextManage
 
 def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
     """Yields the `Run` to the loop. Stops the actors cleanly, even after an error or Ctrl-C in the loop."""
+    from slime.cluster.waiting import followed_by
+
     try:
-        with _explained(memory, folder), _blamed(run, folder):
+        with _explained(memory, folder), _blamed(run, folder), followed_by(run.doctor.tend):
             run.tell_addresses()
             yield run
     except BaseException as error:
@@ -341,7 +349,8 @@ def _used(run: Run, memory: MemoryWatch, folder: RunFolder) -> Iterator[Run]:
 def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
     """Replaces an error that was caused by the death of a process with `ActorDied`.
 
-    If the process left a message about a blocked event loop, raises `LoopStalled` with that message instead.
+    If the process left a message about a blocked event loop, raises `LoopStalled` with that message instead. An error
+    that ends a reported hang, such as the timeout of a collective, becomes `Hung`: a restart may help.
     """
     try:
         yield
@@ -351,6 +360,8 @@ def _blamed(run: Run, folder: RunFolder) -> Iterator[None]:
             raise LoopStalled(said) from death
         if death is not None and death is not error:
             raise death from error
+        if death is None and isinstance(error, ActorFailed) and (hang := run.hang()) is not None:
+            raise Hung(f"{hang}; it ended with: {error_line(error)}") from error
         raise
 
 

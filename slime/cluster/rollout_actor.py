@@ -38,7 +38,7 @@ import ray
 from ray.exceptions import RayError
 
 from slime.agent.chat import ModelChats
-from slime.cluster.slots import on_node
+from slime.cluster.host_actor import on_node
 from slime.cluster.waiting import introduce, translated
 from slime.core import blame
 from slime.core.batch import TrainBatch, TrainSample
@@ -263,6 +263,10 @@ class RolloutActor:
             return {}
         await beside(self._routers.settled, SETTLE_LIMIT_S)
         return {name: self._routers.url(name) for name in self._model_names}
+
+    async def router_metrics(self) -> dict[str, str]:
+        """Returns model -> HOST:PORT of the metrics of the routers that the run has started."""
+        return {} if self._routers is None else self._routers.metrics_addresses()
 
     async def require_alive(self) -> None:
         """Raises `EngineError` if a router died and could not be restarted."""

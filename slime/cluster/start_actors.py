@@ -18,10 +18,11 @@ import ray
 
 from slime.cluster.engine_actors import RayEngines
 from slime.cluster.engine_tracker import Actors, Engines
+from slime.cluster.hang_doctor import HangDoctor
+from slime.cluster.host_actor import Slots, on_node, reserve
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import PlacementPlan
 from slime.cluster.rollout_actor import RolloutActor
-from slime.cluster.slots import Slots, on_node, reserve
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.training_run import Run
 from slime.cluster.waiting import all_there, introduce, wait_for
@@ -165,13 +166,29 @@ def start(
                 limit_s=args.weight_sync_timeout_s,
                 flag="--weight-sync-timeout-s",
             )
-    assert ray.is_initialized(), "Ray exited while the run was starting"
-    fleet = Engines(args, port, rollout, keys.control, hosts, FleetFiles(folder.path))
-    for index, url in enumerate(results[len(building) : len(building) + len(ready)] or port.urls):
-        fleet.up(index, url)
+    urls = results[len(building) : len(building) + len(ready)]
+    fleet = _fleet(args, port, rollout, keys, hosts, FleetFiles(folder.path), urls)
     actors = Actors(trainers=tuple(trainers), engines=fleet, rollout=rollout)
     _tell_memory(actors, folder)
-    return Run(args, actors, tracker, startup)
+    doctor = HangDoctor(args, trainers, rollout, hosts, folder.logs, tell=tracker.hang)
+    return Run(args, actors, tracker, startup, doctor)
+
+
+def _fleet(
+    args: Args,
+    port: RayEngines | ExternalEngines,
+    rollout: Any,
+    keys: EngineKeys,
+    hosts: GuardedHosts,
+    files: FleetFiles,
+    urls: Sequence[str],
+) -> Engines:
+    """Returns the tracker of the engines. `urls`: addresses of the engines that the run has started."""
+    assert ray.is_initialized(), "Ray exited while the run was starting"
+    fleet = Engines(args, port, rollout, keys.control, hosts, files)
+    for index, url in enumerate(urls or port.urls):
+        fleet.up(index, url)
+    return fleet
 
 
 def keys_of(args: Args) -> EngineKeys:

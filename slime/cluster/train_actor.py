@@ -1,7 +1,8 @@
 """Ray actor for one training rank, with its `MegatronBackend` and its `RankWeightSync`.
 
 The driver calls every method on all ranks in the same order. One thread runs the calls, a second one writes checkpoint
-files (`write_parts`), and a third one records lost engines (`give_up`). Collectives wait for the other ranks, up to the
+files (`write_parts`), a third one records lost engines (`give_up`), and a fourth one says where the rank stands
+(`look`). Collectives wait for the other ranks, up to the
 process group's timeout. A weight sync also waits for engines.
 """
 
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.cluster.engine_tracker import WEIGHT_VERSION, EngineInfo
+from slime.cluster.engine_tracker import OWN_TIME, WEIGHT_VERSION, EngineInfo
+from slime.cluster.hang_doctor import CALLS, Look, bytes_moved
 from slime.core.batch import TrainBatch
 from slime.core.cores import keep_freed_memory, thread_variables
 from slime.core.processes import interface_variables
 from slime.observability.logs import setup_logging
+from slime.observability.stacks import standing_here
 from slime.settings import Args
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1})
+@ray.remote(max_restarts=0, concurrency_groups={"save": 1, "tell": 1, "watch": 1})
 class TrainActor:
     def __init__(
         self, args: Args, rank: int, slots: Sequence[int], num_threads: int, log_dir: str, address: str
@@ -115,14 +118,21 @@ class TrainActor:
         if self._weight_sync is not None:
             self._weight_sync.give_up(url, incarnation)
 
+    @ray.method(concurrency_group="watch")
+    def look(self, deep: bool = False) -> Look:
+        """Returns where this rank stands, for the hang doctor. `deep`: with all threads and pending collectives."""
+        standing = standing_here(f"training rank {self._rank}", CALLS, deep=deep)
+        return Look(standing, time.process_time(), bytes_moved())
+
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains on one batch and increments the weight version. Returns metrics."""
+        """Trains on one batch and increments the weight version. Returns metrics; only `OWN_TIME` differs by rank."""
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         if self._args.log_state_digest:
             metrics["train/state_digest"] = digest_of_all_ranks(self._backend.state, self._backend.device)
         self._backend.weight_version += 1
-        return metrics | {"perf/actor_train_tflops": self._backend.tflops(batch, time.perf_counter() - start)}
+        tflops = self._backend.tflops(batch, time.perf_counter() - start)
+        return metrics | {"perf/actor_train_tflops": tflops, OWN_TIME: self._backend.own_time.take_s()}
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         return self._backend.measure_mismatch(batch)

@@ -12,16 +12,20 @@ Invariants
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import ray
 
-from slime.cluster.engine_tracker import TRAINERS_LIMIT_S, Actors
+from slime.cluster.engine_tracker import OWN_TIME, TRAINERS_LIMIT_S, Actors
+from slime.cluster.hang_doctor import HangDoctor
 from slime.cluster.restarting import stop_request
 from slime.cluster.rollout_actor import KEY_FILE
 from slime.cluster.saving import Saver
@@ -33,12 +37,16 @@ from slime.core.errors import (
     ActorDied,
     DeadlineExceeded,
     EngineError,
+    Hung,
     SlimeError,
     Unfinished,
     WeightSyncError,
 )
+from slime.core.processes import host_of, host_port
 from slime.core.text import evaluation_name, step_name
+from slime.fleet.supervisor import DRAINED, Engine, State
 from slime.observability.progress import StartUp
+from slime.observability.prometheus import Labels, PrometheusSink, Target
 from slime.observability.spans import collect, note_span, span
 from slime.observability.tracker import Tracker
 from slime.rollout.types import StepNews
@@ -47,6 +55,56 @@ from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from slime.settings.groups.logging import traces_engines
 
 HELD_OUT_LIMIT_S = 3600.0
+
+
+class EngineMetrics:
+    """Tells Prometheus about the engines and routers of a run. Used on the driver's thread."""
+
+    def __init__(self, sink: PrometheusSink, actors: Actors) -> None:
+        self._sink, self._actors = sink, actors
+        for engine in actors.engines.members.engines:
+            self._count_losses(engine, 0.0)
+        self._routers: Mapping[str, str] = {}
+        self._asked: Any = None
+        self.look()
+        actors.engines.members.follow(self._changed)
+
+    def look(self) -> None:
+        """Reports all engines, and asks for the routers' addresses, which a restart changes. Does not block."""
+        if self._asked is not None and (found := peek(self._asked)) is not None:
+            self._asked, self._routers = None, found
+        if self._asked is None and self._actors.engines:
+            self._asked = self._actors.rollout.router_metrics.remote()
+        engines, exposed = self._actors.engines.members.engines, self._sink.exposed
+        states = Counter(engine.state.value for engine in engines)
+        exposed.replace(
+            "slime_engines",
+            {(("state", state.value),): float(states[state.value]) for state in State},
+            "engines by state",
+        )
+        labels: dict[int, Labels] = {
+            engine.index: (("engine", str(engine.index)), ("model", engine.model)) for engine in engines
+        }
+        ready = {labels[e.index]: float(e.state is State.READY) for e in engines}
+        versions = {labels[e.index]: float(e.version) for e in engines if e.version is not None}
+        exposed.replace("slime_engine_ready", ready, "whether the engine serves verified weights")
+        exposed.replace("slime_engine_weight_version", versions, "weight version that the engine serves")
+        scraped = [
+            Target(host_port(host_of(e.url), port), "engine", {"engine": str(e.index), "model": e.model})
+            for e in engines
+            if e.url is not None and (port := urlsplit(e.url).port) is not None
+        ]
+        scraped += [Target(address, "router", {"model": model}) for model, address in self._routers.items()]
+        self._sink.set_scraped(scraped)
+
+    def _changed(self, before: Engine, after: Engine) -> None:
+        if before.state is not State.DEAD and after.state is State.DEAD and after.reason != DRAINED:
+            self._count_losses(after, 1.0)
+        self.look()
+
+    def _count_losses(self, engine: Engine, by: float) -> None:
+        help = "times that an engine was lost"
+        self._sink.exposed.count("slime_engine_losses_total", help, by=by, engine=str(engine.index), model=engine.model)
 
 
 class HeldOutLoss:
@@ -191,8 +249,8 @@ class EvalFleet:
 
     def _failed(self, rollout_id: int, error: SlimeError) -> None:
         """Counts a failed evaluation and logs the count. Raises the error if the fleet must work, or if it says that
-        the rollout process or a training rank died."""
-        if self._must_work or isinstance(error, ActorDied):
+        the rollout process or a training rank died or hangs."""
+        if self._must_work or isinstance(error, ActorDied | Hung):
             raise error
         self._num_failed += 1
         logger.error("the evaluation %s failed, and the run goes on: %s", evaluation_name(rollout_id), error)
@@ -219,6 +277,8 @@ ROUTER_LIMIT_S = 60.0
 DEATH_SHOWS_S = 5.0
 """How long it can take Ray to report that a process is gone."""
 WATCH_EVERY_S = 1.0
+MOST_RANKS = 64
+"""Ranks whose seconds of training are metrics of their own."""
 
 PROBED = {
     "train/train_rollout_logprob_abs_diff_max": "probe/train_rollout_logprob_abs_diff_max",
@@ -226,6 +286,19 @@ PROBED = {
     "train/train_rollout_logprob_abs_diff_current": "probe/train_rollout_logprob_abs_diff_mean",
 }
 """Training metric -> corresponding probe metric."""
+
+
+def times_of_ranks(times: Sequence[float]) -> dict[str, float]:
+    """Returns metrics for the seconds of each rank's own passes (of at most `MOST_RANKS`), and which was slowest."""
+    if not times:
+        return {}
+    slowest = max(range(len(times)), key=lambda rank: times[rank])
+    found = {f"{OWN_TIME}/{rank}": seconds for rank, seconds in enumerate(times[:MOST_RANKS])}
+    return found | {
+        "perf/median_rank_train_time": statistics.median(times),
+        "perf/slowest_rank_train_time": times[slowest],
+        "perf/slowest_rank": float(slowest),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +316,9 @@ class Run:
     _stop: tuple[int, str | None] = (-1, None)
     """A step, and why the run stops after it. None: it goes on."""
 
-    def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp) -> None:
+    def __init__(self, args: Args, actors: Actors, tracker: Tracker, startup: StartUp, doctor: HangDoctor) -> None:
         self.args, self._startup = args, startup
-        self._actors, self._tracker = actors, tracker
+        self._actors, self._tracker, self.doctor = actors, tracker, doctor
         self._saver = Saver(args, actors, tracker)
         self._memory = MemoryHandOver(args, actors, tracker)
         actors.engines.may_take_memory(lambda: self._memory.is_lent)
@@ -256,6 +329,9 @@ class Run:
             self._eval_fleet = EvalFleet(
                 args, actors, self._weight_sync, watching=self._watching, log=self._log_evaluation
             )
+        self._engine_metrics: EngineMetrics | None = None
+        if tracker.prometheus is not None:
+            self._engine_metrics = EngineMetrics(tracker.prometheus, actors)
         self._trained_since_sync = False
         self._batch = "data" if args.loss_type == "sft_loss" else "rollout"
         """What a step waits for, in messages."""
@@ -391,7 +467,8 @@ class Run:
                 on_poll=self._actors.engines.tended,
             )
         ledger = self._actors.on_rollout("commit", rollout_id, for_what="the ledger", limit_s=60)
-        self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **ledger})
+        times = [of_rank.pop(OWN_TIME) for of_rank in metrics]
+        self._tracker.log("train", rollout_id, {**(metrics[0] if metrics else {}), **times_of_ranks(times), **ledger})
 
     def hand_over_to_training(self) -> None:
         """In colocated training, makes engines release their memory and the trainer allocate its own."""
@@ -500,6 +577,8 @@ class Run:
             with span("eval"):
                 self._eval_fleet.finish() if is_last else self._eval_fleet.poll()
         self._saver.poll()
+        if self._engine_metrics is not None:
+            self._engine_metrics.look()
         self._tracker.log("perf", rollout_id, collect())
         if stop is not None:
             self._stop_early(stop, f"after step {rollout_id}")
@@ -529,6 +608,10 @@ class Run:
         except Exception as error:  # Ray itself is gone
             logger.debug("no actor could be reached: %s", error)
             return None
+
+    def hang(self) -> str | None:
+        """Returns who waits for whom if a hang was reported and is not over, else None."""
+        return self.doctor.verdict
 
     def close(self, *, limit_s: float) -> None:
         """Stops all processes cleanly. Raises if one does not stop in time; Ray then kills it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -96,6 +97,21 @@ def _detail(text: str) -> str:
     return f" (Ray: {detail[1]})" if detail else ""
 
 
+Follower = Callable[[str], None]
+"""Takes what the driver waits for. Called on each poll of `wait_for`; may raise to end the wait."""
+_followers: list[Follower] = []
+
+
+@contextmanager
+def followed_by(follower: Follower) -> Iterator[None]:
+    """Calls `follower` about twice a second during every `wait_for` in the block."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
 POLL_S = 0.5
 TOGETHER_S = 1.0
 """How long to wait after a death for failures of other processes, one of which may be the actual cause."""
@@ -123,6 +139,9 @@ def wait_for(
             raise translated(cause, for_what) from cause
         if on_poll is not None:
             last_progress = on_poll()
+        if pending:
+            for follow in list(_followers):
+                follow(for_what)
         if pending and silence.exceeds(limit_s):
             raise DeadlineExceeded.waiting(
                 owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress, flag=flag

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slime.core.engine_versions import WINDOW, installed, is_installed
+from slime.core.engine_interface import WINDOW, installed, is_installed
 from slime.core.errors import EngineError
 
 

@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from slime.compat import PatchReport, megatron_report, require_effect
-from slime.core.engine_versions import is_installed
+from slime.core.engine_interface import is_installed
 
 
 def activate() -> list[PatchReport]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER, UPDATES
-from slime.core.engine_versions import BEFORE_SESSIONS
+from slime.core.engine_interface import BEFORE_SESSIONS
 
 DRAFT_FLAG = "--speculative-algorithm"
 _RECORD = "_runtime_mutations"

@@ -24,7 +24,7 @@ from typing import Any
 
 from slime.compat import Hook
 from slime.compat.sglang_token_versions import MANAGER
-from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS
+from slime.core.engine_interface import BEFORE_SESSIONS, WITH_SESSIONS
 
 FLAG = "--pp-size"
 _PIPELINE = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"

@@ -22,8 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.compat import Hook
-from slime.core.engine_interface import ROUTED_EXPERTS_MARK
-from slime.core.engine_versions import WITH_SESSIONS, is_installed
+from slime.core.engine_interface import ROUTED_EXPERTS_MARK, WITH_SESSIONS, is_installed
 
 FLAG = "--enable-return-routed-experts"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"

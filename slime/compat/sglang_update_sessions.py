@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.compat import Hook
-from slime.core.engine_interface import SENDER_HEADER, SESSION_CONFLICT
-from slime.core.engine_versions import WITH_SESSIONS
+from slime.core.engine_interface import SENDER_HEADER, SESSION_CONFLICT, WITH_SESSIONS
 
 _OWNER = "_slime_update_owner"
 """Attribute of SGLang's front end that holds the owner of the open session, or None."""

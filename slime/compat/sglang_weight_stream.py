@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.compat import Hook
-from slime.core.engine_interface import STREAM
-from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS
+from slime.core.engine_interface import BEFORE_SESSIONS, STREAM, WITH_SESSIONS
 from slime.core.errors import EngineError
 from slime.weights.send_plan import Bucket, Spec
 

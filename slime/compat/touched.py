@@ -140,7 +140,7 @@ def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
     """Returns (method, path, body fields) of every control call to an engine of this version."""
     import httpx
 
-    from slime.core.engine_versions import BEFORE_SESSIONS, matches, parsed
+    from slime.core.engine_interface import BEFORE_SESSIONS, matches, parsed
     from slime.core.topology import ONE_RANK
     from slime.serving.control import HttpEngineControl
 
@@ -246,7 +246,7 @@ def settings() -> dict[str, dict[str, list[str]]]:
     Both are empty if the installed version has its own list.
     """
     from slime.cli import schemas
-    from slime.core.engine_versions import WINDOW, installed
+    from slime.core.engine_interface import WINDOW, installed
     from slime.settings.schema import PACKAGES, SCHEMA_DIR
 
     out = {}

@@ -123,3 +123,7 @@ class DeadlineExceeded(SlimeError, TimeoutError):
         """Builds the error with the standard timeout message. `flag`: the setting that raises the limit."""
         said = f"{owner} waited {limit_s:.0f} s for {for_what}; last progress: {last_progress}"
         return cls(said + (f"; {flag} raises the limit" if flag else ""))
+
+
+class Hung(DeadlineExceeded):
+    """Processes of the run stood still for longer than `--hang-limit-s`. The message says who waited for whom."""

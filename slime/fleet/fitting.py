@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.core.engine_versions import BEFORE_SESSIONS, WINDOW, matches, parsed
+from slime.core.engine_interface import BEFORE_SESSIONS, WINDOW, matches, parsed
 from slime.core.errors import ConfigError
 from slime.core.hf_config import read_hf_config, text_config
 from slime.core.text import listed

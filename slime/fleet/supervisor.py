@@ -49,6 +49,8 @@ from slime.core.liveness import backoff_s
 from slime.core.text import shorten
 from slime.core.topology import DEFAULT_NAME, ONE_RANK, EngineLayout, Worker
 
+DRAINED = "drained by command"
+"""Reason of an engine that `slime fleet` has taken out of service."""
 POLICY, FROZEN, EVALUATION = "policy", "frozen", "evaluation"
 """Roles of a model: trained, frozen at its checkpoint's weights, or trained but only for evaluations."""
 
@@ -253,7 +255,7 @@ class Supervisor:
             return f"engine {index} is not drained, because no other engine of model {engine.model} is left"
         if engine.state is not State.DEAD:
             self._port.dismiss(engine)
-            self._membership.change(index, State.DEAD, reason="drained by command")
+            self._membership.change(index, State.DEAD, reason=DRAINED)
             self._lives.end(index, self._clock(), counts=False)
         self._drained.add(index)
         self._missed.add(index)

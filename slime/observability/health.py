@@ -1,7 +1,7 @@
 """Run health: detectors that report problems in the logged metrics, with an explanation and advice.
 
 `HealthWatch` is pure (no clock, no files). `HealthSink` feeds it during a run and logs its findings. The report feeds
-it the rows of `metrics.jsonl` and gets the same findings.
+it the rows of `metrics.jsonl` and gets the same findings. `Alerts` sends findings, hangs and restarts to people.
 
 Invariants
 1. A detector only uses past steps, so the same rows produce the same findings, live or later.
@@ -13,12 +13,21 @@ Invariants
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
 import math
+import os
+import queue
+import socket
 import statistics
+import subprocess
+import threading
+import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slime.observability.sinks import AXES, StepRecord, read_jsonl
@@ -39,6 +48,13 @@ SOLVED_REWARD = 0.95
 """From this reward on, a confident policy is not a problem."""
 MISMATCH_FACTOR, MISMATCH_NATS, MISMATCH_STEPS = 3.0, 1e-4, 3
 """A finding if the mismatch exceeds both three times its initial value and float32 rounding."""
+
+SIGNAL_STEPS = 2
+"""A finding if no group of a step has different rewards in this many consecutive steps."""
+RECENT_STEPS, SLOW_FACTOR, SLOW_S, SLOW_STEPS = 50, 2.0, 5.0, 3
+"""A finding if a step takes more than twice the seconds per token of recent steps, and at least 5 s more than them."""
+MFU_PART, MFU_TFLOPS, MFU_STEPS = 0.6, 1.0, 3
+"""A finding below 60 % of the recent TFLOP/s. Below 1 TFLOP/s (a CPU), the rate says little."""
 
 OF_BATCH = "train/train_rollout_logprob_abs_diff_current"
 OF_PROBE = "probe/train_rollout_logprob_abs_diff_mean"
@@ -167,6 +183,80 @@ def mismatch_rises(key: str) -> Detector:
     return detect
 
 
+def no_signal(seen: Series) -> str | None:
+    """Detects groups that all teach nothing, although rewards differ between groups."""
+    share, spread = seen[ZERO_STD], seen["rollout/raw_reward_std"]
+    if not share or share[-1] < 1.0 or not spread or spread[-1] <= 1e-12:  # `equal_rewards` reports the last case
+        return None
+    return (
+        "in every group, all rewards are equal, so every advantage is zero and nothing is learned; use prompts that "
+        "the policy sometimes solves (--dynamic-sampling-filter-path), more samples per prompt, or a finer reward"
+    )
+
+
+ZERO_STD, STEP_TIME, TFLOPS = "rollout/zero_std/ratio", "perf/step_time", "perf/actor_train_tflops"
+NOT_A_STEP = ("perf/eval_time", "perf/save_model_time")
+"""Parts of `perf/step_time` that not every step has."""
+
+
+def slow_steps(seen: Series) -> str | None:
+    """Detects steps that take longer than before for the same number of tokens."""
+    times, tokens = seen[STEP_TIME], seen["rollout/response_tokens"]
+    num = min(len(times), len(tokens))
+    if num <= 2 * START_STEPS or min(tokens[-num:]) <= 0:
+        return None
+    pairs = list(zip(times[-num:], tokens[-num:], strict=True))[-RECENT_STEPS:]
+    usual = statistics.median(seconds / num_tokens for seconds, num_tokens in pairs[:-SLOW_STEPS])
+    (took_s, num_tokens), expected_s = pairs[-1], usual * pairs[-1][1]
+    if took_s <= SLOW_FACTOR * expected_s or took_s - expected_s <= SLOW_S:
+        return None
+    return (
+        f"the step took {took_s:.0f} s for {num_tokens:.0f} tokens, where recent steps would have taken "
+        f"{expected_s:.0f} s; compare the parts of the step in the report, perf/rank_train_time of the ranks, and the "
+        "load of the hosts"
+    )
+
+
+SLOWEST, SLOWEST_TIME, MEDIAN_TIME = (
+    "perf/slowest_rank",
+    "perf/slowest_rank_train_time",
+    "perf/median_rank_train_time",
+)
+STRAGGLER_PART, STRAGGLER_S, STRAGGLER_STEPS = 1.25, 0.5, 5
+"""A finding if the same rank takes a quarter more time than the median rank, and at least half a second, in five steps.
+"""
+
+
+def straggler(seen: Series) -> str | None:
+    """Detects a training rank that all others wait for, step after step."""
+    ranks, slowest, median = seen[SLOWEST], seen[SLOWEST_TIME], seen[MEDIAN_TIME]
+    if len(ranks) < STRAGGLER_STEPS or len(set(ranks[-STRAGGLER_STEPS:])) > 1:
+        return None
+    if any(
+        most <= STRAGGLER_PART * usual or most - usual <= STRAGGLER_S
+        for most, usual in zip(slowest[-STRAGGLER_STEPS:], median[-STRAGGLER_STEPS:], strict=True)
+    ):
+        return None
+    return (
+        f"training rank {ranks[-1]:.0f} takes {slowest[-1]:.3g} s for its passes, where the median rank takes "
+        f"{median[-1]:.3g} s, for {STRAGGLER_STEPS} steps, and all others wait for it; look at the GPU and the load of "
+        "its host, and at --balance-data"
+    )
+
+
+def mfu_drop(seen: Series) -> str | None:
+    rates = [rate for rate in seen[TFLOPS] if rate > 0][-RECENT_STEPS:]
+    if len(rates) <= 2 * START_STEPS:
+        return None
+    usual = statistics.median(rates[:-MFU_STEPS])
+    if usual < MFU_TFLOPS or rates[-1] >= MFU_PART * usual:
+        return None
+    return (
+        f"training runs at {rates[-1]:.3g} TFLOP/s per rank, where {usual:.3g} was usual; look for a slow rank "
+        "(perf/rank_train_time), a hot or throttled GPU (nvidia-smi) and shorter sequences"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     detect: Detector
@@ -178,6 +268,10 @@ class Rule:
 
 DETECTORS: Mapping[str, Rule] = {
     "equal rewards": Rule(equal_rewards, "rollout/raw_reward_std", EQUAL_STEPS),
+    "no learning signal": Rule(no_signal, ZERO_STD, SIGNAL_STEPS),
+    "rising step time": Rule(slow_steps, STEP_TIME, SLOW_STEPS),
+    "straggler": Rule(straggler, SLOWEST, 1),
+    "MFU drop": Rule(mfu_drop, TFLOPS, MFU_STEPS),
     "truncation": Rule(truncation, "rollout/truncated_ratio", TRUNCATED_STEPS),
     "turns without tokens": Rule(empty_turns, EMPTY, 1),
     "tokens trained again": Rule(trained_again, TRAINED_AGAIN, 1),
@@ -189,9 +283,13 @@ DETECTORS: Mapping[str, Rule] = {
 NEEDED = frozenset(
     {
         *("rollout/raw_reward", "rollout/num_samples", "rollout/response_tokens", *LIMITS),
+        *(SLOWEST_TIME, MEDIAN_TIME),
         *(rule.metric for rule in DETECTORS.values()),
     }
 )
+
+
+OF_REWARDS = ("equal rewards", "no learning signal")
 
 
 class HealthWatch:
@@ -199,7 +297,7 @@ class HealthWatch:
 
     def __init__(self, *, learns_from_rewards: bool = True) -> None:
         """`learns_from_rewards`: False for distillation and fine-tuning, where equal rewards are normal."""
-        self._rules = {k: rule for k, rule in DETECTORS.items() if learns_from_rewards or k != "equal rewards"}
+        self._rules = {k: rule for k, rule in DETECTORS.items() if learns_from_rewards or k not in OF_REWARDS}
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._unwell: dict[str, int] = defaultdict(int)
         self._well: dict[str, int] = defaultdict(int)
@@ -207,6 +305,9 @@ class HealthWatch:
 
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Returns the findings that begin with this record and those that end with it (with `last_step` set)."""
+        if STEP_TIME in metrics:
+            rest_s = metrics[STEP_TIME] - sum(metrics.get(part, 0.0) for part in NOT_A_STEP)
+            metrics = {**metrics, STEP_TIME: rest_s}
         for key in NEEDED & metrics.keys():
             if math.isfinite(metrics[key]):
                 self._seen[key].append(metrics[key])
@@ -253,8 +354,10 @@ class HealthSink:
 
     essential = False
 
-    def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True) -> None:
-        """`metrics_jsonl`: rows of earlier launches, which provide the initial values after a resume."""
+    def __init__(self, metrics_jsonl: Path, *, learns_from_rewards: bool = True, alerts: Alerts | None = None) -> None:
+        """`metrics_jsonl`: rows of earlier launches, which provide the initial values after a resume. `alerts`: gets
+        every finding."""
+        self._alerts = alerts
         self._watch = HealthWatch(learns_from_rewards=learns_from_rewards)
         for row in read_jsonl(metrics_jsonl) if metrics_jsonl.is_file() else ():
             self._watch.see(_step(row), row)
@@ -263,7 +366,11 @@ class HealthSink:
         for finding in self._watch.see(record.step, record.metrics):
             if finding.last_step is None:
                 logger.warning("%s at step %d: %s", finding.kind, finding.step, finding.text)
+                if self._alerts is not None:
+                    self._alerts.fire(finding.kind, finding.text, step=finding.step)
             else:
+                if self._alerts is not None:
+                    self._alerts.resolve(finding.kind)
                 logger.info("resolved at step %d: %s since step %d", finding.last_step, finding.kind, finding.step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -273,3 +380,123 @@ class HealthSink:
 def learns_from_rewards(settings: Mapping[str, object]) -> bool:
     """Returns whether a run with these settings learns from rewards."""
     return settings.get("loss_type") != "sft_loss" and not settings.get("use_opd")
+
+
+# --- Alerts
+
+ALERT_LIMIT_S, ALERT_TRIES, ALERT_PAUSE_S = 10.0, 3, 2.0
+LAST_ALERTS_S = 15.0
+"""How long the end of a run waits for alerts that are still being delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    kind: str
+    """`hang`, `restart`, `failed`, or a key of `DETECTORS`."""
+    text: str
+    """What happened and what to do."""
+    run_id: str
+    run_dir: str
+    host: str
+    time_s: float
+    """Unix time."""
+    step: int | None = None
+
+    def body(self) -> dict[str, object]:
+        """Returns the JSON of the webhook. Slack and many others show the key `text`."""
+        return {**asdict(self), "text": f"slime {self.run_dir}: {self.kind}: {self.text}"}
+
+    def variables(self) -> dict[str, str]:
+        """Returns the environment variables of the command."""
+        return {
+            f"SLIME_ALERT_{key.upper()}": "" if value is None else str(value) for key, value in asdict(self).items()
+        }
+
+
+def count_nothing(kind: str) -> None:
+    pass
+
+
+class Alerts:
+    """Delivers alerts to a webhook and a command (`--alert-webhook`, `--alert-command`), in a thread of its own.
+
+    Invariants
+    1. An incident is delivered once. `resolve` ends it; if it happens again, that is a new incident.
+    2. A failed delivery is repeated and then logged. It never delays or ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        webhook: str | None,
+        command: str | None,
+        run_id: str,
+        run_dir: str,
+        count: Callable[[str], None] = count_nothing,
+    ) -> None:
+        """`count`: called with the kind of each alert."""
+        self._webhook, self._command, self._run_id, self._run_dir = webhook, command, run_id, run_dir
+        self._count = count
+        self._open: set[tuple[str, str]] = set()
+        self._queue: queue.Queue[Alert | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._deliver_all, name="alerts", daemon=True)
+        self._thread.start()
+
+    def fire(self, kind: str, text: str, *, key: str = "", step: int | None = None) -> None:
+        """Delivers an alert unless this incident is known. `key`: tells incidents of one kind apart."""
+        if (kind, key) in self._open:
+            return
+        self._open.add((kind, key))
+        self._count(kind)
+        host = socket.gethostname()
+        self._queue.put(Alert(kind, text, self._run_id, self._run_dir, host, time.time(), step))
+
+    def resolve(self, kind: str, *, key: str = "") -> None:
+        self._open.discard((kind, key))
+
+    def close(self) -> None:
+        """Waits up to `LAST_ALERTS_S` for alerts that are still being delivered."""
+        self._queue.put(None)
+        self._thread.join(LAST_ALERTS_S)
+
+    def _deliver_all(self) -> None:
+        while (alert := self._queue.get()) is not None:
+            for what, deliver in (("--alert-webhook", self._post), ("--alert-command", self._run)):
+                problem = _tried(deliver, alert)
+                if problem is not None:
+                    logger.error("%s did not take the alert %r: %s", what, alert.kind, problem)
+
+    def _post(self, alert: Alert) -> None:
+        if self._webhook is not None:
+            body = json.dumps(alert.body()).encode()
+            asked = urllib.request.Request(self._webhook, data=body, headers={"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked, timeout=ALERT_LIMIT_S) as answer:
+                answer.read()
+
+    def _run(self, alert: Alert) -> None:
+        if self._command is not None:
+            subprocess.run(
+                ["/bin/sh", "-c", self._command],
+                env={**os.environ, **alert.variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                timeout=ALERT_LIMIT_S,
+                check=True,
+            )
+
+
+def _tried(deliver: Callable[[Alert], None], alert: Alert) -> str | None:
+    """Tries to deliver an alert up to `ALERT_TRIES` times. Returns the last error without the URL, or None."""
+    problem = None
+    for number in range(ALERT_TRIES):
+        if number:
+            time.sleep(ALERT_PAUSE_S)
+        try:
+            deliver(alert)
+            return None
+        except subprocess.CalledProcessError as error:
+            problem = f"exit status {error.returncode}: {error.stderr.decode(errors='replace').strip()[-200:]}"
+        except (OSError, ValueError, subprocess.TimeoutExpired, http.client.HTTPException) as error:
+            problem = type(error).__name__ if isinstance(error, subprocess.TimeoutExpired) else str(error)
+    return problem

@@ -10,6 +10,7 @@
       fleet.json fleet_orders.json  the engines of an active run, and those to drain (`slime.fleet.supervisor`)
       logs/           one file per process
       traces/         Chrome traces of the driver and the rollout side, for each launch
+      prometheus/     targets to scrape, key and dashboard (--metrics-port)
       tensorboard/
       profiles/       profiler traces of selected training steps and engines
       memory/         GPU memory histories

@@ -23,6 +23,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import re
@@ -35,7 +36,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -46,6 +47,9 @@ from slime.core.errors import DeadlineExceeded, EngineError
 from slime.core.files import tail_of
 from slime.core.liveness import Silence, processor_s
 from slime.core.processes import OF_LIBRARIES, scratch_prefix, socket_room
+from slime.observability.stacks import judge, standing_of
+
+logger = logging.getLogger(__name__)
 
 KEEP_ENVIRON_ENV = "SPT_NOENV"
 """If set, setproctitle does not overwrite /proc/<pid>/environ."""
@@ -273,6 +277,8 @@ OWN_NAMES = "sglang::"
 """Process-name prefix of SGLang's schedulers and detokenizer. Other children, such as compilers, come and go."""
 STOPPED = "tT"
 """States in /proc/<pid>/stat that mean that a process is stopped."""
+MOST_SPIES = 8
+"""Number of stacks that are read at a time."""
 STOPPED_LIMIT_S = 4.0
 """How long a process may stay stopped. A debugger or profiler stops a process for less than a second."""
 LOOK_EVERY_S = 1.0
@@ -359,10 +365,22 @@ class ChildProcess:
         now = time.monotonic()
         self._stopped_at = (self._stopped_at or now) if stopped else None
         still = stopped if now - (self._stopped_at or now) > STOPPED_LIMIT_S else []
-        for what, pids in (("is stopped", still), ("has exited", lost)):
-            if pids:
-                return f"{here(f'{self._named[pids[0]]} of {self.name}')} {what}; its log is {self.log_path}"
+        if still:
+            return f"{self.stands(still)}; its log is {self.log_path}"
+        if lost:
+            return f"{here(f'{self._named[lost[0]]} of {self.name}')} has exited; its log is {self.log_path}"
         return None
+
+    def stands(self, pids: Sequence[int] | None = None) -> str:
+        """Returns where processes of the engine stand and who waits for whom, in one sentence, and logs all stacks.
+
+        `pids`: by default, the engine's own processes (`OWN_NAMES`). Takes at most `SPY_LIMIT_S`.
+        """
+        wanted = {pid: self._named.get(pid, "a process") for pid in (self._named if pids is None else pids)}
+        with ThreadPoolExecutor(max(1, min(len(wanted), MOST_SPIES))) as pool:
+            standings = list(pool.map(lambda one: standing_of(one[0], f"{one[1]} of {self.name}"), wanted.items()))
+        logger.warning("stacks of %s:\n%s", self.name, "\n\n".join(standing.text() for standing in standings))
+        return judge(standings).text
 
     def processor_s(self) -> float:
         return processor_s(self._named or self._pids)

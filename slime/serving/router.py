@@ -44,7 +44,7 @@ from slime.core.processes import http_url, in_brackets
 from slime.core.topology import Worker, bootstrap_of
 from slime.serving.child_process import ChildProcess, python_module
 from slime.serving.launch import API_KEY_ENV, ROUTER_FLAG
-from slime.serving.leased_ports import LeasedServer, lease_port, lease_ports, request
+from slime.serving.leased_ports import LeasedServer, PortLease, lease_port, lease_ports, request
 from slime.serving.server import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ class Router(LeasedServer, RouterWorkers):
             raise ConfigError(f"slime sets the router arguments {clash} itself; remove them")
         super().__init__(host=host, log_path=log_path)
         self._fixed_port = port
+        self._metrics_lease: PortLease | None = None
         self._extra = dict(extra_args or {})
         self.api_key = self._extra.pop("api_key", None) or worker_api_key or secrets.token_hex(32)
         self._worker_api_key = worker_api_key
@@ -193,6 +194,11 @@ class Router(LeasedServer, RouterWorkers):
             env={API_KEY_ENV: self.api_key, **NO_PROXIES, **secret},
         )
         self._process.start()
+
+    @property
+    def metrics_address(self) -> str | None:
+        """HOST:PORT of the router's own metrics, on loopback. None before `start`."""
+        return None if self._metrics_lease is None else f"127.0.0.1:{self._metrics_lease.port}"
 
     def keep_port(self) -> None:
         """Makes restarts reuse the current port."""
@@ -228,8 +234,10 @@ class Router(LeasedServer, RouterWorkers):
             self._process = None
         if self._lease is not None:
             self._lease.release()
-            self._metrics_lease.release()
             self._lease = None
+        if self._metrics_lease is not None:
+            self._metrics_lease.release()
+            self._metrics_lease = None
 
 
 AnyRouter = Router | ExistingRouter
@@ -508,6 +516,11 @@ class Routers:
         """
         deadline = time.monotonic() + limit_s
         return all([kept.settled(max(0.0, deadline - time.monotonic())) for kept in self._kept.values()])
+
+    def metrics_addresses(self) -> dict[str, str]:
+        """Returns model -> HOST:PORT of the metrics of the run's own routers."""
+        own = {model: kept.router for model, kept in self._kept.items() if isinstance(kept.router, Router)}
+        return {model: address for model, router in own.items() if (address := router.metrics_address) is not None}
 
     @property
     def problem(self) -> SlimeError | None:

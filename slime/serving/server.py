@@ -36,7 +36,7 @@ from slime.compat.sglang_cpu.forked_children import ONE_THREAD
 from slime.compat.sglang_memory_gate import GATE_ENV, WAITING
 from slime.compat.sglang_trainer_kernels import KERNELS_ENV
 from slime.core.cores import memory_variables, thread_variables
-from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
+from slime.core.engine_interface import BEFORE_SESSIONS, is_installed
 from slime.core.errors import START_FLAG, ConfigError, EngineError
 from slime.core.processes import interface_variables, is_loopback
 from slime.core.text import NO_KEYS, EngineKeys
@@ -287,6 +287,8 @@ class ServerSpec:
         restricted by Ray. Each engine has its own seed, because equal seeds would give equal continuations.
         """
         extra = {**args.sglang, **(overrides or {})}
+        if args.metrics_port is not None:
+            extra.setdefault("enable_metrics", True)
         dtype = extra.pop("dtype", None) or "bfloat16"
         if layout is None:
             layout = layout_of(int(args.rollout_num_gpus_per_engine), extra)
@@ -482,6 +484,10 @@ class SGLangServer(LeasedServer):
     def problem(self) -> str | None:
         """Describes a problem with the processes in one line. None if they are running."""
         return "it has not been started" if self._process is None else self._process.problem()
+
+    def stands(self) -> str:
+        """Returns where the server's processes stand and who waits for whom (`ChildProcess.stands`)."""
+        return "it has not been started" if self._process is None else self._process.stands()
 
     def processor_s(self) -> float:
         return 0.0 if self._process is None else self._process.processor_s()

@@ -42,15 +42,18 @@ class ServerWatch:
         timeout_s: float,
         first_wait_s: float = 0.0,
         used_s: Callable[[], float] | None = None,
+        stands: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`processes`: returns a problem with the server's processes, or None. `answers`: sends one request with a
         timeout in seconds and returns whether the server responded.
 
         `interval_s`: interval between requests; `timeout_s`: how long the server may be silent; `first_wait_s`: delay
-        before the first request; `used_s`: CPU time of the schedulers, if it counts as a sign of life.
+        before the first request; `used_s`: CPU time of the schedulers, if it counts as a sign of life; `stands`: says
+        where the server's processes stand.
         """
         self._processes, self._answers = processes, answers
+        self._stands, self._hung = stands, ""
         self._interval_s, self._timeout_s, self._first_wait_s = interval_s, timeout_s, first_wait_s
         self._silence = Silence(used_s, begins_in_s=first_wait_s, clock=clock)
         self._closed = threading.Event()
@@ -65,7 +68,10 @@ class ServerWatch:
             self.heard()
         if self._silence.exceeds(self._timeout_s + self._interval_s):
             silent_s = self._silence.lasts_s
-            return f"its scheduler has not responded for {silent_s:.0f} s (--rollout-health-check-timeout)"
+            if not self._hung and self._stands is not None:
+                self._hung = f": {self._stands()}"
+            return f"its scheduler has not responded for {silent_s:.0f} s (--rollout-health-check-timeout){self._hung}"
+        self._hung = ""
         return None
 
     def heard(self) -> None:

@@ -76,6 +76,7 @@ BOUND = Range(ge=0, le=1e9)
 """Bound on a ratio. Large values are allowed, because some users disable a bound that way."""
 RATE = Range(ge=0, le=100)
 PORT = Range(ge=1, le=65_535)
+PORT_OR_FREE = Range(ge=0, le=65_535)
 SEED = Range(ge=0, le=2**32 - 1)
 """Range of seeds that numpy accepts."""
 WHOLE = Range(ge=0, le=2**31 - 1)

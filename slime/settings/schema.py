@@ -17,7 +17,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from slime.core.engine_versions import WINDOW, installed
+from slime.core.engine_interface import WINDOW, installed
 from slime.core.hf_config import read_hf_config
 from slime.core.topology import EngineLayout
 from slime.settings.flags import Flag, range_of

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
+from slime.core.engine_interface import BEFORE_SESSIONS, is_installed
 from slime.core.errors import ConfigError
 from slime.core.processes import server_url
 from slime.core.topology import (

@@ -13,6 +13,7 @@ import logging
 import shutil
 import socket
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,7 @@ from slime.training.step.reference_policies import REFERENCE, TEACHER, OtherPoli
 from slime.training.step.routing import BatchRouting
 from slime.training.step.staging import Staging
 from slime.training.step.train_step import (
+    OwnTime,
     StepContext,
     forward_batch,
     mean_loss,
@@ -141,6 +143,11 @@ class MegatronBackend:
         self._critic = Critic.of(args, self._algorithm, self.device)
         self._staging = Staging(self.device) if self.device.type == "cuda" else None
         self._sleeper = build_sleeper(args, self.table, self._parts, self.device)
+
+    @cached_property
+    def own_time(self) -> OwnTime:
+        """Measures this rank's passes."""
+        return OwnTime(self.device)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -399,7 +406,8 @@ class MegatronBackend:
     @property
     def _context(self) -> StepContext:
         sequence_parallel = self._trainable.chunks[0].config.sequence_parallel
-        return StepContext.of(self.args, self.device, self.parallel_info, sequence_parallel, self._staging)
+        context = StepContext.of(self.args, self.device, self.parallel_info, sequence_parallel, self._staging)
+        return dataclasses.replace(context, own_time=self.own_time)
 
     @property
     def _trainables(self) -> dict[str, Trainable]:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,7 +53,11 @@ def test_an_engine_that_is_lost_serves_again(
 
         run.wait_until("step 1", lambda: steps() >= 1)
         hit(victim_of(run, victim, 1), signum)
+        began = time.monotonic()
         run.wait_until("word of the loss", lambda: "engine 1 was lost" in run.output)
+        if signum == signal.SIGSTOP:  # named with its host and line, before it is replaced
+            stopped = r"engine 1 on \S+ is stopped \(state T; kill -CONT \d+ continues it\) at \S+\.py:\d+ in \w+"
+            assert re.search(stopped, run.output) and time.monotonic() - began < 60, run.tail
         run.wait_until("engine 1 to serve again", lambda: "engine 1 serves again" in run.output)
         after = steps()
         run.wait_until("two steps more", lambda: steps() >= after + 2)

@@ -196,10 +196,10 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "        self._control.flush_cache()\n        self._control.release_memory",
         "        self._control.release_memory",
     ),
-    "slots are kept": Mutation("wiring", "cluster/slots.py", "    remove_placement_group(group)\n", ""),
+    "slots are kept": Mutation("wiring", "cluster/host_actor.py", "    remove_placement_group(group)\n", ""),
     "bundles by the number of the slot": Mutation(
         "wiring",
-        "cluster/slots.py",
+        "cluster/host_actor.py",
         "placement_group_bundle_index=self.bundles[slot] if",
         "placement_group_bundle_index=slot if",
     ),

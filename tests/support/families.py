@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.batch import TrainBatch
-from slime.core.engine_versions import is_installed
+from slime.core.engine_interface import is_installed
 from tests.support.tiny import SHAPE, write_tokenizer
 
 DEEP: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4, "tie_word_embeddings": False}

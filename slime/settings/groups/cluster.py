@@ -227,6 +227,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+_REPORTS = Need(lambda s: s.hang_report_s > 0, "--hang-report-s above 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
     """How engines are monitored, and how the run reacts to failures."""
@@ -246,6 +249,16 @@ class FleetSettings:
         within=SECONDS_OR_NONE,
     )
     """Seconds before the first health check of a newly started engine. Default: 180 on cuda, else 0."""
+    hang_report_s: float = derived(
+        lambda s: 300.0 if s.device == "cuda" else None,
+        "on a GPU, a rank can wait for minutes for the kernels of a large batch",
+        default=30.0,
+        within=SECONDS_OR_NONE,
+    )
+    """Seconds in which no training rank moves before the run reports the stacks of all ranks and who waits for whom.
+    Stopped processes are reported after ten seconds. 0: no reports. Default: 300 on cuda, else 30."""
+    hang_limit_s: float = opt(1800.0, needs=_REPORTS, within=SECONDS_OR_NONE)
+    """Seconds without progress after which a reported hang ends the run, or restarts it (--max-restarts). 0: never."""
     max_restarts: int = opt(0, within=COUNT_OR_NONE)
     """Maximum number of restarts from the newest checkpoint after a fault (a lost process or host). Needs --save, the
     same folder as --load, and --save-interval."""

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from slime.core.errors import ConfigError
+from slime.core.processes import LOOPBACK
 from slime.core.text import slime_command
 from slime.settings.conditions import fine_tunes
 from slime.settings.fields import Adjusted, Need, Rule, always, derived, opt, refuse_if
-from slime.settings.flags import COUNT, COUNT_OR_NONE, STEPS, STEPS_OR_NONE, url_form
+from slime.settings.flags import COUNT, COUNT_OR_NONE, PORT_OR_FREE, STEPS, STEPS_OR_NONE, host_form, url_form
 from slime.settings.groups.evaluation import loss_datasets, samples_evaluations
 from slime.settings.groups.hooks import SFT_ROLLOUT
 
 if TYPE_CHECKING:
     from slime.settings.args import Args
 
+_PROMETHEUS = Need(lambda s: s.metrics_port is not None, "--metrics-port")
 _TENSORBOARD = Need(lambda s: s.use_tensorboard, "--use-tensorboard")
 _WANDB = Need(lambda s: s.use_wandb, "--use-wandb")
 _WANDB_HOST = "api.wandb.ai"
@@ -65,6 +67,17 @@ class LoggingSettings:
     log_reward_category: str | None = None
     """Key in a dict reward that holds the category of the answer or error; the share of each category is logged."""
 
+    metrics_port: int | None = opt(None, within=PORT_OR_FREE)
+    """Serve the metrics for Prometheus on this port of the driver's host; 0: any free port. The engines then also serve
+    theirs. The folder `prometheus` of the run has the targets, the key and a Grafana dashboard."""
+    metrics_host: str = opt(LOOPBACK, form=host_form, needs=_PROMETHEUS)
+    """Address that the metrics port listens on."""
+    alert_webhook: str | None = opt(None, form=url_form, secret=True)
+    """URL that gets a JSON message (POST) for a hang, a restart, a failure, or a finding about the metrics: slow steps,
+    a drop in TFLOP/s, a lost learning signal. One message for each incident."""
+    alert_command: str | None = None
+    """Shell command that runs for the same incidents; it reads SLIME_ALERT_KIND, SLIME_ALERT_TEXT, SLIME_ALERT_RUN_DIR,
+    SLIME_ALERT_RUN_ID, SLIME_ALERT_HOST, SLIME_ALERT_STEP and SLIME_ALERT_TIME_S."""
     use_tensorboard: bool = False
     """Write TensorBoard events."""
     tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)

@@ -16,8 +16,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,40 @@ Finish = Callable[[MicroBatch, Any], Tensor]
 """Returns the scalar loss of a micro-batch from the last chunk's output. Called once per micro-batch, in order."""
 
 
+class OwnTime:
+    """Measures the forward and backward passes of a rank before its gradients are summed, when it begins to wait for
+    the other replicas. On a GPU, the time is that of the GPU, and measuring does not synchronize with it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append((begin, self._now()))
+
+    def take_s(self) -> float:
+        """Returns the seconds since the last call. On a GPU, waits for the last pass."""
+        spans, self._spans = self._spans, []
+        if not self._on_gpu:
+            return float(sum(end - begin for begin, end in spans))
+        for _, end in spans:
+            end.synchronize()
+        return float(sum(begin.elapsed_time(end) for begin, end in spans)) / 1000
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
     args: Args
@@ -67,6 +102,7 @@ class StepContext:
     """Sequences are padded to a multiple of this: context parallelism splits each one into two chunks per rank."""
     staging: Staging | None
     """Copies micro-batches to a GPU, one micro-batch ahead; None on a CPU."""
+    own_time: OwnTime | None = None
 
     @classmethod
     def of(
@@ -246,14 +282,15 @@ def run_step(
                 meter.add(batch, scores[-1])
         return parts.loss
 
-    _run_micro_batches(
-        trainable.ddps,
-        _batches(context, prepared, step),
-        step.num_micro_batches,
-        evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
-        finish=finish,
-        lends=True,
-    )
+    with context.own_time.measured() if context.own_time is not None else nullcontext():
+        _run_micro_batches(
+            trainable.ddps,
+            _batches(context, prepared, step),
+            step.num_micro_batches,
+            evaluate=lambda chunk, batch: objective.evaluate(chunk, batch, trains=True),
+            finish=finish,
+            lends=True,
+        )
     reduce_grads(trainable)  # even after an error: reductions that overlap the backward pass have already started
     return _share(context, prepared, seen)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slime.agent.parsers import FORMATS
-from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
+from slime.core.engine_interface import BEFORE_SESSIONS, is_installed
 from tests.support.answers_with_calls import CUT, DAMAGED, Answer, corpus
 from tests.support.sglang_detectors import read_by_sglang
 from tests.support.written_calls import NAMES, TOOLS

@@ -9,7 +9,7 @@ from tests.support.ray_program import output_of
 PROGRAM = """
 import ray
 from slime.cluster.placement import EngineDemand, Host, plan_placement
-from slime.cluster.slots import give_back, on_node, reserve
+from slime.cluster.host_actor import give_back, on_node, reserve
 
 ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
 node = ray.nodes()[0]

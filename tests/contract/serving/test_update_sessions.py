@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slime.core.engine_versions import BEFORE_SESSIONS, is_installed
+from slime.core.engine_interface import BEFORE_SESSIONS, is_installed
 from slime.core.errors import EngineError
 from slime.serving.control import HttpEngineControl
 from slime.serving.server import SGLangServer

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.core.engine_versions import BEFORE_SESSIONS, WITH_SESSIONS, is_installed
+from slime.core.engine_interface import BEFORE_SESSIONS, WITH_SESSIONS, is_installed
 from slime.core.topology import EngineLayout, EngineRank
 from slime.settings.topology_yaml import server_settings
 from tests.support.ranks import Seat

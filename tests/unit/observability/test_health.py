@@ -20,6 +20,8 @@ EMPTY, SPENT, SAMPLES = "rollout/num_empty_turns", "rollout/num_empty_turns/max_
 AGAIN, TOKENS = "rollout/num_tokens_trained_again", "rollout/response_tokens"
 REFUSED = "rollout/num_refused_samples"
 PROBE = "probe/train_rollout_logprob_abs_diff_mean"
+NO_SIGNAL, STEP_S, TFLOPS = "rollout/zero_std/ratio", "perf/step_time", "perf/actor_train_tflops"
+SLOWEST, SLOWEST_S, MEDIAN_S = "perf/slowest_rank", "perf/slowest_rank_train_time", "perf/median_rank_train_time"
 
 
 def rows(axis: str, **values: Sequence[float]) -> list[Mapping[str, float]]:
@@ -31,6 +33,10 @@ def rows(axis: str, **values: Sequence[float]) -> list[Mapping[str, float]]:
 
 WRONG = {
     "equal rewards": rows("rollout/step", STD=[0.4, 0, 0], REWARD=[0.5, 0, 0]),
+    "no learning signal": rows("rollout/step", NO_SIGNAL=[0.5, 1, 1], STD=[0.4] * 3, REWARD=[0.5] * 3),
+    "rising step time": rows("rollout/step", TOKENS=[1000] * 13, STEP_S=[10] * 10 + [25] * 3),
+    "straggler": rows("train/step", SLOWEST=[5] * 6, SLOWEST_S=[6] * 6, MEDIAN_S=[4] * 6),
+    "MFU drop": rows("train/step", TFLOPS=[200] * 10 + [100] * 3),
     "truncation": rows("rollout/step", TRUNCATED=[0.2, 0.6, 0.7, 0.8]),
     "turns without tokens": rows("rollout/step", EMPTY=[0, 9], SPENT=[0, 9], SAMPLES=[64, 64]),
     "tokens trained again": rows("rollout/step", TOKENS=[60, 64], AGAIN=[0, 16]),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.errors import DataError
-from slime.observability.metrics import (
+from slime.observability.tracker import (
     Metric,
     Reduce,
     describe,

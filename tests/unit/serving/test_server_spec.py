@@ -14,7 +14,7 @@ import pytest
 from slime.compat.sglang_memory_gate import GATE_ENV
 from slime.compat.sglang_patches import value_of
 from slime.core.cores import WAITING
-from slime.core.engine_versions import matches, parsed
+from slime.core.engine_interface import matches, parsed
 from slime.core.errors import ConfigError
 from slime.core.text import EngineKeys
 from slime.core.topology import EngineLayout, Worker, bootstrap_of

@@ -1,0 +1,87 @@
+"""A process that stands still is named: who waits for whom, in which collective, on which host, at which line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slime.observability.stacks import standing_of
+from tests.e2e.test_restarts import starts_of, training_ranks
+from tests.support.e2e import Flags, RealRun, latest_step
+from tests.support.faults import WORKER, hit, victim_of
+
+pytestmark = pytest.mark.slow
+
+NAMED_WITHIN_S = 60.0
+HOST = re.escape(socket.gethostname())
+LINE = r"\S+\.py:\d+ in \w+"
+CONSTANT_LR: Flags = ["--lr", "1e-3", "--lr-decay-style", "constant"]
+
+
+def named(run: RealRun, pattern: str) -> re.Match[str]:
+    """The sentence about the hang, which must come in time."""
+    began = time.monotonic()
+    run.wait_until("the sentence", lambda: re.search(pattern, run.output) is not None, NAMED_WITHIN_S)
+    print(f"named after {time.monotonic() - began:.1f} s")
+    found = re.search(pattern, run.output)
+    assert found is not None
+    return found
+
+
+def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: rank, host and line within a minute; after the limit the run goes on from its checkpoint by itself."""
+    save = runs / "hang-save"
+    flags = [*digits(tiny_qwen3), *CONSTANT_LR, "--actor-num-gpus-per-node", "2", "--num-rollout", "100000"]
+    flags += ["--save", save, "--load", save, "--save-interval", "1", "--max-restarts", "1", "--hang-limit-s", "20"]
+    with RealRun(runs / "hang", flags) as run:
+        run.wait_until("a checkpoint", lambda: latest_step(save) >= 1)
+        ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
+        os.kill(ranks[0], signal.SIGSTOP)
+        run.wait_until("a waiting rank", lambda: standing_of(ranks[1], "rank 1").collective is not None, 60)
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(ranks[0], signal.SIGCONT)
+        sentence = named(
+            run,
+            rf"hang: .*training rank 0 on {HOST} waits in (\w+) at {LINE} for training rank 1 on {HOST} .*: "
+            rf"training rank 1 on {HOST} is stopped \(state T; kill -CONT {ranks[1]} continues it\) in (\w+) at {LINE}",
+        )
+        assert sentence[1] and sentence[2], sentence[0]
+        report = (run.run_dir / "logs" / "hang_001.txt").read_text()
+        assert "training rank 0 on" in report and "training rank 1 on" in report and "distributed_c10d.py" in report
+        run.wait_until("a restart", lambda: "restart 1 of 1: continues with step" in run.output, 120)
+        before = latest_step(save)
+        run.wait_until("a new checkpoint", lambda: latest_step(save) > before, 240)
+        assert run.interrupt() == 130, run.tail
+        assert "training rank 1 on" in str(starts_of(run)[1]["restart"])
+        assert run.left() == []
+
+
+def test_a_rollout_worker_that_is_stopped_is_named_and_replaced(
+    runs: Path, digits: Callable[[Path], Flags], tiny_qwen3: Path
+) -> None:
+    """Law: the worker, its host and its line within a minute; then another one does its work, and no prompt is lost."""
+    flags = [*digits(tiny_qwen3), *CONSTANT_LR, "--rollout-num-workers", "2", "--num-rollout", "100000"]
+    with RealRun(runs / "hang-worker", flags) as run:
+
+        def steps() -> int:
+            return max(run.metrics("train"), default=-1) if (run.run_dir / "metrics.jsonl").exists() else -1
+
+        run.wait_until("step 1", lambda: steps() >= 1)
+        hit(victim_of(run, WORKER, 1), signal.SIGSTOP)
+        named(
+            run, rf"hang: .*rollout worker \d on {HOST} is stopped \(state T; kill -CONT \d+ continues it\) at {LINE}"
+        )
+        after = steps()
+        run.wait_until("two steps more", lambda: steps() >= after + 2, 120)
+        assert "died, restarting it" in (run.run_dir / "logs" / "rollout.log").read_text()
+        assert run.interrupt() == 130, run.tail
+        assert run.left() == []

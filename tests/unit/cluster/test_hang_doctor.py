@@ -1,0 +1,79 @@
+"""When ranks count as standing still, and what messages call a process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from slime.cluster.hang_doctor import MOVED_BYTES, Look, Stillness, name_of
+from slime.core.blame import Place
+from slime.observability.stacks import Standing
+
+BUSY = Standing(
+    "training rank 0", "node", 1, "S", (Place("/x/slime/training/backend.py", 3, "train"),), enqueued={"0": 4}
+)
+IDLE = replace(BUSY, places=())
+SENDS = replace(BUSY, places=(Place("/x/slime/weights/sync.py", 9, "sync_weights"),))
+LATE_S = 10.0
+
+
+def look(standing: Standing, *, computed_s: float = 0.0, moved: int = 0) -> Look:
+    return Look(standing, computed_s, moved)
+
+
+def stillness(num_ranks: int, *, counts_cpu: bool = True) -> Stillness:
+    return Stillness(num_ranks, 0.0, counts_cpu=counts_cpu)
+
+
+def test_ranks_that_stand_still_do_so_since_the_last_of_them_moved() -> None:
+    watch = stillness(2)
+    for now in range(0, 40, 5):
+        watch.saw(0, look(BUSY), float(now))
+        watch.saw(1, look(replace(BUSY, enqueued={"0": min(now, 20)})), float(now))
+    assert watch.since_s(35.0, LATE_S) == 20.0
+
+
+def test_a_rank_without_a_call_is_not_standing_still() -> None:
+    watch = stillness(1)
+    for now in range(0, 40, 5):
+        watch.saw(0, look(IDLE), float(now))
+    assert watch.since_s(35.0, LATE_S) is None
+
+
+def test_computing_counts_only_where_it_means_something_and_reading_counts_everywhere() -> None:
+    for counts_cpu, moved, expected in ((True, 0, 35.0), (False, 0, 0.0), (False, MOVED_BYTES, 35.0)):
+        watch = stillness(1, counts_cpu=counts_cpu)
+        for now in range(0, 40, 5):
+            watch.saw(0, look(BUSY, computed_s=float(now), moved=now * moved), float(now))
+        assert watch.since_s(35.0, LATE_S) == expected, (counts_cpu, moved)
+
+
+def test_a_rank_that_waits_for_an_engine_has_a_limit_of_its_own() -> None:
+    watch = stillness(2)
+    for now in range(0, 40, 5):
+        watch.saw(0, look(SENDS), float(now))
+        watch.saw(1, look(BUSY), float(now))
+    assert watch.since_s(35.0, LATE_S) == 35.0
+
+
+def test_a_rank_that_no_longer_answers_stands_still_since_its_last_answer() -> None:
+    watch = stillness(2)
+    watch.saw(0, look(IDLE), 5.0)
+    for now in range(0, 40, 5):
+        watch.saw(1, look(IDLE), float(now))
+    assert watch.since_s(35.0, LATE_S) == 5.0
+
+
+def test_a_process_is_named_after_the_log_that_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for file, name in {
+        "train_3.log": "training rank 3",
+        "rollout.log": "the rollout process",
+        "rollout_worker_1.log": "rollout worker 1",
+        "engine_actor_0.log": "the actor of engine 0",
+        "engine_0_2.log": "python of engine 0_2",
+        "driver.log": "python",
+    }.items():
+        with (tmp_path / "logs" / file).open("w"):
+            assert name_of(os.getpid(), "python") == name, file
