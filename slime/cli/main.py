@@ -24,7 +24,7 @@ from slime.cli import (
     doctor,
     environments,
     inspect_run,
-    loop_commands,
+    loops,
     plan,
     rerun,
     schemas,
@@ -54,15 +54,15 @@ COMMANDS = (
     Command(
         "train",
         "train: alternate generation and training (train.py)",
-        loop_commands.add_flags,
-        loop_commands.run_sync,
+        loops.add_flags,
+        loops.run_sync,
         words="all",
     ),
     Command(
         "train-async",
         "train while generating (train_async.py)",
-        loop_commands.add_flags,
-        loop_commands.run_async,
+        loops.add_flags,
+        loops.run_async,
         words="all",
     ),
     Command(
@@ -93,15 +93,15 @@ COMMANDS = (
     Command(
         "recipe",
         "run a recipe that comes with slime",
-        loop_commands.add_recipe_flags,
-        loop_commands.run_recipe,
+        loops.add_recipe_flags,
+        loops.run_recipe,
         words="more",
     ),
     Command(
         "cluster",
         "write the files that start a run under Slurm, on Kubernetes or as a job of Ray",
-        loop_commands.add_cluster_flags,
-        loop_commands.run_cluster,
+        loops.add_cluster_flags,
+        loops.run_cluster,
         words="more",
     ),
     Command(

@@ -58,7 +58,7 @@ def _of_topology(file: str, words: list[str]) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Serves until a signal ends the process. Exits with `SystemExit`, like `run_or_exit`."""
-    from slime.cli.loop_commands import import_from_here
+    from slime.cli.loops import import_from_here
     from slime.cli.loops.train import train
     from slime.settings import run_or_exit
 

@@ -46,6 +46,7 @@ from slime.observability.run_folder import RunFolder
 from slime.observability.spans import start_recording
 from slime.observability.start_record import hide_secrets
 from slime.observability.tracker import Tracker, Views
+from slime.observability.trackers import TRACKERS
 from slime.rollout.guard import LAST_WORDS, last_words
 from slime.serving.child_process import KEEP_ENVIRON_ENV
 from slime.settings import Args
@@ -262,7 +263,7 @@ def _launched(args: Args, settings: dict[str, Any], folder: RunFolder, began_s: 
     from slime.cluster.ray_session import guarded
     from slime.cluster.start_actors import start
 
-    spans = start_recording("driver", folder.traces)
+    spans = start_recording("driver", folder.traces, endpoint=args.otlp_traces_endpoint, run_id=run_id)
     startup = StartUp(began_s)
     try:
         with (
@@ -382,8 +383,9 @@ def _explained(memory: MemoryWatch, folder: RunFolder) -> Iterator[None]:
 
 
 def _views(args: Args, settings: dict[str, Any]) -> Views:
-    names = {field.name for field in dataclasses.fields(Views)} - {"settings"}
-    return Views(**{name: getattr(args, name) for name in names}, settings=settings)
+    names = {field.name for field in dataclasses.fields(Views)} - {"settings", "trackers"}
+    trackers = tuple(TRACKERS.build(name, args) for name in args.trackers)
+    return Views(**{name: getattr(args, name) for name in names}, settings=settings, trackers=trackers)
 
 
 def _rescue(run: Run) -> None:

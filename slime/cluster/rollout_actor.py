@@ -69,7 +69,12 @@ MOST_CALLS = 100_000
 class EpisodeActor:
     def __init__(self, args: Args, number: int, log_dir: str, keys: EngineKeys) -> None:
         setup_logging(Path(log_dir) / f"rollout_worker_{number}.log", crashes=True)
-        self._spans = start_recording(f"rollout worker {number}", Path(log_dir).parent / "traces")
+        self._spans = start_recording(
+            f"rollout worker {number}",
+            Path(log_dir).parent / "traces",
+            endpoint=args.otlp_traces_endpoint,
+            run_id=args.run_id,
+        )
         allow_many_connections()
         stall = stall_file(log_dir, number)
         stall.unlink(missing_ok=True)  # left by this worker's previous process
@@ -187,7 +192,9 @@ class RolloutActor:
         self._watchdog: Watchdog | None = None
         self._limit_s = args.execution_timeout_s
         self._compares_experts = args.use_prefix_sharing and args.use_rollout_routing_replay
-        self._spans = start_recording("rollout", Path(log_dir).parent / "traces")
+        self._spans = start_recording(
+            "rollout", Path(log_dir).parent / "traces", endpoint=args.otlp_traces_endpoint, run_id=args.run_id
+        )
         self._routers: Routers | None = None
         self._has_settled = False
         self._readmits = args.eval_fleet is not None

@@ -11,6 +11,7 @@
       logs/           one file per process
       traces/         Chrome traces of the driver and the rollout side, for each launch
       prometheus/     targets to scrape, key and dashboard (--metrics-port)
+      trackers/       files of --trackers
       tensorboard/
       profiles/       profiler traces of selected training steps and engines
       memory/         GPU memory histories

@@ -25,7 +25,8 @@ from typing import Any
 from slime.core.text import HIDDEN
 
 SECRET = re.compile(
-    r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?(_b)?|token|secret|password|watermark_config)$"
+    r"(^|_)((?<!input_)(?<!label_)(?<!tool_)(?<!metadata_)(?<!reward_)keys?(_b)?|token|secret|webhook|password|"
+    r"watermark_config)$"
 )
 """Lower-case names of settings and variables whose values are never written."""
 

@@ -46,6 +46,7 @@ from slime.observability.sinks import (
     TensorBoardSink,
     WandbSink,
 )
+from slime.observability.trackers import RunTracker, TrackedRun
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class Views:
     alert_command: str | None = None
     metrics_port: int | None = None
     metrics_host: str = LOOPBACK
+    trackers: tuple[RunTracker, ...] = ()
     use_tensorboard: bool = False
     tensorboard_dir: str | None = None
     tb_project_name: str | None = None
@@ -234,6 +236,13 @@ class Tracker:
             sinks.append(TensorBoardSink(_tensorboard_dir(views, folder)))
         if views.use_wandb:
             sinks.append(_wandb(views, folder))
+        if views.trackers:
+            kept = folder.path / "trackers"
+            kept.mkdir(mode=0o700, exist_ok=True)
+            told = TrackedRun(
+                name=folder.path.name, run_id=folder.run_id, folder=str(kept.absolute()), settings=plain(views.settings)
+            )
+            sinks += [tracker.open(told) for tracker in views.trackers]
         return cls(folder, sinks, alerts)
 
     def add(self, metrics: Mapping[str, MetricValue]) -> None:

@@ -16,6 +16,7 @@ from slime.observability.stacks import standing_of
 from tests.e2e.test_restarts import starts_of, training_ranks
 from tests.support.e2e import Flags, RealRun, latest_step
 from tests.support.faults import WORKER, hit, victim_of
+from tests.unit.observability.test_alerts import Hook
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
     save = runs / "hang-save"
     flags = [*digits(tiny_qwen3), *CONSTANT_LR, "--actor-num-gpus-per-node", "2", "--num-rollout", "100000"]
     flags += ["--save", save, "--load", save, "--save-interval", "1", "--max-restarts", "1", "--hang-limit-s", "20"]
-    with RealRun(runs / "hang", flags) as run:
+    with Hook() as hook, RealRun(runs / "hang", [*flags, "--alert-webhook", hook.url]) as run:
         run.wait_until("a checkpoint", lambda: latest_step(save) >= 1)
         ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
         os.kill(ranks[0], signal.SIGSTOP)
@@ -62,7 +63,10 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
         run.wait_until("a new checkpoint", lambda: latest_step(save) > before, 240)
         assert run.interrupt() == 130, run.tail
         assert "training rank 1 on" in str(starts_of(run)[1]["restart"])
+        assert [one["kind"] for one in hook.received if one["kind"] != "truncation"] == ["hang", "failed", "restart"]
+        assert any("for training rank 1 on" in one["text"] for one in hook.received if one["kind"] == "hang")
         assert run.left() == []
+        hook.shutdown()
 
 
 def test_a_rollout_worker_that_is_stopped_is_named_and_replaced(

@@ -78,6 +78,11 @@ class LoggingSettings:
     alert_command: str | None = None
     """Shell command that runs for the same incidents; it reads SLIME_ALERT_KIND, SLIME_ALERT_TEXT, SLIME_ALERT_RUN_DIR,
     SLIME_ALERT_RUN_ID, SLIME_ALERT_HOST, SLIME_ALERT_STEP and SLIME_ALERT_TIME_S."""
+    otlp_traces_endpoint: str | None = opt(None, form=url_form)
+    """URL of an OpenTelemetry collector (OTLP over HTTP, such as http://127.0.0.1:4318) that gets the spans of the
+    driver and the rollout side, besides the files in the folder `traces`."""
+    trackers: tuple[str, ...] = opt((), chosen_from="slime.observability.trackers:TRACKERS")
+    """Other trackers that get the metrics: mlflow, trackio, swanlab, or import paths of your own."""
     use_tensorboard: bool = False
     """Write TensorBoard events."""
     tensorboard_dir: str | None = opt(None, needs=_TENSORBOARD)

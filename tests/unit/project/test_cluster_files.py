@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 import yaml
 
-from slime.cli.loop_commands import CLUSTERS
+from slime.cli.loops import CLUSTERS
 from slime.cli.main import main
 from slime.core.errors import AGAIN
 from slime.settings import parse_args

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.cli.loop_commands import import_from_here
+from slime.cli.loops import import_from_here
 from slime.cli.main import main
 from slime.cli.rerun import Again, prepare, require_free, set_by
 from slime.cli.serve import ONLY_SERVES, add_flags, words_of
