@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,16 +15,19 @@ from slime.core.text import listed, step_name
 from slime.observability.health import Finding, findings, learns_from_rewards
 from slime.observability.report.markup import short
 from slime.observability.report.record import (
+    OTHER,
+    STEP_PARTS,
     Row,
     RunKind,
     RunRecord,
     curve,
     read_run,
     seconds_without_evaluation,
+    standing_rows,
     steps_not_finite,
 )
 from slime.observability.samples import DROPPED_ROWS, FILE_NAME, samples_markdown
-from slime.observability.sinks import HELD_OUT_LOSS, eval_name
+from slime.observability.sinks import HELD_OUT_LOSS, eval_name, read_jsonl
 
 NUM_NAMED = 5
 """Maximum number of dropped rows listed for a dataset."""
@@ -62,6 +66,7 @@ class RunSummary:
     """Metric -> steps at which it was NaN or infinite."""
     dropped_rows: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Dataset -> its dropped rows as `FILE:LINE`, in the order in which they were found."""
+    cost: Cost | None = None
 
     @property
     def telling_mismatches(self) -> Mapping[str, float]:
@@ -72,6 +77,82 @@ class RunSummary:
     @property
     def worst_mismatch(self) -> float | None:
         return max(self.mismatches.values(), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run has cost, in hours of its GPUs (on a CPU, of its slots). Every second of every GPU has one cause."""
+
+    num_trainers: int
+    num_engines: int
+    num_gpus: int
+    """GPUs of the run: fewer than trainers and engines together if they share some."""
+    unit: str
+    causes: Mapping[str, float]
+    """Cause -> hours: starting, steps by part, steps that a resume discarded, and time lost with a launch."""
+    idle_trainers: float
+    """Hours in which trainers waited for samples; part of `causes`."""
+    idle_engines: float
+    """Hours in which engines had no request, by `perf/engine_idle_ratio`; likewise."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.causes.values())
+
+
+STARTING, REPEATED, LOST = "starting", "steps that a resume discarded", "time between the last step and the next launch"
+
+
+def cost_of(record: RunRecord, rows: Sequence[Row]) -> Cost | None:
+    """Returns what the run has cost, or None if its record does not say. `rows`: all, also those of discarded steps."""
+    settings, begins = record.settings, [start.time_s for start in record.starts]
+    timed = [row for row in rows if "time" in row and "perf/step_time" in row]
+    if not timed or not begins or any(begin is None for begin in begins):
+        return None
+    trainers = int(settings.get("actor_num_nodes") or 0) * int(settings.get("actor_num_gpus_per_node") or 0)
+    trainers = 0 if settings.get("debug_rollout_only") else trainers
+    engines = 0 if settings.get("debug_train_only") else int(settings.get("rollout_num_gpus") or 0)
+    num_gpus = max(trainers, engines) if settings.get("colocate") else trainers + engines
+    seconds: dict[str, float] = defaultdict(float)
+    idle_trainers_s = idle_engines_s = 0.0
+    counts = {id(row) for row in standing_rows(rows, record.starts)}
+    idle = {step: value for step, value in zip(*_points(rows, "perf/engine_idle_ratio"), strict=True)}
+    for number, begin in enumerate(begins):
+        assert begin is not None, "checked above"
+        end = begins[number + 1] if number + 1 < len(begins) else None
+        own = [row for row in timed if row["time"] >= begin and (end is None or row["time"] < end)]
+        for row in own:
+            seconds[STARTING] += row.get("startup/total_time", 0.0)
+            parts = {part: sum(row.get(key, 0.0) for key in keys) for part, keys in STEP_PARTS.items()}
+            parts[OTHER] = max(0.0, row["perf/step_time"] - sum(parts.values()))
+            for part, part_s in parts.items():
+                seconds[part if id(row) in counts else REPEATED] += part_s
+            idle_trainers_s += parts["wait for batch"]
+            idle_engines_s += row["perf/step_time"] * idle.get(row.get("rollout/step", -1.0), 0.0)
+        if end is not None:
+            seconds[LOST] += end - max([row["time"] for row in own], default=begin)
+    hours = {cause: value * num_gpus / 3600 for cause, value in seconds.items() if value > 0}
+    unit = "GPU-hours" if settings.get("device") == "cuda" else "slot-hours"
+    idle_hours = idle_trainers_s * trainers / 3600, idle_engines_s * engines / 3600
+    return Cost(trainers, engines, num_gpus, unit, hours, *idle_hours)
+
+
+def _points(rows: Sequence[Row], key: str) -> tuple[Sequence[float], Sequence[float]]:
+    found = curve(rows, key)
+    return found.steps, found.values
+
+
+def cost_text(cost: Cost) -> dict[str, str]:
+    """Returns the lines of the text report about the cost."""
+    causes = sorted(cost.causes.items(), key=lambda one: -one[1])
+    parts = ", ".join(f"{cause} {short(hours)} ({hours / cost.total:.0%})" for cause, hours in causes)
+    out = {"cost": f"{short(cost.total)} {cost.unit} of {cost.num_gpus} ({parts})"}
+    if cost.num_trainers and cost.num_engines:
+        out["cost of idle parts"] = (
+            f"trainers waiting for samples {short(cost.idle_trainers)} {cost.unit}, engines without a request "
+            f"{short(cost.idle_engines)} {cost.unit}"
+        )
+    return out
 
 
 def summarize(run_dir: Path) -> RunSummary:
@@ -102,6 +183,7 @@ def summary_of(record: RunRecord) -> RunSummary:
         ],
         not_finite={key: steps for key in sorted({k for row in rows for k in row}) if (steps := _lost(rows, key))},
         dropped_rows=_dropped_rows(record.path),
+        cost=cost_of(record, read_jsonl(record.path / "metrics.jsonl")),
     )
     keys = {f"held-out score, {name}": key for name, key in evals.items()}
     keys |= {f"held-out loss, {name}": key for name, key in losses.items()}
@@ -198,6 +280,7 @@ def facts(summary: RunSummary) -> dict[str, str]:
         which = ", ".join(rows[:NUM_NAMED])
         out[f"rows dropped, {name}"] = f"{len(rows):,} ({which}{more}; the reasons are in `{DROPPED_ROWS}`)"
     out["from the first logged step to the last"] = f"{summary.wall_s:,.0f} s"
+    out |= cost_text(summary.cost) if summary.cost is not None and summary.cost.total else {}
     for key, steps in summary.not_finite.items():
         out[f"NaN or infinite, so not in the curves: `{key}`"] = listed([step_name(step) for step in steps])
     if summary.resumed_at:
