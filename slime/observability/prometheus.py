@@ -42,25 +42,31 @@ from slime.observability.sinks import StepRecord, eval_name
 logger = logging.getLogger(__name__)
 
 DASHBOARD = Path(__file__).with_name("dashboard.json")
-LABELLED: Mapping[str, tuple[str, str]] = {
-    "rollout/failed/": ("slime_rollout_failed", "reason"),
-    "rollout/retried/": ("slime_rollout_retried", "reason"),
-    "rollout/dynamic_filter/drop_": ("slime_rollout_dynamic_filter_drop", "reason"),
-    "rollout/num_empty_turns/": ("slime_rollout_num_empty_turns_by_limit", "limit"),
-    "rollout/zero_std/count_": ("slime_rollout_zero_std_count", "reward"),
-    "rollout/score/": ("slime_rollout_score", "key"),
-    "rollout/error_cat/": ("slime_rollout_error_cat", "value"),
-    "passrate/": ("slime_passrate", "k"),
-    "data/filtered/": ("slime_data_filtered_by_reason", "reason"),
-    "data/failed/": ("slime_data_failed_by_reason", "reason"),
-    "data/returned/": ("slime_data_returned_by_reason", "reason"),
-    "perf/paused_token_seconds/": ("slime_perf_paused_token_seconds_by_cause", "cause"),
-    "perf/engine_limit/": ("slime_perf_engine_limit", "engine"),
-    "perf/engine_queue/": ("slime_perf_engine_queue", "engine"),
-    "perf/engine_kv_use/": ("slime_perf_engine_kv_use", "engine"),
-    "perf/rank_train_time/": ("slime_perf_rank_train_time", "rank"),
+LABELLED: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "rollout": {
+        "failed/": ("failed", "reason"),
+        "retried/": ("retried", "reason"),
+        "dynamic_filter/drop_": ("dynamic_filter_drop", "reason"),
+        "num_empty_turns/": ("num_empty_turns_by_limit", "limit"),
+        "zero_std/count_": ("zero_std_count", "reward"),
+        "score/": ("score", "key"),
+        "error_cat/": ("error_cat", "value"),
+    },
+    "passrate": {"": ("pass", "k")},
+    "data": {
+        "filtered/": ("filtered_by_reason", "reason"),
+        "failed/": ("failed_by_reason", "reason"),
+        "returned/": ("returned_by_reason", "reason"),
+    },
+    "perf": {
+        "paused_token_seconds/": ("paused_token_seconds_by_cause", "cause"),
+        "engine_limit/": ("engine_limit", "engine"),
+        "engine_queue/": ("engine_queue", "engine"),
+        "engine_kv_use/": ("engine_kv_use", "engine"),
+        "rank_train_time/": ("rank_train_time", "rank"),
+    },
 }
-"""Beginning of a metric's name -> (name for Prometheus, label for the rest)."""
+"""Area of a metric -> beginning of the rest of its name -> (name for Prometheus, label for what follows)."""
 _OTHER = re.compile(r"[^a-zA-Z0-9_]+")
 Labels = tuple[tuple[str, str], ...]
 
@@ -69,9 +75,10 @@ def exposed_name(metric: str) -> tuple[str, Labels]:
     """Returns the name and labels under which Prometheus sees a metric."""
     if (dataset := eval_name(metric)) is not None:
         return "slime_eval_score", (("dataset", dataset),)
-    for prefix, (name, label) in LABELLED.items():
-        if metric.startswith(prefix):
-            return name, ((label, metric.removeprefix(prefix)),)
+    area, _, rest = metric.partition("/")
+    for beginning, (name, label) in LABELLED.get(area, {}).items():
+        if rest.startswith(beginning):
+            return f"slime_{area}_{name}", ((label, rest.removeprefix(beginning)),)
     return f"slime_{_OTHER.sub('_', metric)}", ()
 
 
