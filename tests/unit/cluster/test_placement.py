@@ -10,7 +10,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.cluster import slots
+from slime.cluster import host_actor
 from slime.cluster.hosts import bundles_of, by_number, host_of_node
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, in_device_order, plan_placement
 from slime.core.errors import ConfigError
@@ -133,12 +133,12 @@ def test_a_gpu_is_what_its_host_calls_it(monkeypatch: pytest.MonkeyPatch) -> Non
     worker = ray._private.worker.global_worker
     monkeypatch.setattr(worker, "original_visible_accelerator_ids", {"GPU": ["GPU-b", "MIG-a/1"]})
     for ids, own in (([3], (3, "3")), (["MIG-a/1"], (1, "MIG-a/1")), (["GPU-b"], (0, "GPU-b"))):
-        monkeypatch.setattr(slots.ray, "get_gpu_ids", lambda ids=ids: ids)
-        assert slots._own_device() == own
+        monkeypatch.setattr(host_actor.ray, "get_gpu_ids", lambda ids=ids: ids)
+        assert host_actor._own_device() == own
     one, other = hosts(2, 2)
-    slots._require_different([one, one, other], ["GPU-a", "GPU-b", "GPU-a"])
+    host_actor._require_different([one, one, other], ["GPU-a", "GPU-b", "GPU-a"])
     with pytest.raises(ConfigError, match=r"more than one slot has GPU GPU-a of h0 "):
-        slots._require_different([one, one, other], ["GPU-a", "GPU-a", "GPU-b"])
+        host_actor._require_different([one, one, other], ["GPU-a", "GPU-a", "GPU-b"])
 
 
 def test_colocated_engines_wider_than_a_host_share_whole_ones() -> None:

@@ -89,6 +89,8 @@ def test_whoever_was_started_is_ended_in_order_if_telling_fails(tmp_path: Path) 
 
     run: Any = SimpleNamespace(
         args=SimpleNamespace(save_timeout_s=1.0),
+        doctor=SimpleNamespace(tend=lambda for_what: None),
+        hang=lambda: None,
         tell_addresses=fails,
         death=lambda seen_as: None,
         finish_save=lambda limit_s: None,

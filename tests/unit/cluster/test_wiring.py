@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.cluster import engine_actors, rank_weight_sync, rollout_actor, slots, start_actors, train_actor
+from slime.cluster import engine_actors, host_actor, rank_weight_sync, rollout_actor, start_actors, train_actor
 from slime.cluster.engine_actors import Node, RayEngines
 from slime.cluster.engine_tracker import WEIGHT_VERSION, EngineInfo, Engines
 from slime.cluster.hosts import GuardedHosts
@@ -478,7 +478,7 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
 
         def make(*given: Any, name: str = name, **named: Any) -> Noting:
             made[name] = (given, named)
-            server = {"url": url, "problem": "p", "scheduler_answers": "a", "processor_s": "c"}
+            server = {"url": url, "problem": "p", "scheduler_answers": "a", "processor_s": "c", "stands": "s"}
             return Noting(name, said, **(server if "L" in name else {}))
 
         monkeypatch.setattr(engine_actors, name, make)
@@ -492,7 +492,10 @@ def test_the_actor_of_an_engine_hands_each_of_its_parts_what_the_settings_say(
             (AgentSettings(shared, local, None, 41.0), url, KEYS.control, tmp_path / "weights_agent_2.log"),
             {},
         ),
-        "ServerWatch": (("p", "a"), {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0, "used_s": "c"}),
+        "ServerWatch": (
+            ("p", "a"),
+            {"interval_s": 11.0, "timeout_s": 7.0, "first_wait_s": 3.0, "used_s": "c", "stands": "s"},
+        ),
     }
     said.clear()
     actor.release_memory(["weights"])
@@ -559,14 +562,14 @@ def test_the_keys_of_a_run_are_the_users_if_there_are_any(tmp_path: Path) -> Non
 def test_a_bundle_and_its_share_are_those_of_the_slot_and_a_reservation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: slots follow devices, whatever the order of bundles; on a CPU no GPU is asked for."""
     removed: list[Any] = []
-    monkeypatch.setattr(slots, "get_placement_group", lambda name: f"group {name}")
-    monkeypatch.setattr(slots, "remove_placement_group", removed.append)
-    options = slots.Slots("group", "GPU", (2, 0, 1), (5, 6, 7)).options(0, 0.4)
+    monkeypatch.setattr(host_actor, "get_placement_group", lambda name: f"group {name}")
+    monkeypatch.setattr(host_actor, "remove_placement_group", removed.append)
+    options = host_actor.Slots("group", "GPU", (2, 0, 1), (5, 6, 7)).options(0, 0.4)
     strategy = options.pop("scheduling_strategy")
     assert (strategy.placement_group, strategy.placement_group_bundle_index) == ("group", 2)
     assert options == {"num_cpus": 0.4, "num_gpus": 0.4}
-    assert "num_gpus" not in slots.Slots("group", "CPU", (0,), None).options(0, 0.2)
-    slots.give_back()
+    assert "num_gpus" not in host_actor.Slots("group", "CPU", (0,), None).options(0, 0.2)
+    host_actor.give_back()
     assert removed == ["group slots"]
 
 
@@ -581,9 +584,12 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
     wanted = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
     assert wanted.items() <= train_actor.os.environ.items()
     rank.give_up("http://a", 1)  # before there is a weight sync
-    rank._backend = SimpleNamespace(weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0)
+    own_time = SimpleNamespace(take_s=lambda: 2.5)
+    rank._backend = SimpleNamespace(
+        weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0, own_time=own_time
+    )
     rank._weight_sync = Noting("sync", said, sync_weights=lambda engines, mode, **whom: {"seconds": 1.0})
-    rank.train("batch")
+    assert rank.train("batch") == {"perf/actor_train_tflops": 1.0, "perf/rank_train_time": 2.5}
     assert rank.sync_weights([], "abort") == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
     rank.give_up("http://a", 1)
     assert said == [("give_up", "sync", "http://a", 1)]
