@@ -9,7 +9,9 @@ of step get the number as the metric `<kind>/step` too.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +22,9 @@ from typing import Any, ClassVar
 from slime.core.errors import ConfigError
 from slime.core.registry import Registry
 from slime.observability.sinks import Sink, StepRecord
+
+Args = Any
+"""`slime.settings.Args`, which this room does not import."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,20 +41,24 @@ class TrackedRun:
 
 class RunTracker(ABC):
     name: ClassVar[str]
+    package: ClassVar[str | None] = None
+    """The optional package that the tracker needs, which is also the name of the extra that installs it."""
 
     @abstractmethod
     def open(self, run: TrackedRun) -> Sink:
-        """Starts a run in the tracker. Raises `ConfigError` if its package is missing or its server refuses."""
+        """Starts a run in the tracker. Raises `ConfigError` if its server refuses."""
+
+    def check(self, args: Args) -> str | None:
+        """Returns what is missing and how to install it, or None."""
+        if self.package is None or importlib.util.find_spec(self.package) is not None:
+            return None
+        return f"trackers {self.name} needs {self.package}: pip install 'slime[{self.package}]'"
 
 
 TRACKERS: Registry[RunTracker] = Registry(
     "a tracker", flag="--trackers", package="slime.observability.trackers", contract=RunTracker
 )
 PROJECT = "slime"
-
-
-def missing(name: str, error: ImportError) -> ConfigError:
-    return ConfigError(f"--trackers {name} needs {name} ({error}): pip install 'slime[{name}]'")
 
 
 class _Logged:
@@ -75,19 +84,16 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w./ :-]")
 class MlflowTracker(RunTracker):
     """MLflow (https://mlflow.org). The server is MLFLOW_TRACKING_URI, else a database in the run folder."""
 
+    package: ClassVar[str | None] = "mlflow"
     mlflow_tracking_uri: str | None = None
     """URI of the MLflow server or database. Default: MLFLOW_TRACKING_URI, else trackers/mlflow.db in the run folder."""
     mlflow_experiment: str = PROJECT
     """MLflow experiment of the run."""
 
     def open(self, run: TrackedRun) -> Sink:
-        import os
+        import mlflow  # type: ignore[import-not-found,unused-ignore]
+        from mlflow.entities import Metric, Param  # type: ignore[import-not-found,unused-ignore]
 
-        try:
-            import mlflow  # type: ignore[import-not-found,unused-ignore]
-            from mlflow.entities import Metric, Param  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise missing("mlflow", error) from error
         uri = self.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder}/mlflow.db"
         try:
             client = mlflow.MlflowClient(tracking_uri=uri)
@@ -117,16 +123,15 @@ class MlflowTracker(RunTracker):
 class TrackioTracker(RunTracker):
     """Trackio of Hugging Face. Its files are in TRACKIO_DIR; `trackio show` displays them."""
 
+    package: ClassVar[str | None] = "trackio"
     trackio_project: str = PROJECT
     """Trackio project of the run."""
     trackio_space_id: str | None = None
     """Hugging Face Space that shows the run. Default: this machine only."""
 
     def open(self, run: TrackedRun) -> Sink:
-        try:
-            import trackio  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise missing("trackio", error) from error
+        import trackio  # type: ignore[import-not-found,unused-ignore]
+
         opened = trackio.init(
             project=self.trackio_project,
             name=run.name,
@@ -143,16 +148,15 @@ class TrackioTracker(RunTracker):
 class SwanlabTracker(RunTracker):
     """SwanLab (https://swanlab.cn)."""
 
+    package: ClassVar[str | None] = "swanlab"
     swanlab_project: str = PROJECT
     """SwanLab project of the run."""
     swanlab_mode: str | None = None
     """SwanLab mode: online, local, offline or disabled. Default: SwanLab's own (SWANLAB_MODE)."""
 
     def open(self, run: TrackedRun) -> Sink:
-        try:
-            import swanlab  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise missing("swanlab", error) from error
+        import swanlab  # type: ignore[import-not-found,unused-ignore]
+
         try:
             opened = swanlab.init(
                 project=self.swanlab_project,
