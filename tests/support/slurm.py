@@ -30,7 +30,7 @@ SlurmctldHost={first}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=/tmp/munge.socket,cred_expire=10
+AuthInfo=socket=/tmp/munge.socket,cred_expire=20
 CredType=cred/munge
 StateSaveLocation=/tmp/slurmctld
 SlurmdSpoolDir=/tmp/slurmd
