@@ -31,6 +31,7 @@ from slime.core.blame import Place, blamed
 
 SPY_LIMIT_S = 10.0
 IDLE = "it has begun no call"
+ENGINE = "/site-packages/sglang/"
 STOPPED = "Tt"
 """States in /proc of a process that a signal or a debugger has stopped."""
 IN_COLLECTIVE = "torch/distributed/distributed_c10d.py"
@@ -101,10 +102,17 @@ class Standing:
 
     @property
     def line(self) -> str:
-        """The line to show: of user code, else of slime, else of the library that is running."""
-        place = blamed(self.places) or next(
-            (p for p in reversed(self.places) if not any(part in p.file for part in LIBRARY_WAITS)),
-            self.places[-1] if self.places else None,
+        """The line to show: of user code, else of the engine that slime has started, else of slime, else of the library
+        that is running."""
+        own = blamed(self.places)
+        engine = next((p for p in reversed(self.places) if ENGINE in p.file), None)
+        place = (
+            (engine if own is None or own.is_ours else None)
+            or own
+            or next(
+                (p for p in reversed(self.places) if not any(part in p.file for part in LIBRARY_WAITS)),
+                self.places[-1] if self.places else None,
+            )
         )
         return f"an unknown line ({self.unread or IDLE})" if place is None else str(place)
 

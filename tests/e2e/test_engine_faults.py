@@ -56,8 +56,10 @@ def test_an_engine_that_is_lost_serves_again(
         began = time.monotonic()
         run.wait_until("word of the loss", lambda: "engine 1 was lost" in run.output)
         if signum == signal.SIGSTOP:  # named with its host and line, before it is replaced
-            stopped = r"engine 1 on \S+ is stopped \(state T; kill -CONT \d+ continues it\) at \S+\.py:\d+ in \w+"
-            assert re.search(stopped, run.output) and time.monotonic() - began < 60, run.tail
+            stopped = r"engine 1 was lost: .* on \S+ is stopped \(state T; kill -CONT \d+ continues it\)"
+            assert re.search(rf"{stopped} at \S+\.py:\d+ in \w+", run.output) and time.monotonic() - began < 60, (
+                run.tail
+            )
         run.wait_until("engine 1 to serve again", lambda: "engine 1 serves again" in run.output)
         after = steps()
         run.wait_until("two steps more", lambda: steps() >= after + 2)

@@ -84,6 +84,14 @@ def test_ranks_that_all_wait_in_one_collective_blame_the_network() -> None:
     assert verdict.culprits == () and "the network or a device" in verdict.text
 
 
+def test_an_engine_is_named_at_its_own_line_rather_than_at_that_which_started_it() -> None:
+    started = Place(str(ROOT / "slime/serving/launch.py"), 90, "main")
+    loop = Place("/venv/lib/python3.11/site-packages/sglang/srt/managers/scheduler.py", 1400, "event_loop_normal")
+    poll = Place("/venv/lib/python3.11/site-packages/zmq/sugar/socket.py", 970, "recv_pyobj")
+    engine = Standing("sglang::scheduler of engine 1", "node1", 7, "T", (started, loop, poll))
+    assert judge([engine]).text.endswith(f"continues it) at {loop}")
+
+
 def test_many_ranks_are_counted_rather_than_listed() -> None:
     verdict = judge([rank(0, state="T"), *(rank(n, inside="all_reduce") for n in range(1, 513))])
     assert "training ranks 1, 2, 3, 4, 5, 6, 7, 8 and 504 more wait in all_reduce" in verdict.text
