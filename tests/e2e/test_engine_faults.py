@@ -99,7 +99,7 @@ def test_an_engine_that_is_drained_leaves_and_comes_back_by_command(
         assert "engine 1 was lost" not in run.output
         fleet("add", "1")
         run.wait_until("engine 1 to serve again", lambda: "engine 1 serves again" in run.output)
-        assert "engine 1 of default on 127.0.0.1: ready" in fleet()
+        run.wait_until("the list to show it", lambda: "engine 1 of default on 127.0.0.1: ready" in fleet())
         assert run.interrupt() == 130, run.tail
         require_balance(run.metrics("train"))
         assert not any(row["data/failed"] for row in run.metrics("train").values()), "a prompt failed"
