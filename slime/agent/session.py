@@ -383,6 +383,9 @@ class Session:
         answers = [message for message in messages if message.role == "assistant"]
         if not self._were_sampled([message for message in messages[most:] if message.role == "assistant"]):
             return "foreign"
+        there = [branch.messages[most] for branch in nearest if most < min(len(branch.messages), len(messages))]
+        if any(message.same(messages[most]) for message in there):  # only its thinking is different
+            return "edited"
         return "compaction" if len(answers) < max(len(branch.turns) for branch in nearest) else "edited"
 
     def _was_asked(self, messages: Sequence[Message], tools: str) -> bool:

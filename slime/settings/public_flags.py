@@ -393,9 +393,6 @@ _INSTEAD_OF_FOREIGN = {
     "drop it: --sglang-ep-size distributes experts over the ranks of an engine": "sglang-enable-deepep-moe",
     "drop it: every step is logged": "logging-steps",
     "drop it: an evaluation covers its entire dataset": "eval-iters",
-    "use --save DIR --save-interval N with --load DIR: a run that was stopped resumes from its newest checkpoint": (
-        "exit-duration-in-mins"
-    ),
     "use --loss-type sft_loss": "sft",
     "drop it: training ranks use Python's automatic garbage collection": "manual-gc",
     "drop it: only the gradient norm is logged, as train/grad_norm": "log-params-norm",

@@ -27,7 +27,13 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "supervisor", "fleet/supervisor.py", "backoff_s(max(failures, losses, 1), PAUSE_S, longest_s)", "PAUSE_S"
     ),
     "a lost engine is not dismissed": Mutation(
-        "supervisor", "fleet/supervisor.py", "        self._port.dismiss(engine)\n", ""
+        "supervisor",
+        "fleet/supervisor.py",
+        "(engine)\n        self._membership.change(engine.index, State.DEAD, reason=reason)",
+        ", self._membership.change(engine.index, State.DEAD, reason=reason)",
+    ),
+    "a drained engine is started again": Mutation(
+        "supervisor", "fleet/supervisor.py", "engine.index in self._drained or self._clock()", "self._clock()"
     ),
     "weights of the process before": Mutation(
         "supervisor",

@@ -190,6 +190,7 @@ def test_overrides_win_over_what_was_given_for_all_engines() -> None:
         debug_rollout_only=False,
         pause_generation_mode="abort",
         true_on_policy=False,
+        metrics_port=None,
         sglang={"dtype": "float32", "ep_size": 2, "log_level": "x"},
     )
     assert ServerSpec.from_args(args).layout == EngineLayout(tp_size=2, ep_size=2)
@@ -225,6 +226,7 @@ def test_an_engine_is_what_the_settings_say_and_lends_its_memory_where_it_shares
         debug_train_only=False,
         pause_generation_mode="retract",
         true_on_policy=False,
+        metrics_port=None,
         sglang={"api_key": "the user's"},
     )
     spec = ServerSpec.from_args(args, index=3, num_threads=2, keys=run)
