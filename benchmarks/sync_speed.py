@@ -5,13 +5,15 @@
 
 One training rank holds all tensors of the model in the engines' dtype, with random contents, and sends them with the
 `distributed` transport (NCCL on GPUs, gloo on a CPU). Both ways of calling the engine alternate, with the same engine
-and the same buckets, and every sync is verified. Before that, two processes broadcast buffers of the same sizes and do
-nothing else. Rates count the bytes of the model once. Gathering shards from other training ranks is not included.
+and the same buckets, and every sync is verified. `--bucket-mib` can be repeated: the engine stays. Before that, two
+processes broadcast buffers of the same sizes and do nothing else. Rates count the bytes of the model once. Gathering
+shards from other training ranks is not included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -95,13 +97,12 @@ class Sender:
     """A training rank that holds the whole model, and the engine that it sends to."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.device, self.bucket_bytes = options.device, options.bucket_mib * 2**20
+        self.device = options.device
         config = SHAPES[options.shape]
         self.table = table_for(config)
         state = {name: tensor.to(self.device) for name, tensor in tensors_of(config, seed=0)}
         self.outgoing = Whole(self.table, state.items())
-        self.sizes = [turn.num_bytes for turn in self.outgoing.turns(self.bucket_bytes)]
-        self.times = {"bare broadcast": bare(self.sizes, self.device, folder)}
+        self.bare = {mib: bare(self.sizes(mib), self.device, folder) for mib in options.bucket_mib}
         write(folder / "model", options.shape, None, seed=1)
         write_tokenizer(folder / "model")
         layout = EngineLayout(tp_size=options.tp)
@@ -126,12 +127,20 @@ class Sender:
             shareable=shareable,
         )
         self.channel = DistributedChannel(context)
-        self.buffers, self.fills = (
-            Buffers(lambda size: self.channel.allocate(size, torch.device(self.device))),
-            RecordedFills(on=True),
-        )
+        self.versions = itertools.count(1)
+        self.use(options.bucket_mib[0])
 
-    def sync(self, version: int, *, announced: bool) -> dict[str, float]:
+    def sizes(self, mib: int) -> list[int]:
+        """Bytes of each bucket."""
+        return [turn.num_bytes for turn in self.outgoing.turns(mib * 2**20)]
+
+    def use(self, mib: int) -> None:
+        """Makes all further weight syncs use buckets of this size."""
+        self.bucket_bytes = mib * 2**20
+        self.buffers = Buffers(lambda size: self.channel.allocate(size, torch.device(self.device)))
+        self.fills = RecordedFills(on=True)
+
+    def sync(self, *, announced: bool) -> dict[str, float]:
         """Runs one verified weight sync and returns its times in seconds."""
         if self.channel._group is not None:
             self.channel._streams = announced
@@ -140,7 +149,7 @@ class Sender:
             receivers=[self.receiver],
             channel=self.channel,
             digest=digest,
-            version=version,
+            version=next(self.versions),
             buffer_bytes=self.bucket_bytes,
             buffers=self.buffers,
             fills=self.fills,
@@ -149,28 +158,39 @@ class Sender:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    sender = Sender(options, folder)
-    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    """Returns the results by bucket size in MiB."""
+    sender, found = Sender(options, folder), {}
     try:
-        for number in range(TIMES + 2):
-            for place, (way, announced) in enumerate(WAYS.items()):
-                rounds[way].append(sender.sync(1 + 2 * number + place, announced=announced))
+        for mib in options.bucket_mib:
+            sender.use(mib)
+            rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+            for _ in range(TIMES + 2):
+                for way, announced in WAYS.items():
+                    rounds[way].append(sender.sync(announced=announced))
+            found[str(mib)] = summary(rounds, sender.sizes(mib), sender.bare[mib])
     finally:
         sender.channel.close()
         sender.server.stop()
-    num_bytes, best = sum(sender.sizes), statistics.median(sender.times["bare broadcast"])
+    return {
+        "command": f"python -m benchmarks.sync_speed --shape {options.shape}"
+        + "".join(f" --bucket-mib {mib}" for mib in options.bucket_mib),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "bucket_mib": found,
+    }
+
+
+def summary(rounds: dict[str, list[dict[str, float]]], sizes: list[int], bare: list[float]) -> dict[str, Any]:
+    num_bytes, best = sum(sizes), statistics.median(bare)
     ways = {
         way: {name: statistics.median(one[name] for one in kept[2:]) for name in kept[0]}
         for way, kept in rounds.items()
     }
     return {
-        "command": f"python -m benchmarks.sync_speed --shape {options.shape} --bucket-mib {options.bucket_mib}",
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "bytes": num_bytes,
-        "buckets": len(sender.sizes),
+        "buckets": len(sizes),
         "bare broadcast": {"s": best, "GB/s": num_bytes / best / 1e9},
         "medians": {way: {**one, "share of the bare broadcast": best / one["send_time"]} for way, one in ways.items()},
-        "rounds": {**rounds, "bare broadcast": sender.times["bare broadcast"]},
+        "rounds": {**rounds, "bare broadcast": bare},
     }
 
 
@@ -179,14 +199,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="4b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the engine, each on a GPU of its own")
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, action="append", help="may be repeated; default 512")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    options.bucket_mib = options.bucket_mib or [512]
     os.environ.update(NCCL)  # what engines use; the first broadcast fails if the sender differs
     with tempfile.TemporaryDirectory() as folder:
         result = measured(options, Path(folder))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
+    for mib, one in result["bucket_mib"].items():
+        print(mib, json.dumps({name: value for name, value in one.items() if name != "rounds"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -160,6 +160,8 @@ class Engine:
     answers: list[torch.Tensor]
     """[T-1] log-probs of the prompt for each."""
     bucket_bytes: int = 64 * 1024
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the sender's GPU and of the engine's. Empty: both are on a CPU."""
     version: int = 1
     at: int = 0
     """Which of the weights it has."""
@@ -168,7 +170,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.table = self.outgoing[0].table
         self.control = HttpEngineControl(self.proxy.url, ONE_RANK, timeout_s=60)
-        self.receivers = [Receiver(self.control)]
+        self.receivers = [Receiver(self.control, self.gpus[1:])]
         self.pool = ThreadPoolExecutor(2)
         self.turns = self.outgoing[0].turns(self.bucket_bytes)
 
@@ -187,7 +189,10 @@ class Engine:
                 folders[0].mkdir()
                 made = delta_channel(*folders, table=self.table, hf_checkpoint=self.path)
             else:
-                context = transport_context(hf_checkpoint=self.path, table=self.table, timeout_s=timeout_s)
+                device, gpu = ("cuda", self.gpus[0]) if self.gpus else ("cpu", None)
+                context = transport_context(
+                    hf_checkpoint=self.path, table=self.table, timeout_s=timeout_s, device=device, gpu_id=gpu
+                )
                 made = TRANSPORTS.build(transport, disk_settings(self.folder / "disk")).open(context)
             self.channels[transport] = made
         return self.channels[transport]
