@@ -11,10 +11,11 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +29,15 @@ from slime.serving.control import HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, warm_digest
 from slime.serving.server import ServerSpec, SGLangServer
 from slime.weights.receivers import Receiver
+from slime.weights.send_plan import Bucket
 from slime.weights.sync import sync_weights
-from slime.weights.transports import TRANSPORTS
+from slime.weights.transports import TRANSPORTS, Channel
 from tests.contract.weights.test_sync_to_engine import reference_logprobs
 from tests.gpu.test_engine_layouts import EXPERTS, FLAGS, SIZES, START_LIMIT_S
 from tests.support.engines import kill
 from tests.support.tiny import write_tiny_model
-from tests.support.weight_faults import FAULTS, PROMPT, Count, Engine, StruckChannel, behind_proxy, moved, try_faults
-from tests.support.weights import Whole, disk_settings, transport_context
+from tests.support.weight_faults import FAULTS, PROMPT, Count, Engine, behind_proxy, moved, try_faults
+from tests.support.weights import TamperingChannel, Whole, disk_settings, transport_context
 
 pytestmark = [pytest.mark.two_gpus, pytest.mark.timeout(600)]
 CASES = 20
@@ -44,8 +46,10 @@ LIMIT_S = 10.0
 BUCKET_BYTES = 256 * 1024
 TRANSPORT_GPUS = {"distributed": 1, "tensor": 0}
 """The GPU of the engine, by transport."""
+BUCKETS = (0, 3)
+"""The bucket that a death precedes: the first one of a group connects its ranks."""
 SPARE, LEFT = "spare", "left"
-"""Two more engines on GPU 1: one that is killed, and one whose sender is."""
+"""More engines on GPU 1, one per bucket: those that are killed, and those whose senders are."""
 
 
 @dataclass
@@ -63,11 +67,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     root, uuids = tmp_path_factory.mktemp("faults"), uuids_of()
     path = write_tiny_model(root / "model", "qwen3_moe", seed=3, **SIZES, **EXPERTS)
     servers: dict[str, SGLangServer] = {}
+    ones = {f"{name} {number}": 1 for name in (SPARE, LEFT) for number in BUCKETS}
     with ExitStack() as ends, pytest.MonkeyPatch.context() as patch:
         for variable, value in NCCL.items():  # what engines use; the first broadcast fails if the sender differs
             patch.setenv(variable, value)
-        for name, gpu in {**TRANSPORT_GPUS, SPARE: 1, LEFT: 1}.items():
-            extra = {**FLAGS, "mem_fraction_static": 0.2}
+        for name, gpu in {**TRANSPORT_GPUS, **ones}.items():
+            extra = {**FLAGS, "mem_fraction_static": 0.1}
             spec = ServerSpec(
                 str(path), "bfloat16", "cuda", ONE_RANK, gpu_ids=(str(gpu),), token_versions=True, extra=extra
             )
@@ -125,7 +130,26 @@ def references(path: Path, states: list[dict[str, torch.Tensor]]) -> list[torch.
     return [reference_logprobs(path, {n: t.float().cpu() for n, t in state.items()}, PROMPT) for state in states]
 
 
-def send(path: Path, url: str, version: int, on_way: object = None, limit_s: float = LIMIT_S) -> None:
+class StrikingChannel(TamperingChannel):
+    """Strikes before one of the buckets is delivered."""
+
+    def __init__(self, inner: Channel, number: int, strike: Callable[[], object]) -> None:
+        super().__init__(inner, lambda _, tensor: tensor)
+        self._left, self._strike = number, strike
+
+    def prepare(self, bucket: Bucket, receivers: Sequence[Receiver]) -> Any:
+        return self._inner.prepare(bucket, receivers)
+
+    def deliver(self, prepared: Any, receivers: Sequence[Receiver], *, version: int) -> None:
+        if self._left == 0:
+            self._strike()
+        self._left -= 1
+        super().deliver(prepared, receivers, version=version)
+
+
+def send(
+    path: Path, url: str, version: int, *, limit_s: float, struck: tuple[int, Callable[[], object]] | None
+) -> None:
     """One weight sync over NCCL, from this process and GPU 0, in a group of its own."""
     state = states_of(path)[version % WEIGHTS]
     table = table_for(json.loads((path / "config.json").read_text()))
@@ -136,7 +160,7 @@ def send(path: Path, url: str, version: int, on_way: object = None, limit_s: flo
         sync_weights(
             Whole(table, state.items()),
             receivers=[Receiver(control)],
-            channel=channel if not callable(on_way) else StruckChannel(channel, lambda _: None, on_way),
+            channel=channel if struck is None else StrikingChannel(channel, *struck),
             digest=digest,
             version=version,
             buffer_bytes=BUCKET_BYTES,
@@ -146,30 +170,32 @@ def send(path: Path, url: str, version: int, on_way: object = None, limit_s: flo
         channel.close()
 
 
-def test_an_engine_that_dies_in_a_weight_sync_is_named_and_the_next_one_is_served(cases: Servers) -> None:
+@pytest.mark.parametrize("number", BUCKETS)
+def test_an_engine_that_dies_in_a_weight_sync_is_named_and_the_next_one_is_served(cases: Servers, number: int) -> None:
     """Law: the sender does not wait for a dead engine in NCCL, and its GPU is fit for the next weight sync."""
-    server = cases.ready(SPARE)
+    server = cases.ready(f"{SPARE} {number}")
     with pytest.raises(EngineError) as caught:
-        send(cases.path, server.url, 2, lambda: kill(server))
+        send(cases.path, server.url, 2, limit_s=LIMIT_S, struck=(number, lambda: kill(server)))
     assert caught.value.engines == (server.url,)
-    send(cases.path, cases.ready("distributed").url, 3, limit_s=60.0)
+    send(cases.path, cases.ready("distributed").url, 3, limit_s=60.0, struck=None)
 
 
-def _send_and_die(path: Path, url: str) -> None:
-    send(path, url, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def _send_and_die(path: Path, url: str, number: int) -> None:
+    send(path, url, 2, limit_s=LIMIT_S, struck=(number, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
-def test_an_engine_whose_sender_died_is_named_in_time_or_takes_the_next_weights(cases: Servers) -> None:
+@pytest.mark.parametrize("number", BUCKETS)
+def test_an_engine_whose_sender_died_is_named_in_time_or_takes_the_next_weights(cases: Servers, number: int) -> None:
     """Law: a new sender gets its weights in, verified, or is given the engine's name, which a run then replaces."""
-    server = cases.ready(LEFT)
-    sender = multiprocessing.get_context("spawn").Process(target=_send_and_die, args=(cases.path, server.url))
+    server = cases.ready(f"{LEFT} {number}")
+    sender = multiprocessing.get_context("spawn").Process(target=_send_and_die, args=(cases.path, server.url, number))
     sender.start()
     sender.join(120)
     assert sender.exitcode == -signal.SIGKILL
     try:
-        send(cases.path, server.url, 3)
+        send(cases.path, server.url, 3, limit_s=LIMIT_S, struck=None)
         print("\nthe engine took the next weights", flush=True)
     except SlimeError as error:
         print(f"\n{error}", flush=True)
         assert error.engines == (server.url,)
-    send(cases.path, cases.ready("distributed").url, 4, limit_s=60.0)
+    send(cases.path, cases.ready("distributed").url, 4, limit_s=60.0, struck=None)

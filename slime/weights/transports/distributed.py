@@ -15,12 +15,15 @@ extra group, a broadcast that interrupts sampling on all engines, or sending all
 
 The sender waits for engines to join, to receive and to respond, each with the timeout of the weight sync. Calls to
 engines run in their own threads. During a broadcast, the sender checks every `POLL_S` whether the broadcast has
-finished or an engine has returned an error.
+finished or an engine has returned an error. NCCL itself has no such limits: the first broadcast of a group connects its
+ranks and blocks until all have come, so it starts in a thread of its own, and a broadcast whose receiver has died
+occupies the GPU until the group is aborted (`_detach`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import secrets
 import threading
@@ -100,6 +103,8 @@ class DistributedChannel(Channel):
         """Whether all engines can receive many buckets in one call."""
         self._announced: deque[Turn] = deque()
         self._call: _Call | None = None
+        self._connected = False
+        """Whether the ranks of the group have had a broadcast."""
         self._under_way: deque[tuple[Any, Bucket]] = deque()
         """Broadcasts that may not have finished: with NCCL, the next one is queued before one has."""
 
@@ -165,19 +170,18 @@ class DistributedChannel(Channel):
         self._announced = deque(turns if self._streams else ())
 
     def deliver(self, prepared: Bucket, receivers: Sequence[Receiver], *, version: int) -> None:
-        import torch.distributed as dist
-
         assert self._group is not None, "deliver before begin"
         if self._call is None:
             self._call = self._begin_call(prepared, receivers, version)
         call = self._call
-        work = dist.broadcast(prepared.flat, src=0, group=self._group, async_op=True)
+        work = self._broadcast(prepared.flat, call)
         call.left.popleft()
         self._under_way.append((work, prepared))
         if self._backend == "nccl":
             work.wait()  # orders later work on this stream, and does not block
         while len(self._under_way) > (1 if call.left and self._backend == "nccl" else 0):
-            self._wait(self._under_way[0][0], call)
+            if not self._wait(self._under_way[0][0], call):
+                break
             self._under_way.popleft()
         if not call.left or call.failed:
             call.answer.result()
@@ -207,13 +211,39 @@ class DistributedChannel(Channel):
         answer = beside(lambda: on_all(receivers, update, "take buckets from the group"), "weights-call")
         return _Call(answer, deque(sum(spec.num_bytes for spec in bucket) for bucket in buckets))
 
-    def _wait(self, work: Any, call: _Call) -> None:
-        """Waits for a broadcast. Returns early if an engine returned an error, because it will never join the
-        broadcast."""
+    def _broadcast(self, flat: Any, call: _Call) -> Any:
+        """Starts a broadcast, the first one of a group in a thread. Raises the error of an engine that never comes."""
+        import torch
+        import torch.distributed as dist
+
+        start = functools.partial(dist.broadcast, flat, src=0, group=self._group, async_op=True)
+        if self._connected or self._backend != "nccl":
+            return start()
+        stream = torch.cuda.current_stream(flat.device)
+
+        def connect() -> Any:
+            with torch.cuda.stream(stream):
+                return start()
+
+        connecting = beside(connect, "weights-connect")
+        if not self._comes(connecting.done, call):
+            call.answer.result()
+        self._connected = True
+        return connecting.result()
+
+    def _wait(self, work: Any, call: _Call) -> bool:
+        """Waits for a broadcast. Returns False if an engine has returned an error: it will never join the broadcast."""
+        came = self._comes(work.is_completed, call)
+        if came:
+            work.wait()
+        return came
+
+    def _comes(self, is_done: Callable[[], bool], call: _Call) -> bool:
+        """Waits until something is done in which all engines take part. Returns False if one has returned an error."""
         deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():
+        while not is_done():
             if call.failed:
-                return
+                return False
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
                     owner="weight sync",
@@ -221,7 +251,7 @@ class DistributedChannel(Channel):
                     limit_s=self._timeout_s,
                 )
             time.sleep(POLL_S)
-        work.wait()
+        return True
 
     def _send_nothing(self, group: Any, call: _Call) -> None:
         """Completes the broadcasts in which engines wait for buckets that will not be sent."""
@@ -256,20 +286,23 @@ class DistributedChannel(Channel):
         """Forgets the group. Returns a function that holds the last references to the group and leaves it."""
         import torch.distributed as dist
 
+        under_way = [work for work, _ in self._under_way]
         held = [self._group, self._store, *self._under_way]
         self._under_way.clear()
-        name, members, call = self._group_name, self._members, self._call
-        self._group, self._store, self._members, self._call = None, None, (), None
+        name, members, call, connected = self._group_name, self._members, self._call, self._connected
+        self._group, self._store, self._members, self._call, self._connected = None, None, (), None, False
         self._announced.clear()
 
         def leave() -> None:
             if held[0] is None:
                 return
-            if call is not None and call.left and not call.answer.done():
+            if call is not None and call.left and not call.answer.done() and (connected or self._backend != "nccl"):
                 with contextlib.suppress(Exception):  # the engines are lost, or the GPU has no memory left
                     self._send_nothing(held[0], call)
             with ThreadPoolExecutor(1) as pool:
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
+                if self._backend == "nccl" and not all(work.is_completed() for work in under_way):
+                    held[0].abort()  # destroying waits for broadcasts, and nothing else ends those of a dead receiver
                 dist.destroy_process_group(held[0])
                 held.clear()
                 left.exception()  # ignores errors from lost engines

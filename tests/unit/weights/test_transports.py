@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, EngineError
 from slime.core.topology import EngineLayout
 from slime.settings.fields import declared
 from slime.weights.receivers import Receiver
@@ -194,23 +196,30 @@ class Invited:
         self._said.append((self.url, "leaves", group_name))
 
 
-def test_each_engine_has_its_own_ranks_of_a_group_that_is_made_anew_when_engines_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Law: rank 0 is the sender's, and every rank of every engine has one place behind it."""
-    import torch.distributed as dist
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The (backend, world size, name) of all groups made: no process group, and no engine that joins one."""
 
-    said, groups, gone = list[Any](), list[Any](), list[Any]()
-    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-
-    def join(backend: str, store: Any, world_size: int, name: str, limit: Any) -> str:
-        groups.append((backend, world_size, name))
+    def join(backend: str, store: Any, world_size: int, name: str, limit: Any) -> Any:
+        made.append((backend, world_size, name))
         return name
 
+    made: list[Any] = []
     monkeypatch.setattr("slime.weights.rendezvous.open_store", lambda listener, **_: listener)
     monkeypatch.setattr("slime.weights.rendezvous.keep_gloo_on", lambda address: None)
     monkeypatch.setattr(distributed, "_have_come", lambda *given: True)
     monkeypatch.setattr(distributed, "join_group", join)
+    return made
+
+
+def test_each_engine_has_its_own_ranks_of_a_group_that_is_made_anew_when_engines_change(
+    monkeypatch: pytest.MonkeyPatch, groups: list[Any]
+) -> None:
+    """Law: rank 0 is the sender's, and every rank of every engine has one place behind it."""
+    import torch.distributed as dist
+
+    said, gone = list[Any](), list[Any]()
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     monkeypatch.setattr(dist, "broadcast", lambda flat, **_: done)
     monkeypatch.setattr(dist, "destroy_process_group", gone.append)
     channel = DistributedTransport().open(transport_context())
@@ -232,3 +241,65 @@ def test_each_engine_has_its_own_ranks_of_a_group_that_is_made_anew_when_engines
     assert sorted(said[3:])[-1] == ("http://3", 6, 7, "gloo", groups[1][2])
     assert channel.costs() == {"update_weights_groups_built": 2.0}
     channel.close()
+
+
+class Dead(Invited):
+    """An engine that dies once it has joined."""
+
+    def update_weights_from_distributed(self, **told: Any) -> None:
+        raise EngineError(f"engine {self.url} is gone")
+
+
+def test_a_sender_does_not_wait_in_nccl_for_an_engine_that_died_before_the_first_broadcast(
+    monkeypatch: pytest.MonkeyPatch, groups: list[Any]
+) -> None:
+    """Law: connecting blocks for good then, and the sender raises all the same. The next group connects afresh."""
+    import torch.distributed as dist
+
+    comes, gone = threading.Event(), list[Any]()
+    done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    def broadcast(flat: Any, **_: Any) -> Any:
+        comes.wait()
+        return done
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    monkeypatch.setattr(dist, "destroy_process_group", gone.append)
+    channel = DistributedTransport().open(transport_context(device="cuda"))
+    bucket: Any = SimpleNamespace(tensors=(("a", torch.zeros(2, 3)),), flat=torch.zeros(24))
+    dead, alive = ([Receiver(cast("Any", kind("http://0", 1, [])))] for kind in (Dead, Invited))
+    channel.begin(dead, version=1)
+    with pytest.raises(EngineError, match="engine http://0 is gone"):
+        channel.deliver(bucket, dead, version=1)
+    channel.abandon()
+    comes.set()
+    channel.begin(alive, version=2)
+    channel.deliver(bucket, alive, version=2)
+    assert [backend for backend, _, _ in groups] == ["nccl", "nccl"]
+    channel.close()
+
+
+def test_a_group_with_a_broadcast_that_never_ends_is_aborted(
+    monkeypatch: pytest.MonkeyPatch, groups: list[Any]
+) -> None:
+    """Law: NCCL's broadcast to a dead engine occupies the GPU, and destroying the group would wait for it."""
+    import torch.distributed as dist
+
+    log = list[str]()
+    group = SimpleNamespace(abort=lambda: log.append("abort"))
+    stuck = SimpleNamespace(is_completed=lambda: "abort" in log, wait=lambda: None)
+    monkeypatch.setattr(distributed, "join_group", lambda *given: group)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(dist, "broadcast", lambda flat, **_: stuck)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: log.append("destroy"))
+    channel = DistributedTransport().open(transport_context(device="cuda"))
+    bucket: Any = SimpleNamespace(tensors=(("a", torch.zeros(2, 3)),), flat=torch.zeros(24))
+    dead = [Receiver(cast("Any", Dead("http://0", 1, [])))]
+    channel.begin(dead, version=1)
+    with pytest.raises(EngineError, match="engine http://0 is gone"):
+        channel.deliver(bucket, dead, version=1)
+    channel.close()
+    assert log == ["abort", "destroy"]
