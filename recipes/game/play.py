@@ -5,7 +5,7 @@
 `generate_by_turn` also rewards each wrong answer, the more the nearer it is:
 
 recipes/game/run.sh --custom-generate-function-path slime.cli.recipes.game.play:generate_by_turn \
-  --advantage-estimator grpo_turn --gamma 0.5
+  --advantage-estimator grpo_turn --gamma 0.5 --advantage-scale batch
 
 The questions are the demo's. No held-out sum is trained on, in any phrasing or order of its terms.
 """
