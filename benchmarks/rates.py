@@ -98,6 +98,9 @@ def training_runs() -> Iterator[Run]:
         "train_kernels_h200.json": kernels,
         "train_4k_h200.json": read("train_4k_h200.json")["records"],
         "train_two_gpus_h200.json": read("train_two_gpus_h200.json")["records"],
+        "train_cp2_32k_h200.json": [
+            record for record in read("train_cp2_32k_h200.json")["runs"] if record["flags"] == "--kernels auto"
+        ],
     }
     gives = {
         ("4b", "tp2"): ("all-reduce",),
@@ -112,7 +115,13 @@ def training_runs() -> Iterator[Run]:
             layout = {} if record["layout"] == "one" else {record["layout"][:2]: int(record["layout"][2:])}
             for found in record["lengths"]:
                 plain = 1e12 * found["matrix_tflops"]
-                of = job(record["shape"], layout, record["world_size"], plain=plain)
+                of = job(
+                    record["shape"],
+                    layout,
+                    record["world_size"],
+                    plain=plain,
+                    max_tokens=record.get("max_tokens", 8192),
+                )
                 call = found["calls"][-1]
                 length = length_of(of, call["flops"], call["tokens"], call["response_tokens"])
                 work = Work(
