@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,7 @@ def run_fleet(options: argparse.Namespace) -> int:
     before, drains = files.drained(), options.action == "drain"
     names = frozenset(options.which)
     if not drains:  # an engine of a drained host is taken back alone, so the host's other engines are named instead
-        rest = {e["engine"] for e in engines if str(e["engine"]) in before or e["host"] in before} - chosen
+        rest = _named(engines, before) - chosen
         files.order(map(str, rest))
     else:
         files.order(before | names)
@@ -234,7 +234,13 @@ def _chosen_engines(engines: Sequence[dict[str, Any]], which: Sequence[str]) -> 
     if not which or (unknown := set(which) - known):
         missing = f"{', '.join(sorted(unknown))} is not among them" if which else "name at least one"
         raise DataError(f"the engines and hosts of this run are {', '.join(sorted(known))}; {missing}")
-    return {e["engine"] for e in engines if str(e["engine"]) in which or e["host"] in which}
+    return _named(engines, which)
+
+
+def _named(engines: Sequence[dict[str, Any]], names: Container[str]) -> set[int]:
+    from slime.fleet.supervisor import is_named
+
+    return {e["engine"] for e in engines if is_named(names, e["engine"], e["host"])}
 
 
 def _wait_for_fleet(files: FleetFiles, chosen: set[int], *, drains: bool, limit_s: float) -> int:
@@ -242,7 +248,7 @@ def _wait_for_fleet(files: FleetFiles, chosen: set[int], *, drains: bool, limit_
     while True:
         engines = [engine for engine in files.engines() if engine["engine"] in chosen]
         left = [engine for engine in engines if (engine["state"] == "drained") != drains]
-        refused = [engine["reason"] for engine in left if "is not drained, because" in engine["reason"]]
+        refused = [engine["reason"] for engine in left if engine["refuses"]]
         if not left or len(refused) == len(left) or time.monotonic() > deadline:
             break
         time.sleep(0.2)

@@ -22,7 +22,17 @@ from slime.core.engine_interface import WeightVersion
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, Hung, SlimeError
 from slime.core.liveness import WORKING, Silence
 from slime.core.topology import EngineLayout
-from slime.fleet.supervisor import EVALUATION, FROZEN, POLICY, Engine, FleetFiles, Membership, State, Supervisor
+from slime.fleet.supervisor import (
+    EVALUATION,
+    FROZEN,
+    POLICY,
+    Engine,
+    FleetFiles,
+    Membership,
+    State,
+    Supervisor,
+    is_named,
+)
 from slime.settings import Args
 
 if TYPE_CHECKING:
@@ -181,7 +191,7 @@ class Engines:
         self._orders_at = time.monotonic() + ORDERS_EVERY_S
         ordered = self._files.drained()
         engines = self.members.engines
-        self._away = frozenset(e.index for e in engines if str(e.index) in ordered or (e.host or "") in ordered)
+        self._away = frozenset(e.index for e in engines if is_named(ordered, e.index, e.host))
         for index in self._supervisor.drained - self._away:
             self._supervisor.take_back(index)
         refused = {index: why for index in sorted(self._away) if (why := self._supervisor.drain(index))}

@@ -36,7 +36,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -251,7 +251,7 @@ class Supervisor:
         engine = self._membership[index]
         if index in self._drained or engine.state is State.SYNCING:
             return ""
-        if not self._kind_of(engine) - self._sick - self._hostless - self._drained - {index} and self._vital(engine):
+        if not self._kind_of(engine) - self._gone - {index} and self._vital(engine):
             return f"engine {index} is not drained, because no other engine of model {engine.model} is left"
         if engine.state is not State.DEAD:
             self._port.dismiss(engine)
@@ -312,6 +312,11 @@ class Supervisor:
         self._hostless = lost
         return engine.index not in lost | self._sick
 
+    @property
+    def _gone(self) -> set[int]:
+        """The engines that do not return by themselves."""
+        return self._sick | self._hostless | self._drained
+
     def _kind_of(self, engine: Engine) -> set[int]:
         """Returns the numbers of all engines with the same model and worker type, including this one."""
         kind = (engine.model, engine.worker)
@@ -331,7 +336,7 @@ class Supervisor:
     def expects(self, role: str) -> bool:
         """Returns whether an engine of this role is starting or will be restarted."""
         for engine in self._membership.in_states(State.STARTING, State.DEAD):
-            if engine.role == role and engine.index not in self._sick | self._hostless | self._drained:
+            if engine.role == role and engine.index not in self._gone:
                 return True
         return False
 
@@ -410,7 +415,7 @@ class Supervisor:
         """Marks an engine as sick. Raises `EngineError` if it is vital and no other engine of its kind is left."""
         self._sick.add(engine.index)
         often = f"engine {engine.index} failed {MAX_LOSSES} times within {LOSSES_WITHIN_S / 3600:.0f} h of serving"
-        left = self._kind_of(engine) - self._sick - self._hostless - self._drained
+        left = self._kind_of(engine) - self._gone
         if not left and self._vital(engine):
             raise EngineError(
                 f"{often}, so another restart would not help, and no other engine of model {engine.model} is left. "
@@ -448,6 +453,11 @@ class _Lives:
 FLEET, ORDERS = "fleet.json", "fleet_orders.json"
 
 
+def is_named(names: Container[str], index: int, host: str | None) -> bool:
+    """Returns whether an engine is among these numbers of engines and addresses of hosts."""
+    return str(index) in names or (bool(host) and host in names)
+
+
 class FleetFiles:
     """Two files in the run folder, for `slime fleet`.
 
@@ -481,6 +491,7 @@ class FleetFiles:
                 "state": "drained" if engine.index in away else engine.state.value,
                 "version": engine.version,
                 "reason": refused.get(engine.index, engine.reason),
+                "refuses": engine.index in refused,
             }
             for engine in engines
         ]

@@ -178,11 +178,11 @@ class AllToAllDispatcher(MoETokenDispatcher):
         return self._exchange.to_experts(hidden_states), self._exchange.to_experts(probs)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, RowGroups, Tensor]:
-        order, inverse, groups = self._exchange.by_expert()
+        order, inverse, groups = self._exchange.by_expert
         return permute_rows(hidden_states, order, inverse), groups, permute_rows(probs, order, inverse)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        order, inverse, _ = self._exchange.by_expert()
+        order, inverse, _ = self._exchange.by_expert
         return permute_rows(hidden_states, inverse, order)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -215,13 +215,14 @@ class Exchange:
         self._collected.wait()
         if self._counts.is_cuda:
             self._copied.synchronize()
-        rows = self._on_host.view(*self._counts.shape[:1], self._group.size(), -1).sum(2)
+        num_ranks = self._group.size()
+        rows = self._on_host.view(num_ranks, num_ranks, -1).sum(2)
         self._sent: list[int] = rows[self._rank].tolist()
         """Rows that this rank sends to each rank."""
         self._received: list[int] = rows[:, self._rank].tolist()
-        self._own = self._counts.view(*self._counts.shape[:1], self._group.size(), -1)[:, self._rank]
-        """int32 [ranks, local experts], on the rows' device: rows that each rank sends to this rank's experts."""
-        self._order: tuple[Tensor, Tensor, RowGroups] | None = None
+        own = self._counts.view(num_ranks, num_ranks, -1)[:, self._rank]  # [ranks, local experts]
+        self.by_expert: tuple[Tensor, Tensor, RowGroups] = interleave(own, sum(self._received))
+        """The order of received rows by expert, int64 [rows], its inverse, and the groups; on the rows' device."""
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """[rows of this rank's tokens, ...] -> [rows of this rank's experts, ...]"""
@@ -232,12 +233,6 @@ class Exchange:
         """[rows of this rank's experts, ...] -> [rows of this rank's tokens, ...]"""
         result: Tensor = all_to_all(self._group, rows, self._sent, self._received)
         return result
-
-    def by_expert(self) -> tuple[Tensor, Tensor, RowGroups]:
-        """Returns the order of received rows by expert, int64 [rows], its inverse, and the groups. Never waits."""
-        if self._order is None:
-            self._order = interleave(self._own, sum(self._received))
-        return self._order
 
 
 @functools.cache
