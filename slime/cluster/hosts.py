@@ -62,6 +62,7 @@ from slime.core.errors import START_FLAG, ActorDied, ConfigError, SlimeError
 from slime.core.processes import LOOPBACK, ip_of
 from slime.observability.run_folder import RunFolder
 from slime.settings import Args
+from slime.settings.groups.training import world_divides
 from slime.settings.topology_yaml import topology_of
 
 if TYPE_CHECKING:
@@ -260,6 +261,7 @@ def _plan_when_possible(args: Args) -> PlacementPlan:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= limit_s:
                     error.add_note(f"the run waited {waited_s:.0f} s for hosts; --cluster-wait-s raises the limit")
+                    error.num_hosts = num_hosts_that_fit(args, nodes_of_cluster(args))
                     raise
                 if waited_s >= told_s + TELL_EVERY_S:
                     if told_s < 0:
@@ -270,6 +272,31 @@ def _plan_when_possible(args: Args) -> PlacementPlan:
     finally:
         if told_s >= 0:
             _ask_autoscaler([])
+
+
+def on_fewer_hosts(args: Args, num_hosts: int) -> Args:
+    """Returns the settings of the same run with this number of training hosts. Engines that share their GPUs shrink
+    with them."""
+    shared = args.colocate and args.sglang_config is None and not args.rollout_external_engine_addrs
+    size = args.actor_num_gpus_per_node
+    fewer = args.replace(actor_num_nodes=num_hosts)
+    if shared and args.rollout_num_gpus == args.actor_num_nodes * size:
+        fewer = fewer.replace(rollout_num_gpus=num_hosts * size)
+    return fewer
+
+
+def num_hosts_that_fit(args: Args, hosts: Sequence[Host]) -> int | None:
+    """Returns the largest number of training hosts below --actor-num-nodes for which `hosts` have room, or None.
+
+    At least --min-actor-num-nodes, if that is set; otherwise None.
+    """
+    fewest = args.min_actor_num_nodes or args.actor_num_nodes
+    for num in range(args.actor_num_nodes - 1, fewest - 1, -1):
+        fewer = on_fewer_hosts(args, num)
+        with contextlib.suppress(ConfigError):
+            if world_divides(fewer) is None and _plan(fewer, hosts):
+                return num
+    return None
 
 
 def bundles_of(args: Args) -> list[dict[str, float]]:

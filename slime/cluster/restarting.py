@@ -51,6 +51,7 @@ from types import FrameType
 from typing import NoReturn
 
 from slime.cluster.guardian import ending_guardians
+from slime.cluster.hosts import on_fewer_hosts
 from slime.core.blame import error_line
 from slime.core.errors import (
     AGAIN,
@@ -136,11 +137,15 @@ class End:
     reason: str
     is_fault: bool
     """Whether a restart might help."""
+    num_hosts: int | None = None
+    """The number of training hosts with which it would, if too few hosts were left."""
 
     @classmethod
     def by(cls, error: BaseException) -> End:
         said = error_line(error, REASON_CHARS) if isinstance(error, Exception) else type(error).__name__
-        return cls(said, isinstance(error, FAULTS) and not isinstance(error, LASTING))
+        num_hosts = error.num_hosts if isinstance(error, ConfigError) else None
+        is_fault = isinstance(error, FAULTS) and not isinstance(error, LASTING)
+        return cls(said, is_fault or num_hosts is not None, num_hosts)
 
 
 class Restarts:
@@ -192,10 +197,13 @@ class Restart:
     """The checkpoint from which the run resumes. None: no checkpoint was saved, so the run starts over."""
     step: int
     """First step of this launch (zero-based)."""
+    num_hosts: int | None = None
+    """The number of training hosts, if that is fewer than --actor-num-nodes."""
 
     def __str__(self) -> str:
         source = "no checkpoint is complete yet" if self.checkpoint is None else f"from {self.checkpoint}"
-        where = f"continues with step {self.step}, {source}"
+        fewer = f" on {self.num_hosts} training hosts, because no more are there" if self.num_hosts else ""
+        where = f"continues with step {self.step}, {source}{fewer}"
         return f"restart {self.number} of {self.most}: {where}; the last launch failed with: {self.because}"
 
     def facts(self) -> dict[str, object]:
@@ -245,7 +253,7 @@ class _Keeper:
             )
         if args.use_wandb and args.wandb_run_id is None:
             args = args.replace(wandb_run_id=args.run_id)  # all launches share one W&B run
-        self._loop, self._args = loop, args
+        self._loop, self._args, self._all_hosts = loop, args, args
         self._child: int | None = None
         self._asked: int | None = None
         """The signal that asked the run to stop."""
@@ -282,9 +290,10 @@ class _Keeper:
         saved = has_checkpoint(save)
         wait_s = max(self._args.cluster_wait_s, self._args.restart_wait_s if self._args.ray_address else 0.0)
         load = save if saved else None
-        self._args = self._args.replace(run_id=new_run_id(), load=load, cluster_wait_s=wait_s)
+        args = self._all_hosts if end.num_hosts is None else on_fewer_hosts(self._all_hosts, end.num_hosts)
+        self._args = args.replace(run_id=new_run_id(), load=load, cluster_wait_s=wait_s)
         name, step = _newest(save) if saved else (None, int(self._args.start_rollout_id or 0))
-        return Restart(restarts.number, restarts.most, end.reason, name, step)
+        return Restart(restarts.number, restarts.most, end.reason, name, step, end.num_hosts)
 
     def _start(self, restart: Restart | None) -> int:
         """Runs one launch. Returns its exit status and sets `_end`."""

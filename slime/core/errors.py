@@ -30,6 +30,9 @@ class SlimeError(Exception):
 class ConfigError(SlimeError, ValueError):
     """A setting is unknown, contradictory or unsatisfiable. Raised before any process starts."""
 
+    num_hosts: int | None = None
+    """The number of training hosts with which the run could start. None: unknown, or none."""
+
 
 class DataError(SlimeError, ValueError):
     """A dataset, row or sample violates its contract."""

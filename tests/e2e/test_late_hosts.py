@@ -97,3 +97,18 @@ def test_a_host_with_another_version_is_named_with_it(shared: Path, flags: Flags
             assert run.wait() == 2, run.tail
         said = f"{other.name} ({other.address}) has torch 1.2.3, but the driver's host {cluster.hosts[0].name} "
         assert said + f"({cluster.hosts[0].address}) has torch {torch.__version__}" in run.output, run.tail
+
+
+def test_a_restart_goes_on_with_the_hosts_that_are_left(shared: Path, flags: Flags) -> None:
+    """Law: with --min-actor-num-nodes, a host that does not come back costs a data-parallel replica, not the run."""
+    save = shared / "fewer"
+    saving: Flags = ["--save", save, "--load", save, "--save-interval", "1", "--max-restarts", "4"]
+    fewer: Flags = ["--restart-wait-s", "5", "--min-actor-num-nodes", "1"]
+    with half_a_cluster(shared) as (cluster, other):
+        other.start_ray(1, head=cluster.address)
+        with HostedRun(cluster, shared / "on_one", [*flags, *saving, *fewer]) as run:
+            run.wait_until("a checkpoint", lambda: latest_step(save) >= 1)
+            other.kill("raylet/raylet")
+            assert run.wait() == 0, run.tail
+        assert "on 1 training hosts, because no more are there" in run.output, run.tail
+        assert sorted(run.metrics("train")) == list(range(NUM_STEPS))

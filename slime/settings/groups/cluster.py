@@ -269,11 +269,25 @@ class FleetSettings:
     )
     """Seconds for which a restart (--max-restarts) waits until the Ray cluster has enough free slots again, because a
     lost host may take minutes to be replaced."""
+    min_actor_num_nodes: int = opt(
+        0, needs=(Need(lambda s: s.max_restarts, "--max-restarts"), _JOINED), within=COUNT_OR_NONE
+    )
+    """Fewest training hosts with which a restart continues if not all of --actor-num-nodes are back after
+    --restart-wait-s. The data-parallel size shrinks; batches stay as they are. 0: a restart needs all hosts."""
     exit_signal_handler: bool = False
     """On SIGTERM, finish the current step, save a checkpoint and exit with code 75, as always on SIGUSR1. A second
     SIGTERM ends the run at once. Default: SIGTERM ends the run at once, without a checkpoint."""
     exit_duration_in_mins: int | None = opt(None, within=COUNT)
     """After this many minutes, restarts included, finish the current step, save a checkpoint and exit with code 75."""
+
+
+def fewer_hosts_are_fewer(args: Args) -> str | None:
+    if args.min_actor_num_nodes <= args.actor_num_nodes:
+        return None
+    return (
+        f"min_actor_num_nodes {args.min_actor_num_nodes} is more than actor_num_nodes {args.actor_num_nodes}, but a "
+        "restart never uses more hosts than the first launch; lower it"
+    )
 
 
 def restarts_have_a_checkpoint(args: Args) -> str | None:
@@ -315,4 +329,4 @@ def early_end_has_a_checkpoint(args: Args) -> str | None:
     )
 
 
-FLEET_RULES: tuple[Rule, ...] = (restarts_have_a_checkpoint, early_end_has_a_checkpoint)
+FLEET_RULES: tuple[Rule, ...] = (restarts_have_a_checkpoint, fewer_hosts_are_fewer, early_end_has_a_checkpoint)

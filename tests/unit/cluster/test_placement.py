@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.cluster import host_actor
-from slime.cluster.hosts import bundles_of, by_number, host_of_node
+from slime.cluster.hosts import bundles_of, by_number, host_of_node, num_hosts_that_fit
 from slime.cluster.placement import EngineDemand, Host, PlacementPlan, in_device_order, plan_placement
 from slime.core.errors import ConfigError
 from slime.settings import parse_args
@@ -42,6 +42,15 @@ def test_trainer_and_engine_on_hosts_of_their_own() -> None:
     assert found.address_of(found.engines[0].slots[0]) == "10.0.0.2"
 
 
+def on_cluster(model: Path, folder: Path) -> list[str]:
+    """The flags of a run on a Ray cluster."""
+    return [
+        *("--hf-checkpoint", str(model), "--rollout-batch-size", "16", "--num-rollout", "1", "--rm-type", "math"),
+        *("--data-source-path", "a.b", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"),
+        *("--ray-address", "10.0.0.1:6379", "--run-dir", str(folder / "run")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "bundles"),
     [
@@ -55,12 +64,31 @@ def test_an_autoscaler_is_asked_for_what_the_plan_takes(
     flags: str, bundles: list[int], tiny_qwen3: Path, tmp_path: Path
 ) -> None:
     """Law: one bundle for each training host, and for each engine, or part of it on a host, that shares no slot."""
-    base = ["--hf-checkpoint", str(tiny_qwen3), "--rollout-batch-size", "16", "--num-rollout", "1", "--rm-type", "math"]
-    base += ["--data-source-path", "a.b", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
-    base += ["--ray-address", "10.0.0.1:6379", "--run-dir", str(tmp_path / "run")]
     for device, units in (("cpu", ("CPU",)), ("cuda", ("GPU", "CPU"))):
-        args = parse_args([*base, "--device", device, *flags.split()])
+        args = parse_args([*on_cluster(tiny_qwen3, tmp_path), "--device", device, *flags.split()])
         assert bundles_of(args) == [{unit: float(size) for unit in units} for size in bundles]
+
+
+@pytest.mark.parametrize(
+    ("flags", "slots", "fits"),
+    [
+        ("--min-actor-num-nodes 1", (2, 2, 2), 3),
+        ("--min-actor-num-nodes 1", (2, 1), 1),
+        ("--min-actor-num-nodes 2", (2,), None),
+        ("--min-actor-num-nodes 1", (1, 1), None),
+        ("--min-actor-num-nodes 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", (2, 2, 2), 2),
+        ("--min-actor-num-nodes 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", (2,), None),
+        ("", (2, 2, 2), None),
+    ],
+)
+def test_a_restart_takes_as_many_hosts_as_there_are(
+    flags: str, slots: tuple[int, ...], fits: int | None, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Law: no fewer than --min-actor-num-nodes, and only a number that the parallel sizes divide."""
+    size = "--actor-num-nodes 4 --actor-num-gpus-per-node 2 --colocate"
+    restarts = f"--max-restarts 1 --save {tmp_path} --load {tmp_path} --save-interval 1"
+    args = parse_args([*on_cluster(tiny_qwen3, tmp_path), *f"{size} {restarts} {flags}".split()])
+    assert num_hosts_that_fit(args, hosts(*slots)) == fits
 
 
 def test_training_nodes_are_different_hosts() -> None:

@@ -94,6 +94,7 @@ def loop(args):
     subprocess.Popen(orphan, start_new_session=True, env={**os.environ, RUN_ID_ENV: args.run_id})
     facts = {"pid": os.getpid(), "run_id": args.run_id, "load": args.load, "wandb": args.wandb_run_id}
     facts |= {"restart": restart and restart.facts(), "time": time.time(), "group": os.getpgrp()}
+    facts |= {"hosts": args.actor_num_nodes, "gpus": args.rollout_num_gpus}
     with starts.open("a") as file:
         file.write(json.dumps(facts) + "\\n")
     with (run / "metrics.jsonl").open("a") as file:
@@ -113,6 +114,11 @@ def fault():
 
 def mistake():
     raise errors.ConfigError("there is no such thing")
+
+def two_hosts_left():
+    error = errors.ConfigError("the run needs 3 hosts")
+    error.num_hosts = 2
+    raise error
 
 def hang():
     time.sleep(600)
@@ -210,6 +216,16 @@ def test_the_status_of_the_last_start_is_that_of_the_command(script: Script) -> 
     assert kept.code == 2 and len(kept.starts) == 2, kept.output
     assert "not restarted: a restart would fail the same way" in kept.output
     assert "ConfigError: there is no such thing" in kept.output
+
+
+@pytest.mark.slow
+def test_a_start_that_lacks_hosts_is_repeated_on_those_that_are_there(script: Script) -> None:
+    """Law: engines that share the training GPUs shrink with them; after the next fault, all hosts are wanted again."""
+    flags = ["--max-restarts", "3", "--ray-address", "127.0.0.1:1", "--actor-num-nodes", "3", "--colocate"]
+    kept = script.run("fault,two_hosts_left,fault,ends_well", *flags, "--min-actor-num-nodes", "1")
+    assert kept.code == 0, kept.output
+    assert [(start["hosts"], start["gpus"]) for start in kept.starts] == [(3, 3), (3, 3), (2, 2), (3, 3)]
+    assert "continues with step 2, from step_000001 on 2 training hosts, because no more are there" in kept.output
 
 
 @pytest.mark.slow
