@@ -1,4 +1,4 @@
-"""`slime doctor`: checks whether this machine can run slime, and says how to fix problems.
+"""`slime doctor`: checks whether this machine, or all hosts of a Ray cluster, can run slime, and how to fix problems.
 
 An exception in a check is also a finding. Engines are imported in a separate process, so that a crash or a hang is
 reported like any other problem.
@@ -13,9 +13,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import slime
 from slime.core.cores import usable_cores
@@ -23,6 +25,9 @@ from slime.core.engine_interface import WINDOW
 from slime.core.errors import ConfigError, DataError
 from slime.core.processes import OF_LIBRARIES, SHORTER, longest_room, new_run_id, ray_folder, too_long
 from slime.observability.run_folder import host_facts, versions
+
+if TYPE_CHECKING:
+    from slime.cluster.cluster_check import ClusterReport, HostReport
 
 TESTED = {
     **WINDOW,
@@ -248,12 +253,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="check only this checkpoint's chat template: which agent actions leave earlier tokens as is",
     )
+    parser.add_argument(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="check all hosts of this Ray cluster: versions, shared folders, clocks, GPUs, all-reduce bandwidth",
+    )
+    parser.add_argument(
+        "--shared",
+        metavar="DIR",
+        action="append",
+        help="with --ray-address: a folder that all hosts must see and write; may be repeated (default: this folder)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints every finding; returns 1 if a check failed."""
     if options.template is not None:
         return report(options.template)
+    if options.ray_address is not None:
+        return check_hosts(options.ray_address, [Path(folder) for folder in options.shared or ["."]])
+    if options.shared:
+        raise ConfigError("--shared is for checks of a cluster; set --ray-address HOST:PORT, too")
     failed = []
     for finding in find_all(options.device, engines=not options.no_engines, begun=_show_begun):
         print(f"{finding.state:>4}  {finding.name:<16} {finding.detail}", flush=True)
@@ -266,6 +286,51 @@ def _show_begun(name: str) -> None:
     """Shows on a terminal which check is running, until its finding replaces the line."""
     if sys.stdout.isatty():
         print(f"  ..  {name:<16}", end="\r", flush=True)
+
+
+COLUMNS = ("host", "address", "versions", "folders", "clock", "GPUs", "all-reduce")
+
+
+def check_hosts(address: str, folders: Sequence[Path]) -> int:
+    """Prints a table with a row per host and a sentence per problem; returns 1 if a run would fail.
+
+    Raises `ConfigError` if there is no cluster or a folder does not exist.
+    """
+    from slime.cluster.launch_run import prepare_environment
+
+    run_id = new_run_id()
+    prepare_environment(run_id, ray_address=address)  # before Ray is imported
+    from slime.cluster.cluster_check import check_cluster
+
+    found = check_cluster(address, [folder.absolute() for folder in folders], run_id=run_id, begun=_show_begun)
+    print(f"versions here: {', '.join(f'{name} {version}' for name, version in found.versions.items())}")
+    rows = [COLUMNS, *(_row(found, host) for host in found.hosts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for backend, bandwidth in found.overall.items():
+        print(f"all-reduce over all hosts ({backend}): {bandwidth / 1e9:.2f} GB/s")
+    for note in found.notes:
+        print(f"{'note':>4}  {note}")
+    for problem in found.problems:
+        print(f"{FAIL if problem.is_fatal else WARN:>4}  {problem.host}{': ' if problem.host else ''}{problem.text}")
+    failed = sum(problem.is_fatal for problem in found.problems)
+    print(f"this cluster has {failed} problem{'s'[: failed != 1]}" if failed else "this cluster can run slime")
+    return int(bool(failed))
+
+
+def _row(found: ClusterReport, host: HostReport) -> tuple[str, ...]:
+    if (facts := host.facts) is None:
+        return host.name, host.address, *["?"] * (len(COLUMNS) - 2)
+    differ = [name for name, version in found.versions.items() if facts.versions.get(name, version) != version]
+    free = ", ".join(f"{folder} {free / 2**30:.0f} GiB free" for folder, free in facts.free_bytes.items())
+    skew = "?" if host.skew_s is None else f"{host.skew_s:+.3f} s"
+    kinds = Counter(f"{gpu.name} (driver {gpu.driver})" for gpu in facts.gpus)
+    gpus = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none"
+    reduces = ", ".join(f"{kind} {value / 1e9:.2f} GB/s" for kind, value in host.bandwidths.items()) or "not measured"
+    seen = "not shared; " if facts.unseen else "not writable; " if facts.unwritable else ""
+    versions = f"other {', '.join(differ)}" if differ else "same"
+    return facts.name, host.address, versions, seen + free, skew, gpus, reduces
 
 
 def report(folder: str) -> int:

@@ -92,6 +92,11 @@ class RunProcess:
     state: str
     """State in /proc."""
 
+    @property
+    def key(self) -> tuple[str, ProcessId]:
+        """Process ids of two hosts may be equal."""
+        return self.host, self.id
+
 
 def name_of(pid: int, default: str) -> str:
     """Returns what messages call a process, by the log of the run that it has open."""
@@ -252,7 +257,7 @@ class HangDoctor:
         self._alive_s = now
         self._threads = DaemonThreads()
         self._scan: tuple[Future[list[RunProcess]], list[Any]] | None = None
-        self._stopped: dict[ProcessId, tuple[float, RunProcess]] = {}
+        self._stopped: dict[object, tuple[float, RunProcess]] = {}
         """Process -> since when it is stopped."""
         self._incidents: dict[object, Incident] = {}
         self._exam: _Exam | None = None
@@ -307,13 +312,13 @@ class HangDoctor:
             found = [*(_result(here) or ()), *(p for ref in there for p in peek(ref) or ())]
             self._scan = None
             before = self._stopped
-            self._stopped = {p.id: (before.get(p.id, (now,))[0], p) for p in found}
+            self._stopped = {p.key: (before.get(p.key, (now,))[0], p) for p in found}
 
     def _notice(self, for_what: str, now: float) -> None:
         found: dict[object, Incident] = {}
-        for id, (since, process) in self._stopped.items():
+        for key, (since, process) in self._stopped.items():
             if now - since >= STOPPED_S:
-                found[id] = Incident(id, since, process)
+                found[key] = Incident(key, since, process)
         since_s = self._still.since_s(now, 2 * self._every_s)
         stopped = {process.name for _, process in self._stopped.values()}
         if since_s is not None and now - since_s >= self._report_s and not any(map(_RANK.fullmatch, stopped)):
@@ -353,25 +358,26 @@ class HangDoctor:
             return
         parts = [part for part in (_result(exam.here), *map(peek, exam.there)) if part is not None]
         self._exam = None
-        spied = {standing.name: standing for standings, _ in parts for standing in standings}
+        spied = [standing for standings, _ in parts for standing in standings]
         self._conclude(exam, responded, spied, [gpus for _, gpus in parts if gpus], now)
 
     def _conclude(
         self,
         exam: _Exam,
         responded: Mapping[int, Look],
-        spied: Mapping[str, Standing],
+        spied: Sequence[Standing],
         gpus: Sequence[str],
         now: float,
     ) -> None:
-        ranks = [self._rank(rank, responded, spied) for rank in range(len(self._trainers))]
-        others = [s for name, s in spied.items() if not _RANK.fullmatch(name)]
+        of_ranks = {standing.name: standing for standing in spied if _RANK.fullmatch(standing.name)}
+        ranks = [self._rank(rank, responded, of_ranks) for rank in range(len(self._trainers))]
+        others = [standing for standing in spied if not _RANK.fullmatch(standing.name)]
         incident, process = exam.incident, exam.incident.process
         if incident.key == "ranks" or (process is not None and _RANK.fullmatch(process.name)):
             verdict = judge(ranks, waits_for=exam.for_what)
         else:
             name = process.name if process is not None else "the rollout process"
-            mine = [s for s in others if process is None or s.pid == process.id.pid][:1]
+            mine = [s for s in others if process is None or (s.host, s.pid) == (process.host, process.id.pid)][:1]
             verdict = judge(
                 mine or [Standing(name, process.host if process else "its host", 0, unread="it does not respond")],
                 waits_for=exam.for_what,

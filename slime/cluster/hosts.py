@@ -463,21 +463,29 @@ def _digest_of_sources() -> str:
 
 
 def require_same_versions(driver: str, wanted: Mapping[str, str], found: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises one `ConfigError` for all hosts that differ from the driver's. `found`: host -> its `versions_here`.
-
-    A package that only one of two hosts has is not a difference: a host without engines may lack SGLang.
-    """
-    told = []
-    for host, versions in found.items():
-        names = [name for name in wanted if versions.get(name, wanted[name]) != wanted[name]]
-        if names:
-            theirs, ours = (" and ".join(f"{name} {of[name]}" for name in names) for of in (versions, wanted))
-            told.append(f"{host} has {theirs}, but {driver} has {ours}")
+    """Raises one `ConfigError` for all hosts that differ from the driver's. `found`: host -> its `versions_here`."""
+    told = [f"{host} {text}" for host, text in differing_versions(driver, wanted, found).items()]
     if told:
         raise ConfigError(
             f"hosts have different versions: {'; '.join(told)}; install the same versions in the environment from "
             "which `ray start` was called on each host, and restart Ray there"
         )
+
+
+def differing_versions(
+    driver: str, wanted: Mapping[str, str], found: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Returns host -> what it has and `driver` has, for hosts that differ. `found`: host -> its `versions_here`.
+
+    A package that only one of two hosts has is not a difference: a host without engines may lack SGLang.
+    """
+    told = {}
+    for host, versions in found.items():
+        names = [name for name in wanted if versions.get(name, wanted[name]) != wanted[name]]
+        if names:
+            theirs, ours = (" and ".join(f"{name} {of[name]}" for name in names) for of in (versions, wanted))
+            told[host] = f"has {theirs}, but {driver} has {ours}"
+    return told
 
 
 SEEN_WITHIN_S = 30.0

@@ -189,11 +189,11 @@ def cluster_problems(args: Args) -> Iterator[str]:
         return
     host, port = split_address(args.ray_address)
     until_s = time.monotonic() + args.cluster_wait_s
-    if (reason := _why_unreachable(host, port)) is not None and args.cluster_wait_s:
+    if (reason := why_unreachable(host, port)) is not None and args.cluster_wait_s:
         logger.warning("waiting %.0f s for the Ray cluster at %s: %s", args.cluster_wait_s, args.ray_address, reason)
     while reason is not None and time.monotonic() < until_s:
         time.sleep(AGAIN_S)
-        reason = _why_unreachable(host, port)
+        reason = why_unreachable(host, port)
     if reason is not None:
         waited = f" within {args.cluster_wait_s:g} s" if args.cluster_wait_s else ""
         yield (
@@ -202,7 +202,7 @@ def cluster_problems(args: Args) -> Iterator[str]:
         )
 
 
-def _why_unreachable(host: str, port: int) -> str | None:
+def why_unreachable(host: str, port: int) -> str | None:
     """Returns why there is no Ray cluster at an address, or None."""
     try:
         with socket.create_connection((host, port), timeout=CONNECT_LIMIT_S) as connection:

@@ -17,7 +17,7 @@ import logging
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -150,15 +150,17 @@ class JoinedRay(RaySession):
 
     def _start(self) -> None:
         """Joins the cluster. Raises `ActorFailed` if that fails."""
-        _join(self._args)
+        assert self._args.ray_address is not None, "no cluster to join"
+        join_cluster(self._args.ray_address, self._args.run_id, forwarded=self._args.forward_env_vars)
 
 
-def _join(args: Args) -> None:
-    variables = for_actors(os.environ, named=args.forward_env_vars)
+def join_cluster(address: str, run_id: str, *, forwarded: Sequence[str] = ()) -> None:
+    """Joins the cluster. `forwarded`: additional variables for its processes. Raises `ActorFailed` if that fails."""
+    variables = for_actors(os.environ, named=forwarded)
     try:
         ray.init(
-            address=args.ray_address,
-            namespace=f"slime-{args.run_id}",
+            address=address,
+            namespace=f"slime-{run_id}",
             log_to_driver=False,
             logging_level=logging.ERROR,
             runtime_env={"env_vars": variables, "worker_process_setup_hook": SETUP_HOOK},
@@ -166,7 +168,7 @@ def _join(args: Args) -> None:
     except Exception as error:
         ray.shutdown()
         raise ActorFailed(
-            f"cannot join the Ray cluster at {args.ray_address}: {error_line(error)}; run the driver on one of its "
+            f"cannot join the Ray cluster at {address}: {error_line(error)}; run the driver on one of its "
             "hosts, with the cluster's Ray and Python versions, RAY_AUTH_MODE and RAY_AUTH_TOKEN"
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -12,21 +13,25 @@ from pathlib import Path
 
 import pytest
 
+from recipes.tiny.tasks import SFT_FILE
 from slime.observability.stacks import standing_of
 from tests.e2e.test_restarts import starts_of, training_ranks
-from tests.support.e2e import Flags, RealRun, latest_step
+from tests.support.e2e import Flags, RealRun, latest_step, sums_task
 from tests.support.faults import WORKER, hit, victim_of
+from tests.support.hosted_run import HostedRun
+from tests.support.hosts import ray_cluster, why_no_hosts
 from tests.unit.observability.test_alerts import Hook
 
 pytestmark = pytest.mark.slow
 
+NO_HOSTS = why_no_hosts()
 NAMED_WITHIN_S = 60.0
 HOST = re.escape(socket.gethostname())
 LINE = r"\S+\.py:\d+ in \w+"
 CONSTANT_LR: Flags = ["--lr", "1e-3", "--lr-decay-style", "constant"]
 
 
-def named(run: RealRun, pattern: str) -> re.Match[str]:
+def named(run: RealRun | HostedRun, pattern: str) -> re.Match[str]:
     """The sentence about the hang, which must come in time."""
     began = time.monotonic()
     run.wait_until("the sentence", lambda: re.search(pattern, run.output) is not None, NAMED_WITHIN_S)
@@ -89,3 +94,35 @@ def test_a_rollout_worker_that_is_stopped_is_named_and_replaced(
         assert "died, restarting it" in (run.run_dir / "logs" / "rollout.log").read_text()
         assert run.interrupt() == 130, run.tail
         assert run.left() == []
+
+
+@pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "there are hosts")
+def test_a_rank_that_is_stopped_on_another_host_is_named_with_that_host_and_can_be_continued(
+    tmp_path: Path, tasks: Path, tiny_qwen3: Path
+) -> None:
+    """Law: rank, host and line within a minute. The command in the sentence, entered on that host, ends the hang, the
+    run says so, and goes on."""
+    shutil.copytree(tiny_qwen3, tmp_path / "model")
+    shutil.copytree(tasks, tmp_path / "tasks")
+    flags = sums_task(tmp_path / "model", tmp_path / "tasks" / SFT_FILE, num_steps=1_000_000)
+    with (
+        ray_cluster(tmp_path, [1, 1]) as cluster,
+        HostedRun(cluster, tmp_path / "run", [*flags, "--actor-num-nodes", "2"]) as run,
+    ):
+        here, there = (re.escape(host.name) for host in cluster.hosts)
+        run.wait_until("step 1", lambda: max(run.metrics("train"), default=-1) >= 1)
+        ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
+        os.kill(ranks[1], signal.SIGSTOP)
+        sentence = named(
+            run,
+            rf"hang: .*training rank 0 on {here} waits in \w+ at {LINE} for training rank 1 on {there} .*: "
+            rf"training rank 1 on {there} is stopped \(state T; kill -CONT (\d+) continues it\) .*at {LINE}",
+        )
+        report = (run.run_dir / "logs" / "hang_001.txt").read_text()
+        assert f"training rank 1 on {cluster.hosts[1].name}" in report
+        before = max(run.metrics("train"))
+        cluster.hosts[1].run(["bash", "-c", f"kill -CONT {sentence[1]}"])
+        run.wait_until("the end of the hang", lambda: "it moves again after" in run.output, 60)
+        run.wait_until("more steps", lambda: max(run.metrics("train")) > before + 1, 120)
+        assert run.interrupt() == 130, run.tail
+        assert run.left_on_hosts() == []

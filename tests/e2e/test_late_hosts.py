@@ -54,14 +54,14 @@ def half_a_cluster(shared: Path) -> Iterator[tuple[FakeCluster, FakeHost]]:
 def test_a_host_that_joins_late_is_waited_for(shared: Path, flags: Flags) -> None:
     """Law: the run says what is missing, and starts once it is there. Without --cluster-wait-s it is refused."""
     with half_a_cluster(shared) as (cluster, late):
-        with HostedRun(cluster, shared / "refused", [*flags, "--num-rollout", "1"]) as run:
+        with HostedRun(cluster, shared / "refused", [*flags, "--num-rollout", "4"]) as run:
             assert run.wait() == 2, run.tail
             assert "need 2 hosts with 1 free slots each" in run.output and "--cluster-wait-s" in run.output, run.tail
-        with HostedRun(cluster, shared / "late", [*flags, "--num-rollout", "2", "--cluster-wait-s", "300"]) as run:
+        with HostedRun(cluster, shared / "late", [*flags, "--num-rollout", "4", "--cluster-wait-s", "300"]) as run:
             run.wait_until("the wait", lambda: WAITS in run.output)
             late.start_ray(1, head=cluster.address)
             assert run.wait() == 0, run.tail
-            assert sorted(run.metrics("train")) == [0, 1]
+            assert sorted(run.metrics("train")) == [0, 1, 2, 3]
 
 
 def test_a_restart_waits_for_the_host_that_was_lost(shared: Path, flags: Flags) -> None:

@@ -7,7 +7,8 @@ and which shared-memory files they use, because none of that can be asked afterw
 Invariants
 1. Signals go to the driver of this run, or to the session that was made for it; to nothing else.
 2. Every wait has a limit, and its failure shows the end of the run's output.
-3. `OMP_NUM_THREADS` is 1 in every run: tiny models are fastest so, and equal bits need equal numbers of threads.
+3. A driver dies with the tests, also when they are killed; the guardian of its run removes the rest.
+4. `OMP_NUM_THREADS` is 1 in every run: tiny models are fastest so, and equal bits need equal numbers of threads.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ WATCH_EVERY_S = 1.0
 """A look takes some ten milliseconds of the cores that the run needs."""
 NUMBERS = re.compile(r"(?<![0-9a-z])\d+(?![0-9a-z])")
 """In names of files: pids, and not the digits of random hexadecimals."""
+
+WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""Before a command (util-linux): the kernel kills it when the thread that started it ends."""
 
 NUM_STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT = 16, 8, 8
 """Sizes of the runs of the digits task."""
@@ -163,10 +167,10 @@ class RealRun:
         self.clean_s = 0.0
         """From the first question whether anything is left to the answer."""
         interpreter = "bash" if script.endswith(".sh") else sys.executable
-        command = [interpreter, script, "--device", "cpu", *last_of_each(flags), "--run-dir", str(run_dir)]
+        words = [interpreter, script, "--device", "cpu", *last_of_each(flags), "--run-dir", str(run_dir)]
         with self._output.open("wb") as output:
             self._driver = subprocess.Popen(
-                command,
+                [*WITH_ITS_PARENT, *words],
                 cwd=ROOT,
                 env={**environment(), **(more_env or {})},
                 stdout=output,

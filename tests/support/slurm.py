@@ -1,7 +1,7 @@
 """A Slurm cluster over hosts that are namespaces of this machine (`tests.support.hosts`): slurmctld, slurmd and munge.
 
 The programs are those of Debian's packages slurmctld, slurmd, slurm-client and munge, installed, or unpacked below the
-folder that the variable SLURM_ROOT names.
+folder that the variable SLURM_ROOT names. That must not be in /tmp, because every host has a /tmp of its own.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def why_no_slurm() -> str:
     missing = [program for program in PROGRAMS if not (PREFIX / "usr/sbin" / program).is_file()]
     if missing:
         return f"{', '.join(missing)} is not installed (Debian: slurmctld, slurmd, slurm-client, munge)"
+    if PREFIX.resolve().is_relative_to("/tmp"):
+        return f"SLURM_ROOT {PREFIX} is in /tmp, of which every host has its own; unpack the packages elsewhere"
     return why_no_hosts()
 
 

@@ -17,10 +17,9 @@ import pytest
 from ray import exceptions
 from ray.exceptions import OutOfMemoryError, RayTaskError
 
-from slime.cluster import memory_watch
+from slime.cluster import launch_run
 from slime.cluster import waiting as failures
-from slime.cluster.launch_run import how_to_resume, resume_command
-from slime.cluster.memory_watch import MemoryWatch
+from slime.cluster.launch_run import MemoryWatch, how_to_resume, resume_command
 from slime.cluster.preflight import preflight
 from slime.cluster.start_actors import LOGS_PER_POLL, StartProgress, Waiting
 from slime.core import blame
@@ -176,7 +175,7 @@ def test_the_end_of_a_process_names_rank_host_signal_and_log(
 
 def test_no_message_names_a_process_that_is_gone_by_its_pid() -> None:
     """Of those that live, or did: the report of memory, who holds a folder, and what stands still."""
-    allowed = {"memory_watch.py", "lease.py", "guardian.py", "stacks.py"}
+    allowed = {"launch_run.py", "lease.py", "guardian.py", "stacks.py"}
     found = [
         f"{path.name}: {line.strip()}"
         for path in sorted((Path(failures.__file__).parents[1]).rglob("*.py"))
@@ -202,7 +201,7 @@ def test_memory_is_told_by_process_those_that_are_gone_included(monkeypatch: pyt
         assert usage.rss_bytes > 200 * 2**20
         assert "did not kill any process" in watch.report() or "the kernel killed" in watch.report()
         child.kill()
-    monkeypatch.setattr(memory_watch, "num_oom_kills", lambda: (watch._before or 0) + 2)
+    monkeypatch.setattr(launch_run, "num_oom_kills", lambda: (watch._before or 0) + 2)
     watch._before = watch._before or 0
     told = watch.report()
     assert "the kernel killed 2 processes during the run" in told and f"(pid {child.pid}, gone) 0.2 GiB" in told, told
