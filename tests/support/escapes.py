@@ -324,20 +324,15 @@ def a_million_files():
         made += 1
     return made
 def memory_of_eight_processes():
-    began, part = [], int(0.7 * MEMORY)
-    sums = mmap.mmap(-1, 8 * 8)
-    for i in range(8):
-        child = os.fork()
-        if not child:
-            held = bytearray(part)
-            struct.pack_into("Q", sums, 8 * i, len(held))
-            time.sleep(5)
-            os._exit(0)
-        began.append(child)
-    time.sleep(4)
-    return sum(struct.unpack("8Q", sums[:])) > 3 * MEMORY and "several times the limit"
+    return still_held(8, 3 * MEMORY, lambda take: take(bytearray(int(0.7 * MEMORY))))
+def shared_memory_of_eight_processes():
+    def hold(take):
+        held = mmap.mmap(-1, int(0.7 * MEMORY))
+        for at in range(0, len(held), 4096):
+            held[at] = 1
+        take(held)
+    return still_held(8, 3 * MEMORY, hold)
 def memory_in_sockets():
-    sums = mmap.mmap(-1, 24 * 8)
     part = bytes(1 << 16)
     def fill(end):
         end.setblocking(False)
@@ -346,62 +341,67 @@ def memory_in_sockets():
                 yield end.send(part)
         except BlockingIOError:
             pass
-    for i in range(24):
-        if not os.fork():
-            held, ends = 0, []
-            try:
-                while held < MEMORY // 4:
-                    ends += socket.socketpair()
-                    held += sum(fill(ends[-1])) + sum(fill(ends[-2]))
-                    struct.pack_into("Q", sums, 8 * i, held)
-            except OSError:
-                pass
-            time.sleep(8)
-            os._exit(0)
-    time.sleep(6)
-    return sum(struct.unpack("24Q", sums[:])) > 2 * MEMORY and "several times the limit"
+    def hold(take):
+        held, ends = 0, []
+        try:
+            while held < MEMORY // 4:
+                ends += socket.socketpair()
+                held += sum(fill(ends[-1])) + sum(fill(ends[-2]))
+                take(ends, held)
+        except OSError:
+            pass
+    return still_held(24, 2 * MEMORY, hold)
 def memory_of_children_of_a_thread():
     import threading
     said = []
     def start():  # whose children are the main thread's as soon as it ends
-        said.append(still_held([holds_memory() for _ in range(8)]))
-        time.sleep(9)
+        said.append(still_held(8, 3 * MEMORY, half))
+        time.sleep(60)
     threading.Thread(target=start, daemon=True).start()
-    time.sleep(4)
-    return said and said[0]
-def memory_of_processes_whose_main_thread_ended():
-    return still_held([holds_memory(ends=True) for _ in range(8)])
-def holds_memory(ends=False):
-    if child := os.fork():
-        return child
-    def hold():
+    while not said:
         time.sleep(0.1)
-        held = bytearray(b"x") * int(0.5 * MEMORY)
-        time.sleep(6)
+    return said[0]
+def memory_of_processes_whose_main_thread_ended():
+    return still_held(8, 3 * MEMORY, half, ends=True)
+def half(take):
+    take(bytearray(b"x") * int(0.5 * MEMORY))
+def still_held(num, most, hold, ends=False):
+    # Whether children hold more than `most` for half a minute, because whoever ends them may be slow. Returns at once
+    # when they are dead, or could not take more.
+    import threading
+    PATIENCE_S, sums = 30, mmap.mmap(-1, 2 * 8 * num)
+    def child(i):
+        kept = []
+        def take(what, size=None):
+            kept.append(what)
+            struct.pack_into("Q", sums, 16 * i, len(what) if size is None else size)
+        try:
+            hold(take)
+        except MemoryError:
+            pass
+        struct.pack_into("Q", sums, 16 * i + 8, 1)
+        time.sleep(3 * PATIENCE_S)
         os._exit(0)
-    if ends:
-        import threading
-        threading.Thread(target=hold).start()
-        libc.syscall(ctypes.c_long(NUMBERS["exit"]), 0)
-    hold()
-def still_held(began):
-    time.sleep(2)
-    alive = sum(os.waitpid(child, os.WNOHANG)[0] == 0 for child in began)
-    for child in began:
-        quiet(lambda child=child: os.kill(child, 9))  # or they would be found when their parent is gone
-    return alive * 0.5 > 3 and f"{alive} processes, each with half the limit"
-def shared_memory_of_eight_processes():
-    sums = mmap.mmap(-1, 8 * 8)
-    for i in range(8):
-        if not os.fork():
-            held = mmap.mmap(-1, int(0.7 * MEMORY))
-            for at in range(0, len(held), 4096):
-                held[at] = 1
-            struct.pack_into("Q", sums, 8 * i, len(held))
-            time.sleep(5)
-            os._exit(0)
-    time.sleep(4)
-    return sum(struct.unpack("8Q", sums[:])) > 3 * MEMORY and "several times the limit"
+    living = {}
+    for i in range(num):
+        pid = os.fork()
+        if not pid and ends:
+            threading.Thread(target=child, args=(i,)).start()
+            libc.syscall(ctypes.c_long(NUMBERS["exit"]), 0)
+        if not pid:
+            child(i)
+        living[i] = pid
+    end, total = time.monotonic() + PATIENCE_S, most + 1
+    while time.monotonic() < end:
+        living = {i: pid for i, pid in living.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        told = [struct.unpack_from("QQ", sums, 16 * i) for i in living]
+        total = sum(held for held, _ in told)
+        if total <= most and all(done for _, done in told):
+            break
+        time.sleep(0.05)
+    for pid in living.values():
+        quiet(lambda pid=pid: os.kill(pid, 9))  # or they would be found when their parent is gone
+    return total > most and f"{total} bytes in {len(living)} processes"
 """
 """Those that take time, or that the holder may end."""
 MEMORY_BYTES = 512 << 20
@@ -409,7 +409,7 @@ MEMORY_BYTES = 512 << 20
 
 def names(source: str) -> list[str]:
     """Of the attempts in it; the others are helpers."""
-    helpers = ("call_fd", "quiet", "holds_memory", "still_held")
+    helpers = ("call_fd", "quiet", "half", "still_held")
     found = [line.removeprefix("def ").partition("(")[0] for line in source.splitlines() if line.startswith("def ")]
     return [name for name in found if name not in helpers]
 
