@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from slime.cluster.hang_doctor import MOVED_BYTES, Look, Stillness, name_of
+from slime.cluster.hang_doctor import (
+    MOVED_BYTES,
+    HangDoctor,
+    Incident,
+    Look,
+    RunProcess,
+    Stillness,
+    _Exam,
+    name_of,
+)
 from slime.core.blame import Place
 from slime.observability.stacks import Standing
+from slime.serving.child_process import ProcessId
 
 BUSY = Standing(
     "training rank 0", "node", 1, "S", (Place("/x/slime/training/backend.py", 3, "train"),), enqueued={"0": 4}
@@ -77,3 +89,20 @@ def test_a_process_is_named_after_the_log_that_it_writes(tmp_path: Path) -> None
     }.items():
         with (tmp_path / "logs" / file).open("w"):
             assert name_of(os.getpid(), "python") == name, file
+
+
+def test_processes_of_two_hosts_with_one_pid_are_not_mixed_up(tmp_path: Path) -> None:
+    """Law: the sentence about a stopped process has the line of the process on its own host."""
+    said: list[str | None] = []
+    args: Any = SimpleNamespace(run_id="r", hang_report_s=30.0, hang_limit_s=0.0, max_restarts=0, device="cpu")
+    hosts: Any = SimpleNamespace(handles=list)
+    doctor = HangDoctor(args, [], None, hosts, tmp_path, tell=lambda key, text: said.append(text))
+    process = RunProcess(ProcessId(41, 7), "engine 3", "there", "T")
+    assert replace(process, host="here").key != process.key
+    standings = [
+        Standing("rollout worker 0", "here", 41, "T", (Place("/mine/a.py", 1, "wrong"),)),
+        Standing("engine 3", "there", 41, "T", (Place("/mine/b.py", 2, "right"),)),
+    ]
+    exam = _Exam(Incident(process.key, 0.0, process), "step 3", 9.0, {})
+    doctor._conclude(exam, {}, standings, [], 10.0)
+    assert said[0] is not None and "engine 3 on there is stopped" in said[0] and "b.py:2 in right" in said[0], said
