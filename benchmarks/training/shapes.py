@@ -61,14 +61,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": _dense(1024, 3072, 28, 16),
     "4b": _dense(2560, 9728, 36, 32),
     "8b": _dense(4096, 12288, 36, 32, tie_word_embeddings=False),
+    "32b": _dense(5120, 25600, 64, 64, tie_word_embeddings=False),
     **{
-        f"30b-a3b-{layers}l": _dense(2048, 6144, layers, 32, num_key_value_heads=4)
+        name: _dense(2048, 6144, layers, 32, num_key_value_heads=4)
         | _EXPERTS
         | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        for layers in (2, 6)
+        for name, layers in (("30b-a3b-2l", 2), ("30b-a3b-6l", 6), ("30b-a3b", 48))
     },
 }
-"""Name -> config.json: SmolLM2-135M, Qwen3-0.6B, -4B, -8B, Qwen3-30B-A3B cut to 2 or 6 layers, and two for a CPU."""
+"""Name -> config.json: SmolLM2-135M, Qwen3-0.6B to -32B, Qwen3-30B-A3B whole and cut to 2 or 6 layers, 2 tiny ones."""
 SHAPES |= {"30b-a3b-6l-layers": SHAPES["30b-a3b-6l"] | {"vocab_size": 1024}}
 """The same six layers with hardly any output layer, which otherwise takes half of the time."""
 
