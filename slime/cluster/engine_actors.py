@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from slime.cluster.host_actor import Slots
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
-from slime.cluster.waiting import introduce, translated
+from slime.cluster.waiting import introduce, put_once, translated
 from slime.core.blame import Process
 from slime.core.errors import EngineError
 from slime.core.liveness import Silence
@@ -198,6 +198,8 @@ OWNER_LIMIT_S = 7.0
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
 """How long a delivered token counts as a sign of life. `Engines` polls the rollout actor every few seconds."""
+UNREAD = object()
+"""Stands for the result of a check that has not been read."""
 END_LIMIT_S = 5.0
 """How long the actor of a lost engine has to stop its server before the actor is killed."""
 
@@ -226,7 +228,7 @@ class RayEngines:
     ) -> None:
         """Creates the initial actors. Their servers start immediately."""
         self._args, self._plan, self._slots, self._hosts = args, plan, slots, hosts
-        self._log_dir, self._keys = log_dir, keys
+        self._log_dir, self._keys, self._shared_args = log_dir, keys, put_once(args)
         running = [wanted for wanted in topology_of(args).wanted() if wanted.runs]
         self._placed = list(zip(plan.engines, running, strict=True))
         self.may_take_memory: Callable[[], bool] = lambda: True
@@ -308,11 +310,24 @@ class RayEngines:
 
     def troubles(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
+        answered = self._answered()
         for index, state in self._watched.items():
             for member in range(len(self._crews[index])):
-                if problem := self._look(index, member, state):
+                if problem := self._look(index, member, state, answered):
                     found.setdefault(index, problem)
         return found
+
+    def _answered(self) -> Mapping[Any, Any]:
+        """Returns the pending checks that have finished -> their results, with one call for all of them.
+
+        If one of them failed, returns no results, and `_look` gets each one by itself.
+        """
+        asked = [ref for ref, _ in self._looks.values()]
+        done = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
+        try:
+            return dict(zip(done, ray.get(done) if done else [], strict=True))
+        except RayError:
+            return dict.fromkeys(done, UNREAD)
 
     def start(self, engine: Engine) -> None:
         """Tells the old actors to stop. `started` replaces them once they have stopped or after `END_LIMIT_S`."""
@@ -345,7 +360,7 @@ class RayEngines:
         `wait_ready` reports problems on the first host.
         """
         for member in range(1, len(self._crews[index])):
-            if problem := self._look(index, member, State.STARTING):
+            if problem := self._look(index, member, State.STARTING, self._answered()):
                 raise EngineError(f"engine {index} did not start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:
@@ -360,7 +375,7 @@ class RayEngines:
         """Whether a restarting engine might be allocating memory right now."""
         return any(self.is_gated(index) for index in self._ready)
 
-    def _look(self, index: int, member: int, state: State) -> str | None:
+    def _look(self, index: int, member: int, state: State, answered: Mapping[Any, Any]) -> str | None:
         """Returns the problem found by an actor's pending check, if it has finished or is taking too long.
 
         Starts a new check if the last one is older than `LOOK_EVERY_S`.
@@ -374,13 +389,13 @@ class RayEngines:
                 self._looks[key] = self._crews[index][member].problem.remote(asks), Silence()
             return None
         ref, silence = asked
-        if not ray.wait([ref], timeout=0)[0]:
+        if ref not in answered:
             late = silence.exceeds(STARTING_OWNER_LIMIT_S if state is State.STARTING else OWNER_LIMIT_S)
             return f"its actor has not responded for {silence.lasts_s:.0f} s" if late else None
         del self._looks[key]
         self._seen_at[key] = now
         try:
-            problem: str | None = ray.get(ref)
+            problem: str | None = ray.get(ref) if answered[ref] is UNREAD else answered[ref]
         except RayError as error:
             return str(translated(error, f"a check of engine {index}"))
         return problem
@@ -406,7 +421,7 @@ class RayEngines:
             own = Node(node, len(placed.parts), self._gpus(part)) if len(placed.parts) > 1 else None
             host = self._plan.address_of(part[0])
             trained = self._placed[index][1].model.trained
-            words = (name, self._spec(index), str(self._log_dir), self._args, host, own, *meeting)
+            words = (name, self._spec(index), str(self._log_dir), self._shared_args, host, own, *meeting)
             owner = Process(
                 f"the actor of engine {index}" + f", on its host {node}," * bool(node),
                 str(self._plan.hosts[self._plan.slot_hosts[part[0]]]),

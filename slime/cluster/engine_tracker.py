@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.cluster.hosts import GuardedHosts
-from slime.cluster.waiting import all_there, peek, wait_for
+from slime.cluster.waiting import all_there, peek, put_once, wait_for
 from slime.core.engine_interface import WeightVersion
 from slime.core.errors import START_FLAG, DeadlineExceeded, EngineError, Hung, SlimeError
 from slime.core.liveness import WORKING, Silence
-from slime.core.topology import EngineLayout
+from slime.core.topology import EngineLayout, Worker
 from slime.fleet.supervisor import (
     EVALUATION,
     FROZEN,
@@ -87,7 +87,8 @@ class Actors:
 
         `flag`: the setting for the time limit, named in the timeout error.
         """
-        refs = [getattr(trainer, method).remote(*arguments) for trainer in self.trainers]
+        shared = [put_once(one) if isinstance(one, list | tuple) else one for one in arguments]
+        refs = [getattr(trainer, method).remote(*shared) for trainer in self.trainers]
         what = f"{method} on {len(refs)} training ranks"
         return wait_for(refs, for_what=what, limit_s=limit_s, on_poll=on_poll, flag=flag)
 
@@ -148,8 +149,10 @@ class Engines:
             restarts=args.use_fault_tolerance,
             vital=lambda engine: engine.role != EVALUATION or args.eval_fleet_must_work,
         )
-        self._admissions: dict[str, Any] = {}
-        """Engine address -> object ref of the rollout actor's `admit` call."""
+        self._admitted: set[str] = set()
+        """Addresses of the engines that may get requests."""
+        self._admissions: list[Any] = []
+        """Object refs of the rollout actor's pending `admit` calls."""
         self._stalled: Any = None
         """Object refs of the rollout actor's pending `stalled` and `progressing` calls."""
         self._ask_for_stalls_at = self._served_at = time.monotonic()
@@ -161,6 +164,7 @@ class Engines:
         self._away: frozenset[int] = frozenset()
         """Engines that the user has drained or is draining."""
         self._refused: dict[int, str] = {}
+        self._lookers: list[Callable[[], None]] = []
         self.members.follow(lambda before, after: port.watch(after))
         port.dismissed = self._lost
 
@@ -170,6 +174,10 @@ class Engines:
     def may_take_memory(self, says: Callable[[], bool]) -> None:
         """Sets the function that decides whether restarting engines may allocate GPU memory."""
         self._port.may_take_memory = says
+
+    def follow_looks(self, follower: Callable[[], None]) -> None:
+        """Calls `follower` at the end of every `tend`."""
+        self._lookers.append(follower)
 
     def up(self, index: int, url: str) -> None:
         """Records that engine `index` has started and responds at `url`."""
@@ -183,6 +191,8 @@ class Engines:
             self._supervisor.tend()
             self._look_for_stalls()
             self._admit()
+        for follower in self._lookers:
+            follower()
 
     def _follow_orders(self) -> None:
         """Drains the engines that `slime fleet` names, takes back those that it no longer names, and reports."""
@@ -391,12 +401,17 @@ class Engines:
 
     def _admit(self) -> None:
         """Allows requests to every ready engine. Does not block. Raises the errors of earlier `admit` calls."""
-        if asked := list(self._admissions.values()):
-            answered, _ = ray.wait(asked, timeout=0, num_returns=len(asked))
+        if self._admissions:
+            num = len(self._admissions)
+            answered, self._admissions = ray.wait(self._admissions, timeout=0, num_returns=num)
             wait_for(answered, for_what="the rollout side to register the engines", limit_s=NOTICE_S)
+        new: dict[tuple[str, Worker], list[str]] = {}
         for engine in self.members.in_states(State.READY):
-            if engine.url and engine.url not in self._admissions:
-                self._admissions[engine.url] = self._rollout.admit.remote(engine.model, [engine.url], engine.worker)
+            if engine.url and engine.url not in self._admitted:
+                new.setdefault((engine.model, engine.worker), []).append(engine.url)
+        for (model, worker), urls in new.items():  # one call for all of a kind
+            self._admitted.update(urls)
+            self._admissions.append(self._rollout.admit.remote(model, urls, worker))
 
     def _look_for_stalls(self) -> None:
         """Declares engines lost if they deliver no tokens. A stuck scheduler can still respond to health checks.
@@ -410,7 +425,7 @@ class Engines:
                     self._rollout.progressing.remote(STALLS_EVERY_S),
                 ]
         elif all_there(self._stalled):
-            stalled, bringing = (peek(answer) or () for answer in self._stalled)
+            stalled, bringing = (frozenset(peek(answer) or ()) for answer in self._stalled)
             self._stalled, self._ask_for_stalls_at = None, time.monotonic() + STALLS_EVERY_S
             for engine in self.members.in_states(State.READY):
                 if engine.url in bringing:
@@ -431,8 +446,8 @@ class Engines:
 
     def _dismiss(self, engine: Engine, *, died: bool = False) -> None:
         """Stops requests to an engine. Does not block, because requests in flight fail anyway."""
-        if engine.url in self._admissions:
-            del self._admissions[engine.url]
+        if engine.url in self._admitted:
+            self._admitted.remove(engine.url)
             self._rollout.dismiss.remote(engine.model, [engine.url], died)
 
     def _tend_until(self, holds: Callable[[], bool], limit_s: float, *, wall_clock: bool = False) -> bool:

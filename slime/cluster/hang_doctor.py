@@ -34,10 +34,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
-
 from slime.cluster.hosts import GuardedHosts
-from slime.cluster.waiting import all_there, peek
+from slime.cluster.waiting import all_there, peek_all
 from slime.core.blame import error_line
 from slime.core.errors import Hung
 from slime.core.processes import RUN_ID_ENV
@@ -299,17 +297,15 @@ class HangDoctor:
 
     def _collect(self, now: float) -> None:
         refs = {ref: rank for rank, ref in self._looks.items()}
-        if refs:
-            done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-            for ref in done:
-                del self._looks[refs[ref]]
-                if (look := peek(ref)) is not None:
-                    self._still.saw(refs[ref], look, now)
+        for ref, look in peek_all(list(refs)).items():
+            del self._looks[refs[ref]]
+            if look is not None:
+                self._still.saw(refs[ref], look, now)
         if self._alive is not None and all_there([self._alive]):
             self._alive, self._alive_s = None, now
         if self._scan is not None and self._scan[0].done():
             here, there = self._scan
-            found = [*(_result(here) or ()), *(p for ref in there for p in peek(ref) or ())]
+            found = [*(_result(here) or ()), *(p for answer in peek_all(there).values() for p in answer or ())]
             self._scan = None
             before = self._stopped
             self._stopped = {p.key: (before.get(p.key, (now,))[0], p) for p in found}
@@ -347,7 +343,8 @@ class HangDoctor:
         if exam is None:
             return
         is_late = now > exam.end_s
-        responded = {rank: look for rank, ref in exam.looks.items() if (look := peek(ref)) is not None}
+        answers = peek_all(list(exam.looks.values()))
+        responded = {rank: look for rank, ref in exam.looks.items() if (look := answers.get(ref)) is not None}
         if exam.here is None:
             if len(responded) < len(exam.looks) and now < exam.end_s - 0.75 * EXAM_LIMIT_S:
                 return
@@ -356,7 +353,7 @@ class HangDoctor:
             exam.there = [handle.actor.examine.remote(names) for handle in self._hosts.handles()]
         if not is_late and not (exam.here.done() and all_there(exam.there)):
             return
-        parts = [part for part in (_result(exam.here), *map(peek, exam.there)) if part is not None]
+        parts = [part for part in (_result(exam.here), *peek_all(exam.there).values()) if part is not None]
         self._exam = None
         spied = [standing for standings, _ in parts for standing in standings]
         self._conclude(exam, responded, spied, [gpus for _, gpus in parts if gpus], now)

@@ -79,7 +79,7 @@ MOST_DEATHS = 12
 """Number of consecutive actor deaths (about a minute, while an old guardian is running) before the host is rejected."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Node:
     host: Host
     handle: HostHandle | None = None
@@ -109,6 +109,8 @@ class GuardedHosts:
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
+        self._at = {node.host.address: [node] for node in self._nodes.values()}
+        """Address of another host -> its nodes."""
 
     def tend(self) -> None:
         """Checks all hosts once and replaces lost guardians."""
@@ -123,18 +125,23 @@ class GuardedHosts:
         living = self._ray.living()
         for host in self._others:
             for node_id in living.get(host.address, ()):
-                self._go_on(node_id, self._nodes.setdefault(node_id, _Node(host)))
+                if node_id not in self._nodes:
+                    self._nodes[node_id] = _Node(host)
+                    self._at[host.address].append(self._nodes[node_id])
+                self._go_on(node_id, self._nodes[node_id])
         known = {node_id for nodes in living.values() for node_id in nodes}
         for node_id in self._nodes.keys() - known:
-            self._put_off(self._nodes.pop(node_id), 0.0)
+            node = self._nodes.pop(node_id)
+            self._at[node.host.address].remove(node)
+            self._put_off(node, 0.0)
 
     def is_guarded(self, host: Host) -> bool:
         """Returns whether engines may start on the host now."""
-        return host not in self._others or any(node.is_guarded for node in self._at(host))
+        return host.address not in self._at or any(node.is_guarded for node in self._at[host.address])
 
     def has(self, host: Host) -> bool:
         """Returns whether the host is present, that is, guarded now or expected to be guarded again soon."""
-        return host not in self._others or any(node.is_there for node in self._at(host))
+        return host.address not in self._at or any(node.is_there for node in self._at[host.address])
 
     def handles(self) -> list[HostHandle]:
         """Returns the handles of the other hosts that are guarded now."""
@@ -143,9 +150,6 @@ class GuardedHosts:
     def close(self) -> None:
         """Kills all processes of the run on the other hosts, on all of them at once. Never raises."""
         close_all([node.handle for node in self._nodes.values() if node.handle is not None])
-
-    def _at(self, host: Host) -> list[_Node]:
-        return [node for node in self._nodes.values() if node.host.address == host.address]
 
     def _go_on(self, node_id: str, node: _Node) -> None:
         if node.is_guarded:

@@ -1,7 +1,7 @@
 """Weight sync on one training rank: sets up the transport, the peers and the receivers.
 
-The driver calls all ranks at the same time, and all ranks see the same outcome. Ranks synchronize in a separate gloo
-group. Senders also wait for each other, through a store on rank 0, and for engines. Every wait has a timeout.
+The driver calls all ranks at the same time, and all ranks see the same outcome. Ranks exchange values through a store
+on rank 0 (`RankValues`), and senders wait for each other through it. Every wait has a timeout.
 
 The module is in this package because only `cluster` may import trainer, weights and engine control together.
 """
@@ -9,6 +9,7 @@ The module is in this package because only `cluster` may import trainer, weights
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from slime.cluster.engine_tracker import EngineInfo
 from slime.core.engine_interface import EngineControl
@@ -79,12 +80,13 @@ class RankWeightSync:
         self._args, self._backend = args, backend
         self._rank = rank
         limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
-        self._messages = self._meet(address, args.weight_sync_timeout_s)
+        store = self._meet(address, args.weight_sync_timeout_s)
+        self._messages = SenderMessages(store, limit_s=args.weight_sync_timeout_s)
+        self._values = RankValues(store, rank=rank, size=dist.get_world_size(), limit_s=limit_s)
         self._peers = Peers(
             rank=rank,
-            broadcast=self._broadcast,
-            gather=self._gather,
+            broadcast=self._values.broadcast,
+            gather=self._values.gather,
             share=self._share,
             tell=self._messages.tell,
             hear=self._messages.hear,
@@ -191,45 +193,81 @@ class RankWeightSync:
         if self._args.device != "cuda":
             return {}
         mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._group)
-        return dict(everyone)
+        return dict(self._values.broadcast(self._values.gather(mine)))
 
-    def _meet(self, address: str, limit_s: float) -> SenderMessages:
+    def _meet(self, address: str, limit_s: float) -> Store:
         """Creates the store on the conductor and connects to it from other ranks. Collective."""
-        if dist.get_world_size() == 1:
-            return SenderMessages(HashStore(), limit_s=limit_s)
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
+        if size == 1:
+            return HashStore()
         if self._rank == CONDUCTOR:
             listener = listen_on(address)
-        at = self._broadcast(listener.getsockname()[:2] if listener is not None else None)
+        box: list[Any] = [listener.getsockname()[:2] if listener is not None else None]
+        with _named("the address of training rank 0"):
+            dist.broadcast_object_list(box, src=CONDUCTOR)
         if listener is not None:
-            return SenderMessages(open_store(listener, world_size=size, timeout=limit, wait=False), limit_s=limit_s)
-        return SenderMessages(join_store(*at, world_size=size, timeout=limit), limit_s=limit_s)
-
-    def _broadcast(self, value: Any) -> Any:
-        box = [value]
-        with _named("a value from training rank 0"):
-            dist.broadcast_object_list(box, src=CONDUCTOR, group=self._group)
-        return box[0]
-
-    def _gather(self, value: Any) -> list[Any] | None:
-        out: list[Any] | None = [None] * dist.get_world_size() if self._rank == CONDUCTOR else None
-        with _named("a value from every training rank"):
-            dist.gather_object(value, out, dst=CONDUCTOR, group=self._group)
-        return out
+            return open_store(listener, world_size=size, timeout=limit, wait=False)
+        return join_store(*box[0], world_size=size, timeout=limit)
 
     def _share(self, memory: Tensor, source: int) -> None:
         if dist.get_world_size() > 1:
             dist.broadcast(memory, src=source)
 
 
+class RankValues:
+    """Exchanges picklable values between training ranks through the store on the conductor.
+
+    Each rank has one connection, where a gloo group would connect every rank with every other one. All ranks call the
+    methods in the same order. Raises `DeadlineExceeded` if a rank does not take part.
+    """
+
+    def __init__(self, store: Any, *, rank: int, size: int, limit_s: float) -> None:
+        """`store`: this rank's own client of a `torch.distributed.Store`, because a wait blocks it. `size`: number of
+        ranks."""
+        self._store, self._rank, self._size, self._limit_s = store, rank, size, limit_s
+        self._number = 0
+        self._told: list[str] = []
+        """Keys of the conductor's values since the last `gather`, at which all ranks have read them."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns the conductor's value on every rank."""
+        key = self._key()
+        if self._size == 1:
+            return value
+        if self._rank != CONDUCTOR:
+            return self._take([key], "a value from training rank 0")[0]
+        self._store.set(key, pickle.dumps(value))
+        self._told.append(key)
+        return value
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Returns the values of all ranks in order on the conductor, and None on other ranks."""
+        key = self._key()
+        if self._rank != CONDUCTOR:
+            self._store.set(f"{key}/{self._rank}", pickle.dumps(value))
+            return None
+        keys = [f"{key}/{rank}" for rank in range(self._size) if rank != CONDUCTOR]
+        values = [value, *self._take(keys, "a value from every training rank")]
+        for read in (*keys, *self._told):
+            self._store.delete_key(read)
+        self._told.clear()
+        return values
+
+    def _key(self) -> str:
+        self._number += 1
+        return f"value {self._number}"
+
+    def _take(self, keys: list[str], for_what: str) -> list[Any]:
+        if not keys:
+            return []
+        with _named(for_what):
+            self._store.wait(keys, timedelta(seconds=self._limit_s))
+            return [pickle.loads(value) for value in self._store.multi_get(keys)]
+
+
 @contextmanager
 def _named(for_what: str) -> Iterator[None]:
-    """Converts the error of a failed collective to `DeadlineExceeded`, which says what was awaited.
-
-    The process group is unusable after a failure.
-    """
+    """Converts the error of a failed wait for other ranks to `DeadlineExceeded`, which says what was awaited."""
     began = time.monotonic()
     try:
         yield

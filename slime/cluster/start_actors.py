@@ -25,7 +25,7 @@ from slime.cluster.placement import PlacementPlan
 from slime.cluster.rollout_actor import RolloutActor
 from slime.cluster.train_actor import TrainActor
 from slime.cluster.training_run import Run
-from slime.cluster.waiting import all_there, introduce, wait_for
+from slime.cluster.waiting import all_there, introduce, put_once, wait_for
 from slime.core.blame import Process
 from slime.core.errors import START_FLAG
 from slime.core.liveness import WORKING
@@ -254,9 +254,11 @@ def _address_of(port: RayEngines | ExternalEngines, plan: PlacementPlan) -> Call
 def _create_trainers(
     args: Args, plan: PlacementPlan, folder: RunFolder, slots: Slots, address_of: Callable[[int], str]
 ) -> list[Any]:
+    shared_args, train_slots = put_once(args), put_once(plan.train_slots)
+
     def created(rank: int, slot: int) -> Any:
         actor = _placed(TrainActor, **slots.options(slot, TRAIN_SHARE)).remote(
-            args, rank, plan.train_slots, plan.train_threads[rank], str(folder.logs), address_of(slot)
+            shared_args, rank, train_slots, plan.train_threads[rank], str(folder.logs), address_of(slot)
         )
         host = str(plan.hosts[plan.slot_hosts[slot]])
         return introduce(actor, Process(f"training rank {rank}", host, folder.logs / f"train_{rank}.log"))

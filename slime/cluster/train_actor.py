@@ -108,8 +108,11 @@ class TrainActor:
     def sync_weights(
         self, engines: Sequence[EngineInfo], pause_mode: str, to_eval_fleet: bool = False
     ) -> dict[str, float]:
-        """Sends the weights to `engines`, verifies them and resumes the engines. Returns metrics and version."""
+        """Sends the weights to `engines`, verifies them and resumes the engines. Rank 0 returns metrics and version,
+        which all ranks have."""
         metrics: dict[str, float] = self._weight_sync.sync_weights(engines, pause_mode, to_eval_fleet=to_eval_fleet)
+        if self._rank != 0:
+            return {}
         return metrics | {WEIGHT_VERSION: float(self._backend.weight_version)}
 
     @ray.method(concurrency_group="tell")
@@ -125,14 +128,16 @@ class TrainActor:
         return Look(standing, time.process_time(), bytes_moved())
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """Trains on one batch and increments the weight version. Returns metrics; only `OWN_TIME` differs by rank."""
+        """Trains on one batch and increments the weight version. Returns `OWN_TIME`; rank 0 also returns the metrics,
+        which all ranks have."""
         start = time.perf_counter()
         metrics: dict[str, float] = self._backend.train(batch)
         if self._args.log_state_digest:
             metrics["train/state_digest"] = digest_of_all_ranks(self._backend.state, self._backend.device)
         self._backend.weight_version += 1
         tflops = self._backend.tflops(batch, time.perf_counter() - start)
-        return metrics | {"perf/actor_train_tflops": tflops, OWN_TIME: self._backend.own_time.take_s()}
+        own = {OWN_TIME: self._backend.own_time.take_s()}
+        return own if self._rank != 0 else metrics | {"perf/actor_train_tflops": tflops, **own}
 
     def measure_mismatch(self, batch: TrainBatch) -> dict[str, float]:
         return self._backend.measure_mismatch(batch)

@@ -68,9 +68,11 @@ class EngineMetrics:
         self._asked: Any = None
         self.look()
         actors.engines.members.follow(self._changed)
+        actors.engines.follow_looks(self._look_at_changes)
 
     def look(self) -> None:
         """Reports all engines, and asks for the routers' addresses, which a restart changes. Does not block."""
+        self._is_current = True
         if self._asked is not None and (found := peek(self._asked)) is not None:
             self._asked, self._routers = None, found
         if self._asked is None and self._actors.engines:
@@ -100,7 +102,12 @@ class EngineMetrics:
     def _changed(self, before: Engine, after: Engine) -> None:
         if before.state is not State.DEAD and after.state is State.DEAD and after.reason != DRAINED:
             self._count_losses(after, 1.0)
-        self.look()
+        self._is_current = False
+
+    def _look_at_changes(self) -> None:
+        """Reports all engines if one has changed. Not at each change: a weight sync changes every engine twice."""
+        if not self._is_current:
+            self.look()
 
     def _count_losses(self, engine: Engine, by: float) -> None:
         help = "times that an engine was lost"

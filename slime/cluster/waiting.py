@@ -152,6 +152,14 @@ def wait_for(
         raise translated(error, for_what) from error
 
 
+def put_once(value: Any) -> Any:
+    """Returns an object ref of `value`, for an argument of many calls: each call would serialize the value again.
+
+    Without Ray, returns the value.
+    """
+    return ray.put(value) if ray.is_initialized() else value
+
+
 def all_there(refs: Sequence[Any]) -> bool:
     """Returns whether all calls have finished or failed. Does not block."""
     return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1] if refs else True
@@ -164,6 +172,18 @@ def peek(ref: Any) -> Any:
         return ray.get(ref) if done else None
     except RayError:
         return None
+
+
+def peek_all(refs: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the finished calls -> their results, or None for those that failed. Does not block or raise.
+
+    Asks Ray once for all of them, unless one has failed.
+    """
+    done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+    try:
+        return dict(zip(done, ray.get(done) if done else [], strict=True))
+    except RayError:
+        return {ref: peek(ref) for ref in done}
 
 
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
@@ -195,6 +215,11 @@ def _cause(
 
 
 def _failures(refs: Sequence[Any]) -> Iterator[RayError]:
+    try:
+        ray.get(list(refs))  # one call for all of them, as almost always
+        return
+    except RayError:
+        pass
     for ref in refs:
         try:
             ray.get(ref)

@@ -20,7 +20,7 @@ import os
 import pkgutil
 import sys
 import typing
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -138,25 +138,23 @@ def _has(theirs: list[inspect.Parameter], ours: inspect.Parameter) -> bool:
 
 def sent_by_control(version: str) -> list[tuple[str, str, tuple[str, ...]]]:
     """Returns (method, path, body fields) of every control call to an engine of this version."""
-    import httpx
-
     from slime.core.engine_interface import BEFORE_SESSIONS, matches, parsed
     from slime.core.topology import ONE_RANK
-    from slime.serving.control import HttpEngineControl
+    from slime.serving.control import Connections, HttpEngineControl, Response
 
     sent: dict[tuple[str, str], set[str]] = {}
 
-    def record(request: httpx.Request) -> httpx.Response:
-        fields = json.loads(request.content) if request.content else {}
-        if request.url.path == "/begin_weight_update" and matches(parsed(version), BEFORE_SESSIONS):
-            return httpx.Response(404)
-        sent.setdefault((request.method, request.url.path), set()).update(fields)
-        place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1}
-        ranks = [{"checksums": {}, "parallelism_info": place}]
-        return httpx.Response(200, json={"version": version, "success": True, "ranks": ranks})
+    class Recorded(Connections):
+        def request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Response:
+            if path == "/begin_weight_update" and matches(parsed(version), BEFORE_SESSIONS):
+                return Response(404, b"")
+            sent.setdefault((method, path), set()).update(json.loads(body) if body else {})
+            place = {"pp_rank": 0, "tp_rank": 0, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+            ranks = [{"checksums": {}, "parallelism_info": place}]
+            return Response(200, json.dumps({"version": version, "success": True, "ranks": ranks}).encode())
 
     control = HttpEngineControl("http://engine", ONE_RANK, 1.0)
-    control._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(record))
+    control._connections = Recorded("http://engine", 1.0)
     for call in _calls(control):
         call()
     return [(method, path, tuple(sorted(fields))) for (method, path), fields in sorted(sent.items())]

@@ -77,6 +77,8 @@ NEXT: Mapping[State, frozenset[State]] = {
 }
 """State -> allowed next states."""
 
+Kind = tuple[str, Worker]
+"""Model and worker type: engines of one kind can replace each other."""
 EXPECTS_ANSWERS = (State.READY, State.TAINTED)
 """States in which an unresponsive scheduler counts as hung. Receiving weights can make it unresponsive for minutes."""
 
@@ -120,6 +122,10 @@ class Engine:
     @property
     def answers(self) -> bool:
         return self.url is not None
+
+    @property
+    def kind(self) -> Kind:
+        return self.model, self.worker
 
     def __str__(self) -> str:
         version = f" at version {self.version}" if self.version is not None else ""
@@ -273,10 +279,13 @@ class Supervisor:
         for index, reason in self._port.troubles().items():
             if self._membership[index].answers:
                 self.lost(self._membership[index], reason)
-        for engine in self._membership.in_states(State.DEAD):
-            if engine.index in self._drained or self._clock() < self._again_at[engine.index]:
-                continue
-            if self._can_start(engine):
+        dead = self._membership.in_states(State.DEAD)
+        if due := [e for e in dead if e.index not in self._drained and self._clock() >= self._again_at[e.index]]:
+            self._note_hosts()
+            away = self._hostless | self._sick | self._drained
+            living = {e.kind for e in self._membership.engines if e.index not in away}
+        for engine in due:
+            if self._can_start(engine, living):
                 again = self._membership.change(engine.index, State.STARTING, incarnation=engine.incarnation + 1)
                 logger.info(
                     "engine %d is %s", engine.index, "expected to return" if engine.external else "being restarted"
@@ -289,28 +298,33 @@ class Supervisor:
             if engine.incarnation:  # `slime.cluster.start_actors` waits for the engine's first start
                 self._welcome(engine)
 
-    def _can_start(self, engine: Engine) -> bool:
-        """Returns whether the engine is not sick and its host is present.
-
-        Raises `EngineError` if no engine of this kind is running or can be started. The run must then fail even if
-        other kinds are left, because half of a prefill-decode pair cannot serve requests.
-        """
+    def _note_hosts(self) -> None:
+        """Notes which dead engines have lost their hosts."""
         dead = {e.index for e in self._membership.in_states(State.DEAD)}
         lost = {index for index in dead - self._sick if not self._port.has_host(index)}
-        if not (kind := self._kind_of(engine)) - lost - self._sick - self._drained and self._vital(engine):
-            away = {
-                "without a host": lost - self._drained,
-                "failed too often": self._sick,
-                "drained": self._drained - self._sick,
-            }
-            counts = ", ".join(f"{len(kind & some)} {how}" for how, some in away.items() if kind & some)
-            raise EngineError(f"no engine of model {engine.model} is left ({counts}); {engine.reason}")
         for index in lost - self._hostless:
             logger.warning("engine %d waits for its lost host; the run continues with the other engines", index)
             self._failures.pop(index, None)
             self._lives.forget(index)
         self._hostless = lost
-        return engine.index not in lost | self._sick
+
+    def _can_start(self, engine: Engine, living: Container[Kind]) -> bool:
+        """Returns whether the engine is not sick and its host is present. `living`: the kinds with an engine that is
+        running or can be started.
+
+        Raises `EngineError` if the engine's kind is not among them. The run must then fail even if other kinds are
+        left, because half of a prefill-decode pair cannot serve requests.
+        """
+        if engine.kind not in living and self._vital(engine):
+            kind = self._kind_of(engine)
+            away = {
+                "without a host": self._hostless - self._drained,
+                "failed too often": self._sick,
+                "drained": self._drained - self._sick,
+            }
+            counts = ", ".join(f"{len(kind & some)} {how}" for how, some in away.items() if kind & some)
+            raise EngineError(f"no engine of model {engine.model} is left ({counts}); {engine.reason}")
+        return engine.index not in self._hostless | self._sick
 
     @property
     def _gone(self) -> set[int]:
@@ -319,8 +333,7 @@ class Supervisor:
 
     def _kind_of(self, engine: Engine) -> set[int]:
         """Returns the numbers of all engines with the same model and worker type, including this one."""
-        kind = (engine.model, engine.worker)
-        return {e.index for e in self._membership.engines if (e.model, e.worker) == kind}
+        return {e.index for e in self._membership.engines if e.kind == engine.kind}
 
     def up(self, index: int, url: str) -> None:
         """Records that an engine responds. A policy engine now needs weights; a frozen one serves its checkpoint."""

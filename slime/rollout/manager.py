@@ -241,9 +241,10 @@ class RolloutManager:
     def admit(self, model: str, urls: Sequence[str], worker: Worker = Worker.REGULAR) -> None:
         """Adds engines to a model. `worker`: whether they do prefill, decode or both."""
         self._clients[model].admit(urls, prefill=worker is Worker.PREFILL)
-        for url in urls if model == self._policy else ():
-            free = (number for number in itertools.count() if number not in self._numbers.values())
-            self._numbers.setdefault(url, next(free))
+        if model == self._policy:
+            taken = set(self._numbers.values())
+            free = (number for number in itertools.count() if number not in taken)
+            self._numbers |= {url: next(free) for url in dict.fromkeys(urls) if url not in self._numbers}
         if self._workers is not None:
             self._workers.admit(model, urls, worker)
 

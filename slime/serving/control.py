@@ -8,12 +8,17 @@ All methods are thread-safe. A call blocks its thread until the response arrives
 
 from __future__ import annotations
 
+import functools
+import http.client
+import json
+import select
+import ssl
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-
-import httpx
+from urllib.parse import urlsplit
 
 from slime.core.engine_interface import SENDER_HEADER, STREAM, RankChecksums, WeightVersion
 from slime.core.errors import DeadlineExceeded, EngineError
@@ -33,6 +38,91 @@ NO_ROUTE = (401, 403, 404, 405)
 """Status codes for an unknown route. If keys are set, SGLang 0.5.16 returns 401, even with the admin key."""
 
 
+KEEP_S = 2.0
+"""How long a connection is kept without a request. SGLang closes it after 5 s, and a request sent at that moment would
+fail as if the engine had died."""
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Returns the certificates that HTTPS accepts. Read once, because reading them takes tens of milliseconds."""
+    return ssl.create_default_context()
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    status: int
+    body: bytes
+    kind: str = "application/json"
+    """Media type."""
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Connections:
+    """HTTP/1.1 connections to one server. Thread-safe: each request has a connection of its own while it runs.
+
+    A weight sync makes many calls to every engine, while none of them generates. A request takes a quarter of the
+    processor time that one of httpx takes.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """`timeout_s`: timeout of connecting and of each wait for data. Proxies are ignored."""
+        parts = urlsplit(url)
+        assert parts.hostname is not None, url
+        self._host, self._port, self._is_tls = parts.hostname, parts.port, parts.scheme == "https"
+        self._prefix, self._timeout_s = parts.path, timeout_s
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []
+        """Connections without a request, and since when."""
+
+    def request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Response:
+        """Raises `OSError` or `http.client.HTTPException`."""
+        connection = self._take()
+        try:
+            connection.request(method, self._prefix + path, body=body, headers=dict(headers))
+            found = connection.getresponse()
+            response = Response(found.status, found.read(), found.headers.get_content_type())
+        except BaseException:
+            connection.close()
+            raise
+        if not found.will_close:
+            self._idle.append((connection, time.monotonic()))
+        return response
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop()[0].close()
+
+    def _take(self) -> http.client.HTTPConnection:
+        while self._idle:
+            connection, since_s = self._idle.pop()
+            if time.monotonic() - since_s < KEEP_S and not _has_ended(connection):
+                return connection
+            connection.close()
+        if self._is_tls:
+            where: Any = {"port": self._port, "timeout": self._timeout_s}
+            return http.client.HTTPSConnection(self._host, **where, context=_certificates())
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+def _has_ended(connection: http.client.HTTPConnection) -> bool:
+    """Returns whether the server has closed an idle connection, which makes it readable."""
+    if connection.sock is None:
+        return True
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class HttpEngineControl:
     """Controls the server at `url`. `core.engine_interface.EngineControl` documents the methods."""
 
@@ -45,9 +135,8 @@ class HttpEngineControl:
         self._url, self._layout, self._timeout_s = url.rstrip("/"), layout, timeout_s
         headers = {SENDER_HEADER: sender or this_sender()}
         headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # trust_env=False keeps control traffic away from proxies
-        self._has_sessions = True
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout_s, trust_env=False)
+        self._headers, self._has_sessions = headers, True
+        self._connections = Connections(self._url, timeout_s)
 
     @property
     def url(self) -> str:
@@ -58,10 +147,10 @@ class HttpEngineControl:
         return self._layout
 
     def speak_for(self, sender: str) -> None:
-        self._http.headers[SENDER_HEADER] = sender
+        self._headers[SENDER_HEADER] = sender
 
     def close(self) -> None:
-        self._http.close()
+        self._connections.close()
 
     def pause(self, mode: str = "abort") -> None:
         self._post("pause_generation", {"mode": mode})
@@ -76,7 +165,7 @@ class HttpEngineControl:
             response = self._send("POST", "flush_cache", None)
             if response.is_success:
                 return
-            if response.status_code in (401, 403):  # retrying would not help
+            if response.status in (401, 403):  # retrying would not help
                 raise _refusal(self._url, "flush_cache", response)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded.waiting(
@@ -93,7 +182,7 @@ class HttpEngineControl:
         SGLang 0.5.16 has no sessions and accepts weights at any time.
         """
         response = self._send("POST", "begin_weight_update", {})
-        self._has_sessions = response.status_code not in NO_ROUTE
+        self._has_sessions = response.status not in NO_ROUTE
         if not self._has_sessions:
             return
         if OPEN_SESSION in response.text:
@@ -165,28 +254,30 @@ class HttpEngineControl:
         body = {"output_dir": directory, "profile_id": name, "num_steps": num_passes}
         self._post("start_profile", {**body, "record_shapes": shapes, "with_stack": stack})
 
-    def _post(self, route: str, body: Mapping[str, Any]) -> httpx.Response:
+    def _post(self, route: str, body: Mapping[str, Any]) -> Response:
         """Raises `EngineError` on failure, which SGLang sometimes reports as status 200 with `"success": false`."""
         response = self._send("POST", route, body)
         self._require_success(route, response)
         return response
 
-    def _require_success(self, route: str, response: httpx.Response) -> None:
+    def _require_success(self, route: str, response: Response) -> None:
         refused = not response.is_success
-        if not refused and response.headers.get("content-type", "").startswith("application/json"):
+        if not refused and response.kind == "application/json":
             answer = response.json()
             refused = isinstance(answer, dict) and answer.get("success") is False
         if refused:
             raise _refusal(self._url, route, response)
 
-    def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> httpx.Response:
+    def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> Response:
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
         try:
-            return self._http.request(method, f"/{route}", json=body)
-        except httpx.TimeoutException as error:
+            return self._connections.request(method, f"/{route}", data, headers)
+        except TimeoutError as error:
             raise DeadlineExceeded.waiting(
                 owner="weight sync", for_what=f"engine {self._url} to respond to /{route}", limit_s=self._timeout_s
             ) from error
-        except httpx.HTTPError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise EngineError(
                 f"engine {self._url} did not respond to /{route}: {type(error).__name__}: {error}; check its log "
                 "in case it has died"
@@ -217,9 +308,9 @@ def digests_of_weights(report: Mapping[str, Any]) -> dict[str, str]:
     return {name: digest for name, digest in report["checksums"].items() if ".rotary_emb." not in name}
 
 
-def _refusal(url: str, route: str, response: httpx.Response) -> EngineError:
+def _refusal(url: str, route: str, response: Response) -> EngineError:
     text = response.text[:ERROR_CHARACTERS]
-    return EngineError(f"engine {url} refused /{route} with {response.status_code}: {text}")
+    return EngineError(f"engine {url} refused /{route} with {response.status}: {text}")
 
 
 def _update(flush_cache: bool, weight_version: WeightVersion) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def init_process_groups(
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+        create_gloo_process_groups=False,  # each would connect every data-parallel rank with every other one
     )
     assert dp_size == mpu.get_data_parallel_world_size(), f"Megatron's data-parallel size is not {dp_size}"
     return ParallelInfo(

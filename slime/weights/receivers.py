@@ -10,9 +10,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.core.engine_interface import EngineControl
@@ -69,24 +71,36 @@ def on_all(receivers: Sequence[Receiver], call: Callable[[EngineControl], T], wh
     other engines have `GRACE_S` to respond, because they may be waiting for the failed one. If an engine is lost, this
     function raises immediately. Unfinished calls continue in their threads.
     """
-    futures = {
-        beside(partial(call, receiver.control), f"weights {receiver.control.url}"): receiver for receiver in receivers
-    }
+    answered: SimpleQueue[int] = SimpleQueue()
+    """Numbers of receivers, in the order of their responses. Waiting for all futures at once would take a time that
+    grows with their number for each response."""
+    futures = [beside(partial(call, one.control), f"weights {one.control.url}") for one in receivers]
+    for number, future in enumerate(futures):
+        future.add_done_callback(partial(_tell, answered, number))
     failures: dict[str, BaseException] = {}
-    pending, deadline = set(futures), math.inf
-    while pending and time.monotonic() < deadline:
-        done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
-        failures |= {futures[f].control.url: error for f in done if (error := f.exception()) is not None}
-        lost = [futures[f].control.url for f in pending if futures[f].is_lost()]
-        failures |= {url: EngineError(f"engine {url} was lost before it could {what}") for url in lost}
-        if lost:
-            break
+    pending, deadline, look_at = dict(enumerate(receivers)), math.inf, 0.0
+    while pending and (now := time.monotonic()) < deadline:
+        with suppress(Empty):
+            number = answered.get(timeout=POLL_S)
+            error, receiver = futures[number].exception(), pending.pop(number)
+            if error is not None:
+                failures[receiver.control.url] = error
+        if now >= look_at:
+            look_at = now + POLL_S
+            lost = [one.control.url for one in pending.values() if one.is_lost()]
+            failures |= {url: EngineError(f"engine {url} was lost before it could {what}") for url in lost}
+            if lost:
+                break
         if failures:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+            deadline = min(deadline, now + GRACE_S)
     if failures:
         in_order = {url: failures[url] for r in receivers if (url := r.control.url) in failures}
         raise _failure(in_order, len(receivers), what)
     return [future.result() for future in futures]
+
+
+def _tell(answered: SimpleQueue[int], number: int, _: object) -> None:
+    answered.put(number)
 
 
 def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: str) -> BaseException:
@@ -101,15 +115,43 @@ def _failure(failures: Mapping[str, BaseException], num_receivers: int, what: st
     return error
 
 
+KEEP_S = 10.0
+"""How long a thread waits for its next call."""
+_calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+"""Calls for idle threads. At most as many as there are idle threads."""
+_idle = threading.Semaphore(0)
+"""Counts the idle threads that no call has been promised to."""
+
+
 def beside(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs a call in a daemon thread with this name."""
+    """Runs a call in a daemon thread, which has this name meanwhile. Reuses an idle thread if there is one, because
+    starting a thread takes longer than most calls.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
+        threading.current_thread().name = name
         try:
             future.set_result(call())
         except BaseException as error:  # re-raised in the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    if _idle.acquire(blocking=False):
+        _calls.put(run)
+    else:
+        threading.Thread(target=_work, args=(run,), name=name, daemon=True).start()
     return future
+
+
+def _work(run: Callable[[], None]) -> None:
+    """Runs this call and those that come within `KEEP_S` after one another."""
+    while True:
+        run()
+        del run  # holds the result
+        _idle.release()
+        try:
+            run = _calls.get(timeout=KEEP_S)
+        except Empty:
+            if _idle.acquire(blocking=False):
+                return
+            run = _calls.get()  # a call has just been promised to this thread

@@ -95,20 +95,26 @@ def require_equal(
     `carried`: resident name -> digest of tensors that the trainer reads but does not send, such as a vision tower.
     These are compared only on single-rank engines.
     """
-    complaints: list[str] = []
+    complaints: set[str] = set()
     departing: set[str] = set()
+    equal: dict[Any, Mapping[str, str]] = {}
+    """(layout, rank) -> digests that are as expected. Those of the next engine are usually the same."""
     for url, (layout, ranks) in reports.items():
         if problem := _misreported(layout, ranks):
-            complaints.append(f"engine {url} {problem}")
+            complaints.add(f"engine {url} {problem}")
             departing.add(url)
             continue
-        for rank, reported in {(r.rank, tuple(sorted(r.checksums.items()))) for r in ranks}:
+        for rank, reported in ((r.rank, r.checksums) for r in ranks):
+            if reported == equal.get((layout, rank)):
+                continue
             alike = carried if carried and layout.num_ranks == 1 else {}
-            held = {name: d for name, d in reported if name in alike or not table.carries(name)}
+            held = {name: d for name, d in reported.items() if name in alike or not table.carries(name)}
             difference = compare({**expected[layout][rank], **alike}, held)
             if difference:
-                complaints.append(f"engine {url} rank {rank}: {describe(table, difference)}")
+                complaints.add(f"engine {url} rank {rank}: {describe(table, difference)}")
                 departing.add(url)
+            else:
+                equal[layout, rank] = reported
     if complaints:
         error = WeightSyncError(
             f"the weights of version {version}, sent by {transport}, differ from the trainer's and must not be served: "

@@ -196,12 +196,15 @@ class DistributedChannel(Channel):
         else:
             buckets, load_format = [[Spec(name, tuple(t.shape), t.dtype) for name, t in first.tensors]], LOAD_FORMAT
         specs = [spec for bucket in buckets for spec in bucket]
+        names = [spec.name for spec in specs]
+        dtypes = [str(spec.dtype).removeprefix("torch.") for spec in specs]
+        shapes = [list(spec.shape) for spec in specs]
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_distributed(
-                names=[spec.name for spec in specs],
-                dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-                shapes=[list(spec.shape) for spec in specs],
+                names=names,
+                dtypes=dtypes,
+                shapes=shapes,
                 group_name=self._group_name,
                 load_format=load_format,
                 flush_cache=False,

@@ -273,13 +273,11 @@ def second(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     transport was opened in, and what the conductor says next.
     """
     opened: list[Any] = []
-    said: dict[str, Any] = {"word": None}
+    told: list[Any] = []
+    said: dict[str, Any] = {"word": [(4, "GPU-a"), (7, "GPU-b")]}
 
-    def hear_of_gpus(everyone: list[Any], mine: Any, group: Any) -> None:
-        everyone[:] = [(4, "GPU-a"), mine]
-
-    def hear(box: list[Any], src: int, group: Any) -> None:
-        box[0] = said["word"]
+    def values(store: Any, **rank: Any) -> Any:
+        return SimpleNamespace(gather=told.append, broadcast=lambda value: said["word"])
 
     def transport(name: str, args: Args) -> Any:
         return SimpleNamespace(open=lambda context: opened.append(context) or Noting("channel", [], heals=False))
@@ -290,8 +288,7 @@ def second(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     args = args.replace(device="cuda", custom_update_weight_post_write_path=f"{hook}:written")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-b"))
-    monkeypatch.setattr(dist, "all_gather_object", hear_of_gpus)
-    monkeypatch.setattr(dist, "broadcast_object_list", hear)
+    monkeypatch.setattr(rank_weight_sync, "RankValues", values)
     monkeypatch.setattr(rank_weight_sync.TRANSPORTS, "build", transport)
     (table, state) = model()
     backend: Any = SimpleNamespace(
@@ -303,6 +300,7 @@ def second(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     )
     rank = RankWeightSync(args, backend, rank=1, slots=[4, 7], address="10.0.0.1")
     (context,) = opened
+    assert told == [(7, "GPU-b")]
     return rank, context, said
 
 
@@ -589,8 +587,12 @@ def test_a_training_rank_has_the_variables_that_were_asked_for_and_counts_versio
         weight_version=4, train=lambda batch: {}, tflops=lambda batch, s: 1.0, own_time=own_time
     )
     rank._weight_sync = Noting("sync", said, sync_weights=lambda engines, mode, **whom: {"seconds": 1.0})
-    assert rank.train("batch") == {"perf/actor_train_tflops": 1.0, "perf/rank_train_time": 2.5}
+    assert rank.train("batch") == {"perf/rank_train_time": 2.5}, "rank 0 says what is the same on all ranks"
+    assert rank.sync_weights([], "abort") == {}
+    rank._rank = 0
     assert rank.sync_weights([], "abort") == {"seconds": 1.0, WEIGHT_VERSION: 5.0}
+    assert rank.train("batch") == {"perf/actor_train_tflops": 1.0, "perf/rank_train_time": 2.5}
+    rank._rank = 1
     rank.give_up("http://a", 1)
     assert said == [("give_up", "sync", "http://a", 1)]
     monkeypatch.setattr("slime.training.state.checkpoint.verify", lambda path, share: said.append((str(path), share)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 
 from slime.core.engine_interface import RankChecksums
@@ -194,10 +194,51 @@ def test_a_refusal_that_comes_as_a_success_is_an_error(control: HttpEngineContro
 def test_a_server_without_a_key_is_sent_none_and_waits_are_in_seconds(heard: Heard) -> None:
     heard.requests.clear()
     control = HttpEngineControl(heard.url, ONE_RANK, timeout_s=0.2)
-    assert control._http.timeout == httpx.Timeout(0.2)
+    assert control._connections._take().timeout == 0.2
     heard.may_answer.clear()
     with pytest.raises(DeadlineExceeded, match="/continue_generation"):
         control.resume()
     heard.may_answer.set()
     assert heard.requests == [("continue_generation", None, {})]
     control.close()
+
+
+class Kept(BaseHTTPRequestHandler):
+    """A server that keeps connections, and ends one after the call `flush_cache`."""
+
+    protocol_version = "HTTP/1.1"
+    num_connections = 0
+
+    def setup(self) -> None:
+        Kept.num_connections += 1
+        super().setup()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        self.close_connection = self.path == "/flush_cache"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_calls_share_a_connection_and_replace_one_that_the_server_has_ended() -> None:
+    """Law: a server may end an idle connection at any time, and no call fails because of it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Kept)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    control = HttpEngineControl(f"http://127.0.0.1:{server.server_address[1]}", ONE_RANK, timeout_s=60.0)
+    for _ in range(3):
+        control.pause()
+    assert Kept.num_connections == 1
+    control.flush_cache()  # ends it without saying so
+    ((idle, _),) = control._connections._idle
+    select.select([idle.sock], [], [], 60.0)
+    control.resume()
+    assert Kept.num_connections == 2
+    server.shutdown()
+    server.server_close()
+    control.close()
+    with pytest.raises(EngineError, match="did not respond to /pause_generation"):
+        control.pause()
