@@ -36,6 +36,7 @@ from typing import Any
 PER_HOST, PER_ENGINE, NUM_SAMPLES = 8, 2, 4
 ROOT = Path(__file__).parents[1]
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+RECOVERIES = ("engine noticed", "engine serves again", "host noticed", "host serves again")
 DIES_AFTER_S = 0.3
 """When an engine dies, after the beginning of a generation."""
 
@@ -256,12 +257,13 @@ class Rehearsal:
     def __init__(self, num_steps: int, cluster: Cluster, meter: Meter) -> None:
         self._num_steps, self._cluster, self._meter = num_steps, cluster, meter
         self._began = self._now()
-        self._timers: list[threading.Timer] = []
         self.start: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
         self._lost_host = ""
         self._rollout_pid = 0
-        self.num_lost = 0
+        self._struck: dict[int, float] = {}
+        """Engine -> when it died, or when its host came back."""
+        self.recovery: defaultdict[str, list[float]] = defaultdict(list)
 
     def install(self) -> None:
         """Makes the loop of the run call this object."""
@@ -272,6 +274,7 @@ class Rehearsal:
         def begins(run: Run, rollout_id: int) -> Any:
             if not self.start:
                 self.start = self._record(run)
+                run._actors.engines.members.follow(self._follow)
             self.strike(run, rollout_id)
             return begin(run, rollout_id)
 
@@ -290,13 +293,29 @@ class Rehearsal:
         if step == self._num_steps // 3 and len({engine.host for engine in ready}) > 1:
             self._lost_host = ready[-1].host
             self._cluster.lose(self._lost_host)
+            self._struck |= dict.fromkeys(self._engines_of(run, self._lost_host), time.perf_counter())
         if step == 2 * self._num_steps // 3 and self._lost_host:
             self._cluster.bring_back(self._lost_host)
+            self._struck |= dict.fromkeys(self._engines_of(run, self._lost_host), time.perf_counter())
         victims = [engine for engine in ready if engine.host != self._lost_host]
         victim = victims[step * 7 % len(victims)]
-        self.num_lost += 1
+        self._struck[victim.index] = time.perf_counter() + DIES_AFTER_S
         timer = threading.Timer(DIES_AFTER_S, lambda: self._cluster.engines.lose_engine.remote(victim.url))
         timer.start()
+
+    def _engines_of(self, run: Any, host: str) -> list[int]:
+        return [engine.index for engine in run._actors.engines.members.engines if engine.host == host]
+
+    def _follow(self, before: Any, after: Any) -> None:
+        """Notes how long it takes to notice what died, and until it serves again."""
+        struck = self._struck.get(after.index)
+        if struck is None or after.state.value not in ("dead", "ready"):
+            return
+        what = "host" if after.host == self._lost_host else "engine"
+        event = "noticed" if after.state.value == "dead" else "serves again"
+        self.recovery[f"{what} {event}"].append(round(time.perf_counter() - struck, 3))
+        if event != "noticed" or what == "host":
+            del self._struck[after.index]
 
     def _now(self) -> dict[str, float]:
         return {"wall_s": time.perf_counter(), "driver_cpu_s": time.process_time()}
@@ -353,7 +372,7 @@ def rehearse(num_gpus: int, num_steps: int, folder: Path, *, router: bool) -> di
         "ranks": num_gpus // 2,
         "engines": num_gpus // 2 // PER_ENGINE,
         "router": router,
-        "engines_lost": one.num_lost,
+        "recovery_s": {name: round(statistics.median(times), 2) for name, times in sorted(one.recovery.items())},
         "start": one.start,
         "step": summary(one.steps),
         "steps": one.steps,
@@ -416,6 +435,7 @@ def table(results: list[dict[str, Any]]) -> str:
         ("start, wall s", [one["start"]["wall_s"] for one in results]),
         ("start, driver CPU s", [one["start"]["driver_cpu_s"] for one in results]),
         *((f"step, {key}", [one["step"][key] for one in results]) for key in results[0]["step"] if key != "parts"),
+        *((f"{name}, s", [one["recovery_s"].get(name, 0.0) for one in results]) for name in RECOVERIES),
         *(
             (f"{name}, CPU ms", [1e3 * one["step"]["parts"].get(name, {"cpu_s": 0.0})["cpu_s"] for one in results])
             for name in names

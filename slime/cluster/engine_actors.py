@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -310,19 +310,19 @@ class RayEngines:
 
     def troubles(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
-        answered = self._answered()
+        answered = self._answered(self._looks)
         for index, state in self._watched.items():
             for member in range(len(self._crews[index])):
                 if problem := self._look(index, member, state, answered):
                     found.setdefault(index, problem)
         return found
 
-    def _answered(self) -> Mapping[Any, Any]:
-        """Returns the pending checks that have finished -> their results, with one call for all of them.
+    def _answered(self, keys: Iterable[tuple[int, int]]) -> Mapping[Any, Any]:
+        """Returns which of the pending checks (engine, its host) have finished -> their results.
 
-        If one of them failed, returns no results, and `_look` gets each one by itself.
+        Asks Ray once for all of them. If one failed, the results are `UNREAD`, and `_look` gets each one by itself.
         """
-        asked = [ref for ref, _ in self._looks.values()]
+        asked = [self._looks[key][0] for key in keys if key in self._looks]
         done = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
         try:
             return dict(zip(done, ray.get(done) if done else [], strict=True))
@@ -360,7 +360,7 @@ class RayEngines:
         `wait_ready` reports problems on the first host.
         """
         for member in range(1, len(self._crews[index])):
-            if problem := self._look(index, member, State.STARTING, self._answered()):
+            if problem := self._look(index, member, State.STARTING, self._answered([(index, member)])):
                 raise EngineError(f"engine {index} did not start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:

@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from slime.cluster.guardian import HostGuardian
 from slime.cluster.hang_doctor import RunProcess, examine, stopped_processes
-from slime.cluster.hosts import Contract, contract_of, not_seen, require_same_versions, versions_here
+from slime.cluster.hosts import EMPTY_LIMIT_S, Contract, contract_of, not_seen, require_same_versions, versions_here
 from slime.cluster.placement import Host, PlacementPlan, in_device_order
 from slime.cluster.waiting import all_there, introduce, wait_for
 from slime.core.blame import Process, error_line
@@ -114,8 +114,6 @@ class HostActor:
 
 logger = logging.getLogger(__name__)
 
-EMPTY_LIMIT_S = 120.0
-"""Timeout for a guardian to kill all processes on its host, which usually takes up to 15 s."""
 TOKENS_LIMIT_S = 5.0
 """Timeout for removing tokens at the end of the run."""
 
@@ -200,14 +198,19 @@ class HostHandle:
         else:
             self._closing = self.actor.close.remote()
 
-    def close(self) -> None:
-        """Waits until all processes of the run on the host have exited. Call `begin_close` first. Never raises."""
+    def close(self, end_s: float) -> None:
+        """Waits until all processes of the run on the host have exited, until the time `end_s` of `time.monotonic`.
+        Call `begin_close` first. Never raises."""
+        limit_s = max(end_s - time.monotonic(), 0.0)
         if self._closing is None:
             if self._holder is not None:
-                self._holder.join(TOKENS_LIMIT_S)
+                self._holder.join(min(TOKENS_LIMIT_S, limit_s))
             return
+        what = f"the processes on host {self._host} to exit"
         try:
-            wait_for([self._closing], for_what=f"the processes on host {self._host} to exit", limit_s=EMPTY_LIMIT_S)
+            if not limit_s and not all_there([self._closing]):
+                raise DeadlineExceeded.waiting(owner="driver", for_what=what, limit_s=EMPTY_LIMIT_S)
+            wait_for([self._closing], for_what=what, limit_s=limit_s)
         except SlimeError as error:  # the guardian kills the run's processes there once Ray has killed the actor
             logger.warning(
                 "host %s did not confirm that its processes have exited: %s", self._node_id, error_line(error)

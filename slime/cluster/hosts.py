@@ -75,6 +75,8 @@ ASK_AGAIN_S = 30.0
 """Time between a rejection and the next attempt. A shared folder may be mounted late."""
 AFTER_LOSS_S = 5.0
 """Delay before a lost actor is replaced. If it were replaced earlier, the old guardian would kill the new actor too."""
+EMPTY_LIMIT_S = 120.0
+"""Timeout for the guardians to kill all processes on their hosts, which usually takes up to 15 s."""
 MOST_DEATHS = 12
 """Number of consecutive actor deaths (about a minute, while an old guardian is running) before the host is rejected."""
 
@@ -240,11 +242,15 @@ def hosts_of_run(args: Args, folder: RunFolder, guardian: Guardian) -> Iterator[
 
 
 def close_all(handles: Sequence[HostHandle]) -> None:
-    """Kills all processes of the run on these hosts. Asks all of them before it waits for one. Never raises."""
+    """Kills all processes of the run on these hosts. Never raises.
+
+    Asks all of them before it waits for one, and waits `EMPTY_LIMIT_S` for all together.
+    """
     for handle in handles:
         handle.begin_close()
+    end_s = time.monotonic() + EMPTY_LIMIT_S
     for handle in handles:
-        handle.close()
+        handle.close(end_s)
 
 
 TELL_EVERY_S = 30.0

@@ -193,7 +193,8 @@ def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorD
     """
     deadline, pending = time.monotonic() + limit_s, list(refs)
     while pending and time.monotonic() < deadline:
-        done, pending = ray.wait(pending, timeout=min(POLL_S, limit_s))
+        ray.wait(pending, timeout=min(POLL_S, limit_s))  # returns with the first one, and then all that are there
+        done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
         cause = _cause(done, pending, only=_died)
         if cause is not None and isinstance(death := translated(cause, for_what), ActorDied):
             return death

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import http.client
-import json
 import select
 import ssl
 import time
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
+
+import orjson
 
 from slime.core.engine_interface import SENDER_HEADER, STREAM, RankChecksums, WeightVersion
 from slime.core.errors import DeadlineExceeded, EngineError
@@ -65,7 +66,7 @@ class Response:
         return self.body.decode(errors="replace")
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        return orjson.loads(self.body)
 
 
 class Connections:
@@ -269,7 +270,7 @@ class HttpEngineControl:
             raise _refusal(self._url, route, response)
 
     def _send(self, method: str, route: str, body: Mapping[str, Any] | None) -> Response:
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else orjson.dumps(body)
         headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
         try:
             return self._connections.request(method, f"/{route}", data, headers)
