@@ -151,6 +151,7 @@ class Cluster:
 
     num_hosts: int
     own_node: str
+    first_rank: Any
     ranks: Any
     engines: Any
     """The `World` actors."""
@@ -213,7 +214,7 @@ class Cluster:
             (hosts, "nodes_of_cluster", self.hosts),
             (host_actor.RayNodes, "living", self.living),
             (start_actors, "reserve", reserve),
-            (start_actors, "TrainActor", Simulated("rank", self.ranks, by_slot)),
+            (start_actors, "TrainActor", Simulated("rank", self.ranks, by_slot, first=self.first_rank)),
             (engine_actors, "EngineActor", Simulated("engine", self.engines, by_slot)),
             (host_actor, "HostActor", Simulated("host", self.ranks, by_node)),
         ):
@@ -386,7 +387,7 @@ def _prepared(num_gpus: int, num_steps: int, meter: Meter) -> Rehearsal:
 
     make: Any = World
     own = ray.get_runtime_context().get_node_id()
-    cluster = Cluster(num_gpus // PER_HOST, own, make.remote(), make.remote())
+    cluster = Cluster(num_gpus // PER_HOST, own, make.remote(), make.remote(), make.remote())
     cluster.install()
     rehearsal = Rehearsal(num_steps, cluster, meter)
     rehearsal.install()

@@ -1,12 +1,12 @@
-"""The simulated half of `benchmarks.rehearsal`: hosts, training ranks and engines, hundreds of them in two processes.
+"""The simulated half of `benchmarks.rehearsal`: hosts, training ranks and engines, hundreds of them in three processes.
 
 What the driver would reach through Ray as a process of its own (`TrainActor`, `EngineActor`, `HostActor`) is an object
 in a `World` here, which is a real Ray actor. So the driver makes the same calls as in a real run, and Ray carries
 them: `Simulated` stands in for the class of an actor, `Handle` for its handle.
 
-    a rank      answers at once. Rank 0 runs the real weight sync (`slime.weights.sync`) with the real transport and
-                real HTTP to every engine, except that no group is formed and no byte is broadcast. The first rank of
-                each host fetches the batch, the others do not unpack it.
+    a rank      answers at once. Rank 0, in a process of its own, runs the real weight sync (`slime.weights.sync`) with
+                the real transport and real HTTP to every engine, except that no group is formed and no byte is
+                broadcast. The first rank of each host fetches the batch, the others do not unpack it.
     an engine   an HTTP server at the address of its host that answers the routes of the client, the weight sync and the
                 router. Its digests are those of the trainer's tensors.
     a host      an address of 127.0.0.0/8. It reads the shared folders as a real one does. If it dies, everything on it
@@ -37,7 +37,6 @@ from slime.core.errors import EngineError
 from slime.core.topology import EngineLayout
 from slime.observability.stacks import Standing
 
-RANKS, ENGINES = "ranks", "engines"
 NUM_LAYERS = 36
 """Layers of the model whose weights are sent; its other sizes are tiny."""
 RESPONSE_S = 1.0
@@ -73,17 +72,22 @@ class Handle:
 class Simulated:
     """Stands in for the class of an actor. `place` says where an actor with these options runs."""
 
-    def __init__(self, kind: str, world: Any, place: Callable[[dict[str, Any]], tuple[str, bool]]) -> None:
+    def __init__(
+        self, kind: str, world: Any, place: Callable[[dict[str, Any]], tuple[str, bool]], *, first: Any = None
+    ) -> None:
+        """`first`: the `World` of the first actor, if it has one of its own."""
         self._kind, self._world, self._place, self._num = kind, world, place, 0
+        self._first = first or world
 
     def options(self, **options: Any) -> Any:
         host, fetches = self._place(options)
 
         def remote(*arguments: Any, **named: Any) -> Handle:
             Handle.calls[f"create {self._kind}"] += 1
+            world = self._world if self._num else self._first
             key, self._num = f"{self._kind}-{self._num}", self._num + 1
-            self._world.create.remote(key, host, named, *arguments)
-            return Handle(self._world, key, fetches=fetches)
+            world.create.remote(key, host, named, *arguments)
+            return Handle(world, key, fetches=fetches)
 
         return SimpleNamespace(remote=remote)
 
