@@ -193,6 +193,8 @@ class EngineActor:
 ENGINE_SHARE = 0.2
 """Fraction of a slot's GPU (or CPU) that an engine reserves. A training rank can reserve another fraction."""
 LOOK_EVERY_S = 1.0
+LOOKS_PER_S = 200
+"""With many engines, each one is checked more rarely, so that the driver makes at most this many checks a second."""
 OWNER_LIMIT_S = 7.0
 """How long an engine's actor may be unresponsive. This detects a frozen host long before Ray declares it dead."""
 STARTING_OWNER_LIMIT_S = 30.0
@@ -244,6 +246,7 @@ class RayEngines:
         self._heard_at: dict[int, float] = {}
         """Engine index -> time of the last delivered token."""
         self._crews = [self._create(index, 0) for index in range(len(self._placed))]
+        self._look_every_s = max(LOOK_EVERY_S, len(self.actors) / LOOKS_PER_S)
         self._watched: dict[int, State] = {}
 
     def engines(self) -> list[Engine]:
@@ -378,12 +381,12 @@ class RayEngines:
     def _look(self, index: int, member: int, state: State, answered: Mapping[Any, Any]) -> str | None:
         """Returns the problem found by an actor's pending check, if it has finished or is taking too long.
 
-        Starts a new check if the last one is older than `LOOK_EVERY_S`.
+        Starts a new check if the last one is older than `_look_every_s`.
         """
         now, key = time.monotonic(), (index, member)
         asked = self._looks.get(key)
         if asked is None:
-            if now - self._seen_at.get(key, 0.0) >= LOOK_EVERY_S:
+            if now - self._seen_at.get(key, 0.0) >= self._look_every_s:
                 brings = now - self._heard_at.get(index, -TOKENS_LAST_S) < TOKENS_LAST_S
                 asks = state in EXPECTS_ANSWERS and not brings
                 self._looks[key] = self._crews[index][member].problem.remote(asks), Silence()

@@ -98,7 +98,7 @@ def test_the_checks_of_all_engines_are_read_with_one_call(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine_actors.ray, "wait", wait)
     monkeypatch.setattr(engine_actors.ray, "get", get)
     port: Any = RayEngines.__new__(RayEngines)
-    port._looks, port._seen_at, port._heard_at = {}, {}, {}
+    port._looks, port._seen_at, port._heard_at, port._look_every_s = {}, {}, {}, 1.0
     port._watched = dict.fromkeys(range(NUM), State.READY)
     checks = [SimpleNamespace(remote=lambda asks, i=i: f"check {i}") for i in range(NUM)]
     port._crews = [(SimpleNamespace(problem=check),) for check in checks]
