@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from slime.cluster import engine_actors, engine_tracker
+from slime.cluster import engine_actors, engine_tracker, waiting
 from slime.cluster.engine_actors import RayEngines
 from slime.cluster.engine_tracker import Actors, Engines
 from slime.cluster.hosts import GuardedHosts
@@ -21,6 +21,7 @@ from slime.cluster.rank_weight_sync import RankValues
 from slime.cluster.training_run import EngineMetrics
 from slime.core.topology import ONE_RANK
 from slime.fleet.supervisor import Engine, Membership, State, Supervisor
+from slime.rollout.manager import RolloutManager
 from slime.serving import control
 from slime.weights import receivers
 from slime.weights.receivers import Receiver, on_all
@@ -199,3 +200,32 @@ def test_a_control_that_is_never_used_opens_nothing(monkeypatch: pytest.MonkeyPa
     for scheme in ("http", "https"):
         control.HttpEngineControl(f"{scheme}://engine", ONE_RANK, 1.0, "key").close()
     assert opened == []
+
+
+def test_engines_that_join_together_get_their_numbers_with_one_look_at_those_in_use() -> None:
+    looks: list[int] = []
+
+    class Numbers(dict[str, int]):
+        def values(self) -> Any:
+            looks.append(len(self))
+            return super().values()
+
+    manager: Any = RolloutManager.__new__(RolloutManager)
+    manager._clients = {"policy": SimpleNamespace(admit=lambda urls, prefill: None)}
+    manager._policy, manager._workers, manager._numbers = "policy", None, Numbers({"http://5": 1})
+    manager.admit("policy", [f"http://{i}" for i in range(NUM)])
+    assert len(looks) == 1 and sorted(dict(manager._numbers).values()) == list(range(NUM))
+    assert manager._numbers["http://5"] == 1
+
+
+def test_a_search_for_the_dead_reads_all_answers_that_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def wait(refs: list[Any], *, num_returns: int = 1, timeout: float) -> tuple[list[Any], list[Any]]:
+        calls.append(len(refs))
+        return refs[:num_returns], refs[num_returns:]
+
+    monkeypatch.setattr(waiting.ray, "wait", wait)
+    monkeypatch.setattr(waiting.ray, "get", lambda refs: refs)
+    assert waiting.first_death(list(range(NUM)), for_what="the run", limit_s=60.0) is None
+    assert calls == [NUM, NUM]
