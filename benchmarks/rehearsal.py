@@ -376,7 +376,7 @@ def rehearse(num_gpus: int, num_steps: int, folder: Path, *, router: bool) -> di
         "recovery_s": {name: round(statistics.median(times), 2) for name, times in sorted(one.recovery.items())},
         "start": one.start,
         "step": summary(one.steps),
-        "steps": one.steps,
+        "steps": [{name: value for name, value in step.items() if name != "parts"} for step in one.steps],
     }
 
 
