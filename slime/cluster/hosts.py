@@ -111,8 +111,10 @@ class GuardedHosts:
         self._own, self._ray, self._clock = own, nodes, clock
         self._others = tuple(first or {})
         self._nodes = {str(h.node_id): _Node(h, handle, True, True) for h, handle in (first or {}).items()}
-        self._at = {node.host.address: [node] for node in self._nodes.values()}
+        self._at: dict[str, list[_Node]] = {}
         """Address of another host -> its nodes."""
+        for node in self._nodes.values():
+            self._at.setdefault(node.host.address, []).append(node)
 
     def tend(self) -> None:
         """Checks all hosts once and replaces lost guardians."""
