@@ -33,7 +33,10 @@ ENGINE_WIRING: dict[str, Mutation] = {
         ", self._membership.change(engine.index, State.DEAD, reason=reason)",
     ),
     "a drained engine is started again": Mutation(
-        "supervisor", "fleet/supervisor.py", "engine.index in self._drained or self._clock()", "self._clock()"
+        "supervisor",
+        "fleet/supervisor.py",
+        "e.index not in self._drained and self._clock()",
+        "self._clock()",
     ),
     "weights of the process before": Mutation(
         "supervisor",
@@ -49,7 +52,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "longest_s = LONGEST_PAUSE_S",
     ),
     "half of a pair answers": Mutation(
-        "supervisor", "fleet/supervisor.py", "(e.model, e.worker) == kind", "e.model == kind[0]"
+        "supervisor", "fleet/supervisor.py", "return self.model, self.worker", "return self.model, Worker.REGULAR"
     ),
     "requests before weights are verified": Mutation(
         "engines",
@@ -64,7 +67,7 @@ ENGINE_WIRING: dict[str, Mutation] = {
         "e.slots, None, e.incarnation",
     ),
     "a lost engine is known for good": Mutation(
-        "engines", "cluster/engine_tracker.py", "            del self._admissions[engine.url]\n", ""
+        "engines", "cluster/engine_tracker.py", "            self._admitted.remove(engine.url)\n", ""
     ),
     "a lost engine keeps its requests": Mutation(
         "engines",
@@ -75,8 +78,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "an engine of a pair does all": Mutation(
         "wiring",
         "cluster/engine_tracker.py",
-        "self._rollout.admit.remote(engine.model, [engine.url], engine.worker)",
-        "self._rollout.admit.remote(engine.model, [engine.url])",
+        "self._rollout.admit.remote(model, urls, worker)",
+        "self._rollout.admit.remote(model, urls)",
     ),
     "milliseconds of silence": Mutation(
         "engines",
@@ -412,8 +415,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "limits of control in milliseconds": Mutation(
         "control",
         "serving/control.py",
-        "headers=headers, timeout=timeout_s,",
-        "headers=headers, timeout=timeout_s * 1000,",
+        "HTTPConnection(self._host, self._port, timeout=self._timeout_s)",
+        "HTTPConnection(self._host, self._port, timeout=self._timeout_s * 1000)",
     ),
     "every pause ends requests": Mutation(
         "control",
