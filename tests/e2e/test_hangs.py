@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,11 @@ NO_HOSTS = why_no_hosts()
 NAMED_WITHIN_S = 60.0
 HOST = re.escape(socket.gethostname())
 LINE = r"\S+\.py:\d+ in \w+"
+STANDS_IN = """
+import sys
+from slime.observability.stacks import standing_of
+print(standing_of(int(sys.argv[1]), "rank 1").collective)
+"""
 CONSTANT_LR: Flags = ["--lr", "1e-3", "--lr-decay-style", "constant"]
 
 
@@ -39,6 +45,12 @@ def named(run: RealRun | HostedRun, pattern: str) -> re.Match[str]:
     found = re.search(pattern, run.output)
     assert found is not None
     return found
+
+
+def own_pid(pid: int) -> str:
+    """The number of a process in its own namespace."""
+    (line,) = (one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("NSpid:"))
+    return line.split()[-1]
 
 
 def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
@@ -112,12 +124,17 @@ def test_a_rank_that_is_stopped_on_another_host_is_named_with_that_host_and_can_
         here, there = (re.escape(host.name) for host in cluster.hosts)
         run.wait_until("step 1", lambda: max(run.metrics("train"), default=-1) >= 1)
         ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
+        os.kill(ranks[0], signal.SIGSTOP)
+        look = [sys.executable, "-c", STANDS_IN, own_pid(ranks[1])]
+        run.wait_until("a waiting rank", lambda: cluster.hosts[1].run(look).strip() != "None", 120)
         os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(ranks[0], signal.SIGCONT)
         sentence = named(
             run,
             rf"hang: .*training rank 0 on {here} waits in \w+ at {LINE} for training rank 1 on {there} .*: "
-            rf"training rank 1 on {there} is stopped \(state T; kill -CONT (\d+) continues it\) .*at {LINE}",
+            rf"training rank 1 on {there} is stopped \(state T; kill -CONT (\d+) continues it\) in \w+ at {LINE}",
         )
+        assert sentence[1] == own_pid(ranks[1]), "the host's own number of the process"
         report = (run.run_dir / "logs" / "hang_001.txt").read_text()
         assert f"training rank 1 on {cluster.hosts[1].name}" in report
         before = max(run.metrics("train"))
