@@ -8,8 +8,10 @@ The module is in this package because only `cluster` may import trainer, weights
 
 from __future__ import annotations
 
+import hmac
 import logging
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from slime.cluster.engine_tracker import EngineInfo
 from slime.core.engine_interface import EngineControl
-from slime.core.errors import DeadlineExceeded, SlimeError
+from slime.core.errors import DeadlineExceeded, SlimeError, WeightSyncError
 from slime.serving.control import FolderEngineControl, HttpEngineControl
 from slime.serving.payloads import digest, serialize_bucket, shareable
 from slime.settings import Args, for_hook
@@ -80,9 +82,9 @@ class RankWeightSync:
         self._args, self._backend = args, backend
         self._rank = rank
         limit_s = max(LEAST_LIMIT_S, LIMITS_OF_A_SYNC * args.weight_sync_timeout_s)
-        store = self._meet(address, args.weight_sync_timeout_s)
+        store, key = self._meet(address, args.weight_sync_timeout_s)
         self._messages = SenderMessages(store, limit_s=args.weight_sync_timeout_s)
-        self._values = RankValues(store, rank=rank, size=dist.get_world_size(), limit_s=limit_s)
+        self._values = RankValues(store, key, rank=rank, size=dist.get_world_size(), limit_s=limit_s)
         self._peers = Peers(
             rank=rank,
             broadcast=self._values.broadcast,
@@ -195,23 +197,28 @@ class RankWeightSync:
         mine = (slot, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
         return dict(self._values.broadcast(self._values.gather(mine)))
 
-    def _meet(self, address: str, limit_s: float) -> Store:
-        """Creates the store on the conductor and connects to it from other ranks. Collective."""
+    def _meet(self, address: str, limit_s: float) -> tuple[Store, bytes]:
+        """Creates the store on the conductor and connects to it from other ranks. Collective. Returns the store and the
+        key of `RankValues`."""
         limit, size, listener = timedelta(seconds=limit_s), dist.get_world_size(), None
         if size == 1:
-            return HashStore()
+            return HashStore(), b""
         if self._rank == CONDUCTOR:
             listener = listen_on(address)
-        box: list[Any] = [listener.getsockname()[:2] if listener is not None else None]
+        box: list[Any] = [listener and (listener.getsockname()[:2], secrets.token_bytes(32))]
         with _named("the address of training rank 0"):
             dist.broadcast_object_list(box, src=CONDUCTOR)
+        where, key = box[0]
         if listener is not None:
-            return open_store(listener, world_size=size, timeout=limit, wait=False)
-        return join_store(*box[0], world_size=size, timeout=limit)
+            return open_store(listener, world_size=size, timeout=limit, wait=False), key
+        return join_store(*where, world_size=size, timeout=limit), key
 
     def _share(self, memory: Tensor, source: int) -> None:
         if dist.get_world_size() > 1:
             dist.broadcast(memory, src=source)
+
+
+SIGNATURE_BYTES = 32
 
 
 class RankValues:
@@ -219,12 +226,15 @@ class RankValues:
 
     Each rank has one connection, where a gloo group would connect every rank with every other one. All ranks call the
     methods in the same order. Raises `DeadlineExceeded` if a rank does not take part.
+
+    The store has no key, so anyone who reaches its port can write to it. Values are pickles, which can run code.
+    Therefore they are signed (HMAC), and one with another signature raises `WeightSyncError` unread.
     """
 
-    def __init__(self, store: Any, *, rank: int, size: int, limit_s: float) -> None:
-        """`store`: this rank's own client of a `torch.distributed.Store`, because a wait blocks it. `size`: number of
-        ranks."""
-        self._store, self._rank, self._size, self._limit_s = store, rank, size, limit_s
+    def __init__(self, store: Any, key: bytes, *, rank: int, size: int, limit_s: float) -> None:
+        """`store`: this rank's own client of a `torch.distributed.Store`, because a wait blocks it. `key`: the same
+        secret on all ranks. `size`: number of ranks."""
+        self._store, self._secret, self._rank, self._size, self._limit_s = store, key, rank, size, limit_s
         self._number = 0
         self._told: list[str] = []
         """Keys of the conductor's values since the last `gather`, at which all ranks have read them."""
@@ -236,7 +246,7 @@ class RankValues:
             return value
         if self._rank != CONDUCTOR:
             return self._take([key], "a value from training rank 0")[0]
-        self._store.set(key, pickle.dumps(value))
+        self._put(key, value)
         self._told.append(key)
         return value
 
@@ -244,7 +254,7 @@ class RankValues:
         """Returns the values of all ranks in order on the conductor, and None on other ranks."""
         key = self._key()
         if self._rank != CONDUCTOR:
-            self._store.set(f"{key}/{self._rank}", pickle.dumps(value))
+            self._put(f"{key}/{self._rank}", value)
             return None
         keys = [f"{key}/{rank}" for rank in range(self._size) if rank != CONDUCTOR]
         values = [value, *self._take(keys, "a value from every training rank")]
@@ -262,7 +272,24 @@ class RankValues:
             return []
         with _named(for_what):
             self._store.wait(keys, timedelta(seconds=self._limit_s))
-            return [pickle.loads(value) for value in self._store.multi_get(keys)]
+            found = self._store.multi_get(keys)
+        return [self._read(key, signed) for key, signed in zip(keys, found, strict=True)]
+
+    def _put(self, key: str, value: Any) -> None:
+        data = pickle.dumps(value)
+        self._store.set(key, self._signature(key, data) + data)
+
+    def _read(self, key: str, signed: bytes) -> Any:
+        signature, data = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, data)):
+            raise WeightSyncError(
+                f"{key!r} in the store of the training ranks was not written by a rank of this run: another program "
+                "reaches the store's port; keep untrusted programs off the hosts' network"
+            )
+        return pickle.loads(data)
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")
 
 
 @contextmanager

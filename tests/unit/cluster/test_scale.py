@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import pickle
 import ssl
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import Host
 from slime.cluster.rank_weight_sync import RankValues
 from slime.cluster.training_run import EngineMetrics
+from slime.core.errors import WeightSyncError
 from slime.core.topology import ONE_RANK
 from slime.fleet.supervisor import Engine, Membership, State, Supervisor
 from slime.rollout.manager import RolloutManager
@@ -170,7 +172,7 @@ def exchanged(size: int) -> tuple[list[Any], list[int]]:
     stores, got = [CountedStore(store) for _ in range(size)], list[Any]([None] * size)
 
     def run(rank: int) -> None:
-        values = RankValues(stores[rank], rank=rank, size=size, limit_s=60)  # type: ignore[arg-type]
+        values = RankValues(stores[rank], b"key", rank=rank, size=size, limit_s=60)
         first = values.broadcast(f"of {rank}")
         got[rank] = first, values.gather(rank), values.broadcast({"rank": rank})
 
@@ -190,6 +192,31 @@ def test_ranks_exchange_values_with_messages_that_do_not_grow_with_the_ranks() -
         assert got[0] == ("of 0", list(range(size)), {"rank": 0})
         assert got[1:] == [("of 0", None, {"rank": 0})] * (size - 1)
         assert set(nums[1:]) <= {5} and nums[0] <= size + 5
+
+
+class Spreads:
+    """A pickle that runs code where it is read."""
+
+    def __reduce__(self) -> Any:
+        return ran.append, (1,)
+
+
+ran: list[int] = []
+
+
+def test_a_value_that_no_rank_wrote_is_refused_unread() -> None:
+    """Law: whoever reaches the store's port has no key, neither for a new value nor for one of another place."""
+    store = HashStore()
+    first, second = (RankValues(store, b"key", rank=rank, size=2, limit_s=5) for rank in (0, 1))
+    first.broadcast("one")
+    true = store.get("value 1")
+    assert second.broadcast(None) == "one"
+    for forged in (pickle.dumps(Spreads()), bytes(32) + pickle.dumps(Spreads()), true):
+        store.set("value 2", forged)
+        with pytest.raises(WeightSyncError, match=r"'value 2' in the store .* was not written by a rank of this run"):
+            second.broadcast(None)
+        second._number = 1
+    assert not ran
 
 
 def test_a_control_that_is_never_used_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,7 +276,7 @@ def second(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     told: list[Any] = []
     said: dict[str, Any] = {"word": [(4, "GPU-a"), (7, "GPU-b")]}
 
-    def values(store: Any, **rank: Any) -> Any:
+    def values(store: Any, key: bytes, **rank: Any) -> Any:
         return SimpleNamespace(gather=told.append, broadcast=lambda value: said["word"])
 
     def transport(name: str, args: Args) -> Any:
