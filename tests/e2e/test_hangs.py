@@ -69,8 +69,8 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
         os.kill(ranks[0], signal.SIGCONT)
         sentence = named(
             run,
-            rf"hang: .*training rank 0 on {HOST} waits in (\w+) at {LINE} for training rank 1 on {HOST} .*: "
-            rf"training rank 1 on {HOST} is stopped \(state T; kill -CONT {ranks[1]} continues it\) in (\w+) at {LINE}",
+            rf"hang: .*training rank 0 on {HOST} waits in ([\w ]+) at {LINE} for training rank 1 on {HOST} .*: "
+            rf"training rank 1 on {HOST} is stopped \(state T; kill -CONT {ranks[1]} continues it\) in (.+) at {LINE}",
         )
         assert sentence[1] and sentence[2], sentence[0]
         report = (run.run_dir / "logs" / "hang_001.txt").read_text()
@@ -131,8 +131,8 @@ def test_a_rank_that_is_stopped_on_another_host_is_named_with_that_host_and_can_
         os.kill(ranks[0], signal.SIGCONT)
         sentence = named(
             run,
-            rf"hang: .*training rank 0 on {here} waits in \w+ at {LINE} for training rank 1 on {there} .*: "
-            rf"training rank 1 on {there} is stopped \(state T; kill -CONT (\d+) continues it\) in \w+ at {LINE}",
+            rf"hang: .*training rank 0 on {here} waits in [\w ]+ at {LINE} for training rank 1 on {there} .*: "
+            rf"training rank 1 on {there} is stopped \(state T; kill -CONT (\d+) continues it\) in [\w ]+ at {LINE}",
         )
         assert sentence[1] == own_pid(ranks[1]), "the host's own number of the process"
         report = (run.run_dir / "logs" / "hang_001.txt").read_text()
