@@ -267,13 +267,14 @@ def _plan_when_possible(args: Args) -> PlacementPlan:
     began_s, told_s, limit_s = time.monotonic(), -TELL_EVERY_S, args.cluster_wait_s
     try:
         while True:
+            hosts = nodes_of_cluster(args)
             try:
-                return _plan(args, nodes_of_cluster(args))
+                return _plan(args, hosts)
             except ConfigError as error:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= limit_s:
                     error.add_note(f"the run waited {waited_s:.0f} s for hosts; --cluster-wait-s raises the limit")
-                    error.num_hosts = num_hosts_that_fit(args, nodes_of_cluster(args))
+                    error.num_hosts = num_hosts_that_fit(args, hosts)
                     raise
                 if waited_s >= told_s + TELL_EVERY_S:
                     if told_s < 0:

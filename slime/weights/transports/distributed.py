@@ -289,7 +289,6 @@ class DistributedChannel(Channel):
         """Forgets the group. Returns a function that holds the last references to the group and leaves it."""
         import torch.distributed as dist
 
-        under_way = [work for work, _ in self._under_way]
         held = [self._group, self._store, *self._under_way]
         self._under_way.clear()
         name, members, call, connected = self._group_name, self._members, self._call, self._connected
@@ -304,7 +303,7 @@ class DistributedChannel(Channel):
                     self._send_nothing(held[0], call)
             with ThreadPoolExecutor(1) as pool:
                 left = pool.submit(on_all, members, lambda c: c.destroy_weights_update_group(group_name=name), "leave")
-                if self._backend == "nccl" and not all(work.is_completed() for work in under_way):
+                if self._backend == "nccl" and not all(work.is_completed() for work, _ in held[2:]):
                     held[0].abort()  # destroying waits for broadcasts, and nothing else ends those of a dead receiver
                 dist.destroy_process_group(held[0])
                 held.clear()
