@@ -203,6 +203,26 @@ class Stillness:
         return max([*lost, *busy], default=None)
 
 
+class StoppedProcesses:
+    """Knows since when processes are stopped. A host's last answer counts until its next one. Pure."""
+
+    def __init__(self) -> None:
+        self._on: dict[object, dict[object, tuple[float, RunProcess]]] = {}
+
+    def saw(self, host: object, found: Iterable[RunProcess], now_s: float) -> None:
+        """Takes the answer of a host."""
+        before = self._on.get(host, {})
+        self._on[host] = {one.key: (before.get(one.key, (now_s,))[0], one) for one in found}
+
+    def keep(self, hosts: Iterable[object]) -> None:
+        """Forgets all hosts but these."""
+        self._on = {host: self._on[host] for host in hosts if host in self._on}
+
+    def all(self) -> dict[object, tuple[float, RunProcess]]:
+        """Returns each stopped process by its key, with the time at which it was first seen stopped."""
+        return {key: one for on_host in self._on.values() for key, one in on_host.items()}
+
+
 # --- The driver's side
 
 
@@ -254,9 +274,11 @@ class HangDoctor:
         self._alive: Any = None
         self._alive_s = now
         self._threads = DaemonThreads()
-        self._scan: tuple[Future[list[RunProcess]], list[Any]] | None = None
-        self._stopped: dict[object, tuple[float, RunProcess]] = {}
-        """Process -> since when it is stopped."""
+        self._scan: Future[list[RunProcess]] | None = None
+        """The scan of this host that has not finished."""
+        self._scans: dict[object, Any] = {}
+        """Handle of another host -> its scan that has not finished."""
+        self._stopped = StoppedProcesses()
         self._incidents: dict[object, Incident] = {}
         self._exam: _Exam | None = None
         self._last_tend_s, self._num = now, 0
@@ -292,8 +314,10 @@ class HangDoctor:
         if self._alive is None:
             self._alive = self._rollout.progress.remote()
         if self._scan is None:
-            there = [handle.actor.stopped.remote() for handle in self._hosts.handles()]
-            self._scan = self._threads.submit(stopped_processes, self._args.run_id), there
+            self._scan = self._threads.submit(stopped_processes, self._args.run_id)
+        handles, scans = self._hosts.handles(), self._scans
+        self._scans = {one: scans[one] if one in scans else one.actor.stopped.remote() for one in handles}
+        self._stopped.keep((None, *handles))
 
     def _collect(self, now: float) -> None:
         refs = {ref: rank for rank, ref in self._looks.items()}
@@ -303,20 +327,22 @@ class HangDoctor:
                 self._still.saw(refs[ref], look, now)
         if self._alive is not None and all_there([self._alive]):
             self._alive, self._alive_s = None, now
-        if self._scan is not None and self._scan[0].done():
-            here, there = self._scan
-            found = [*(_result(here) or ()), *(p for answer in peek_all(there).values() for p in answer or ())]
+        if self._scan is not None and self._scan.done():
+            self._stopped.saw(None, _result(self._scan) or (), now)
             self._scan = None
-            before = self._stopped
-            self._stopped = {p.key: (before.get(p.key, (now,))[0], p) for p in found}
+        hosts = {ref: handle for handle, ref in self._scans.items()}
+        for ref, found in peek_all(list(hosts)).items():
+            del self._scans[hosts[ref]]
+            self._stopped.saw(hosts[ref], found or (), now)
 
     def _notice(self, for_what: str, now: float) -> None:
         found: dict[object, Incident] = {}
-        for key, (since, process) in self._stopped.items():
+        all_stopped = self._stopped.all()
+        for key, (since, process) in all_stopped.items():
             if now - since >= STOPPED_S:
                 found[key] = Incident(key, since, process)
         since_s = self._still.since_s(now, 2 * self._every_s)
-        stopped = {process.name for _, process in self._stopped.values()}
+        stopped = {process.name for _, process in all_stopped.values()}
         if since_s is not None and now - since_s >= self._report_s and not any(map(_RANK.fullmatch, stopped)):
             found["ranks"] = Incident("ranks", since_s)
         if now - self._alive_s >= self._report_s and "the rollout process" not in stopped:
@@ -324,6 +350,8 @@ class HangDoctor:
         for key, incident in list(self._incidents.items()):
             if key not in found:
                 del self._incidents[key]
+                if self._exam is not None and self._exam.incident is incident:
+                    self._exam = None  # it is over before anything was said about it
                 if incident.verdict is not None:
                     self._tell(str(key), None)
                     logger.warning("it moves again after %.0f s: %s", now - incident.since_s, incident.verdict.text)

@@ -98,18 +98,27 @@ def _detail(text: str) -> str:
 
 
 Follower = Callable[[str], None]
-"""Takes what the driver waits for. Called on each poll of `wait_for`; may raise to end the wait."""
-_followers: list[Follower] = []
+"""Takes what the driver waits for. Called by `wait_for`; may raise to end the wait."""
+_followers: dict[Follower, float] = {}
+"""Follower -> when it was last called."""
 
 
 @contextmanager
 def followed_by(follower: Follower) -> Iterator[None]:
-    """Calls `follower` about twice a second during every `wait_for` in the block."""
-    _followers.append(follower)
+    """Calls `follower` about twice a second in the calls of `wait_for` in the block, however short each of them is."""
+    _followers[follower] = time.monotonic()
     try:
         yield
     finally:
-        _followers.remove(follower)
+        del _followers[follower]
+
+
+def _call_followers(for_what: str) -> None:
+    now = time.monotonic()
+    for follower, called_s in list(_followers.items()):
+        if now - called_s >= POLL_S:
+            _followers[follower] = now
+            follower(for_what)
 
 
 POLL_S = 0.5
@@ -139,9 +148,7 @@ def wait_for(
             raise translated(cause, for_what) from cause
         if on_poll is not None:
             last_progress = on_poll()
-        if pending:
-            for follow in list(_followers):
-                follow(for_what)
+        _call_followers(for_what)
         if pending and silence.exceeds(limit_s):
             raise DeadlineExceeded.waiting(
                 owner=owner, for_what=for_what, limit_s=silence.lasts_s, last_progress=last_progress, flag=flag

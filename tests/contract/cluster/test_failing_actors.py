@@ -24,8 +24,7 @@ run_id, folder = sys.argv[1], Path(sys.argv[2])
 prepare_environment(run_id)
 import ray
 from slime.cluster.ray_session import RaySession, guarded
-from slime.cluster.waiting import introduce
-from slime.cluster.waiting import peek, wait_for
+from slime.cluster.waiting import followed_by, introduce, peek, wait_for
 from slime.core.blame import Process
 from slime.core.errors import DataError, Terminated
 from slime.core.registry import load_object
@@ -72,9 +71,14 @@ with guardian, RaySession(run_id, num_cpus=1, num_gpus=0):
     out["gone"] = told(actor.pid.remote())
     out["both"] = told(crashing.pid.remote(), actor.pid.remote())
     out["peek"] = peek(actor.pid.remote())
+    followed, end_s = [], time.monotonic() + 2.0
+    with followed_by(followed.append):
+        while time.monotonic() < end_s:
+            wait_for([other.pid.remote()], for_what="a pid", limit_s=120)
+    out["followed"] = followed
     out["refused"] = told(TrainActor.remote(True).pid.remote())
     head = types.SimpleNamespace(
-        ray_address=ray.get_runtime_context().gcs_address, was_given=lambda name: True
+        ray_address=ray.get_runtime_context().gcs_address, was_given=lambda name: True, cluster_wait_s=0.0
     )
     out["cluster"] = list(cluster_problems(head))
 
@@ -145,6 +149,11 @@ def test_a_process_that_was_killed_is_named(told: dict[str, Any]) -> None:
 
 def test_the_head_of_a_cluster_is_known_from_another_server(told: dict[str, Any]) -> None:
     assert told["cluster"] == []
+
+
+def test_a_follower_is_called_twice_a_second_even_if_each_wait_is_shorter(told: dict[str, Any]) -> None:
+    """Law: a run of short steps is watched like one of long steps."""
+    assert len(told["followed"]) >= 2 and set(told["followed"]) == {"a pid"}
 
 
 def test_sigterm_while_the_driver_waits_is_its_exit_code(told: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from slime.cluster.hang_doctor import (
     Look,
     RunProcess,
     Stillness,
+    StoppedProcesses,
     _Exam,
     name_of,
 )
@@ -75,6 +76,26 @@ def test_a_rank_that_no_longer_answers_stands_still_since_its_last_answer() -> N
     for now in range(0, 40, 5):
         watch.saw(1, look(IDLE), float(now))
     assert watch.since_s(35.0, LATE_S) == 5.0
+
+
+def test_a_host_whose_answer_is_late_has_not_continued_its_stopped_processes() -> None:
+    """Law: a process counts as stopped from the first answer that names it to the first one of its host that does
+    not, however often other hosts answer between them."""
+    watch, one = StoppedProcesses(), RunProcess(ProcessId(41, 7), "training rank 1", "there", "T")
+    watch.saw("there", [one], 5.0)
+    watch.saw("here", [], 10.0)
+    watch.saw("here", [], 15.0)
+    watch.saw("there", [one], 17.0)
+    assert watch.all() == {one.key: (5.0, one)}
+    watch.saw("there", [], 20.0)
+    assert watch.all() == {}
+
+
+def test_a_host_that_is_gone_takes_its_stopped_processes_along() -> None:
+    watch, one = StoppedProcesses(), RunProcess(ProcessId(41, 7), "training rank 1", "there", "T")
+    watch.saw("there", [one], 5.0)
+    watch.keep(["here"])
+    assert watch.all() == {}
 
 
 def test_a_process_is_named_after_the_log_that_it_writes(tmp_path: Path) -> None:
