@@ -63,7 +63,9 @@ class Column:
 
     @property
     def array(self) -> Numbers:
-        return self.values if self.counts is None else np.repeat(self.values, self.counts)
+        """[n] of int32, int64, float32 or float64. Unsigned numbers would wrap at -1, which means "not sampled"."""
+        signed = self.values.astype(np.int32) if self.values.dtype.kind == "u" else self.values
+        return signed if self.counts is None else np.repeat(signed, self.counts)
 
     @property
     def distinct(self) -> Numbers:

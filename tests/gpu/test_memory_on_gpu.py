@@ -36,11 +36,11 @@ def backend_of(checkpoint: Path, **settings: Any) -> Any:
 
 
 @pytest.fixture
-def reserved_before() -> int:
-    """What earlier tests of this process left on the GPU."""
+def before() -> tuple[int, int]:
+    """Bytes allocated and reserved that earlier tests of this process left on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 @pytest.fixture
@@ -58,21 +58,23 @@ def everything(backend: Any) -> list[Tensor]:
     return [*parts.weights, *parts.others]
 
 
-def test_sleeping_changes_no_bit_and_frees_what_was_there(reserved_before: int, wide: Any) -> None:
+def test_sleeping_changes_no_bit_and_frees_what_was_there(before: tuple[int, int], wide: Any) -> None:
     """Law: at least 95 % of the memory is given back, in two turns; waking restores every bit and zeroes gradients."""
-    before = [t.detach().cpu().clone() for t in everything(wide)]
+    allocated_before, reserved_before = before
+    all_before = [t.detach().cpu().clone() for t in everything(wide)]
     torch.cuda.synchronize()
     held = torch.cuda.memory_reserved() - reserved_before
     weights = sum(t.numel() * t.element_size() for t in wide._parts().weights)
     told = wide.keep_weights()
     assert told["perf/memory_train_bytes"] >= told["perf/memory_train_predicted_bytes"] > weights
-    assert torch.cuda.memory_allocated() < 1.1 * weights + 64e6, "nothing but the weights is left"
+    allocated = torch.cuda.memory_allocated() - allocated_before
+    assert allocated < 1.1 * weights + 64e6, "nothing but the weights is left"
     assert sum(t.numel() for _, t in wide.iter_hf_tensors()) > 0, "weights can be sent"
     told = wide.sleep()
     assert told["perf/memory_sync_bytes"] < told["perf/memory_sync_predicted_bytes"] + 64e6
     assert torch.cuda.memory_reserved() - reserved_before < 0.05 * held, "at least 95 % is given back"
     wide.wake()
-    for now, then in zip(everything(wide), before, strict=True):
+    for now, then in zip(everything(wide), all_before, strict=True):
         assert torch.equal(now.detach().cpu().reshape(-1).view(torch.uint8), then.reshape(-1).view(torch.uint8))
     assert all(not gradient.any() for gradient in wide._parts().gradients)
 

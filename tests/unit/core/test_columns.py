@@ -8,13 +8,14 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.core.batch import TrainSample
 from slime.core.columns import LEAST, Column, GrowingColumn
-from slime.core.sample import PER_TOKEN, Sample, Status
+from slime.core.sample import NOT_SAMPLED, PER_TOKEN, Sample, Status
 
 NUMBERS = st.one_of(
     st.lists(st.integers(-(2**70), 2**70)),
@@ -57,6 +58,14 @@ def test_a_column_that_grows_reads_like_the_list_to_which_the_same_is_done(steps
         assert one == same and list(one) == same and len(one) == len(same) and one.array.tolist() == same
         assert one[2:9] == same[2:9] and one[-3:] == same[-3:] and (not same or one[-1] == same[-1])
         assert one != [*same, 1] and all(type(number) is int for number in one)
+
+
+@given(st.lists(st.integers(0, 300), min_size=LEAST))
+def test_the_array_of_a_column_takes_the_mark_of_what_was_not_sampled(numbers: list[int]) -> None:
+    """Law: -1 stays -1 beside any numbers. With unsigned ones, NumPy makes it 255, or raises, as its version has it."""
+    column = Column.of(numbers)
+    assert column is not None and column.array.tolist() == numbers
+    assert np.where(np.ones(len(numbers), np.bool_), NOT_SAMPLED, column.array).tolist() == [-1] * len(numbers)
 
 
 def test_numbers_take_the_room_that_they_need() -> None:
