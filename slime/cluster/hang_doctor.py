@@ -328,8 +328,8 @@ class HangDoctor:
         if self._alive is not None and all_there([self._alive]):
             self._alive, self._alive_s = None, now
         if self._scan is not None and self._scan.done():
-            self._stopped.saw(None, _result(self._scan) or (), now)
-            self._scan = None
+            here, self._scan = _result(self._scan), None
+            self._stopped.saw(None, here or (), now)
         hosts = {ref: handle for handle, ref in self._scans.items()}
         for ref, found in peek_all(list(hosts)).items():
             del self._scans[hosts[ref]]

@@ -7,7 +7,9 @@ The engine starts the broadcast of the next bucket, then loads the current one. 
 model's loader copies to which parameters, and from the second weight sync on repeats these copies without the loader.
 Copies at equal distances, such as those of a layer's experts, are repeated as one (`joined`).
 
-An engine with these hooks answers `STREAM` when it joins a group. Other engines still get one call per bucket.
+The list of tensors is sent once: with some thousand names, a call takes longer than a bucket, so later calls announce
+the same buckets by a key. An engine with these hooks answers `STREAM` when it joins a group. Other engines still get
+one call per bucket.
 
 Invariants
 1. Copies are repeated only if loading the same bucket consisted of nothing else: any other operation that is not a view
@@ -28,7 +30,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.compat import Hook
 from slime.core.engine_interface import BEFORE_SESSIONS, STREAM, WITH_SESSIONS
@@ -46,13 +48,16 @@ _RECORDS = "_slime_loads"
 
 
 def buckets_of(
-    names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], load_format: str
+    names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]], numbers: str
 ) -> Iterator[tuple[Spec, ...]]:
-    """Yields the tensors of each bucket, in the order of `Bucket.of`. Raises `EngineError` if some are not listed."""
+    """Yields the tensors of each bucket, in the order of `Bucket.of`. `numbers`: how many each has, such as "3,1".
+
+    Raises `EngineError` if some are not listed.
+    """
     import torch
 
     tensors = zip(names, dtypes, shapes, strict=True)
-    for number in load_format.partition(":")[2].split(","):
+    for number in numbers.split(","):
         specs = tuple(
             Spec(name, tuple(shape), dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
             for name, dtype, shape in itertools.islice(tensors, int(number))
@@ -208,6 +213,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
+Sized: TypeAlias = tuple[tuple[Spec, ...], int]
+"""The tensors of a bucket, and their bytes. Adding them up takes a millisecond for some thousand tensors."""
+
+
 class Loads:
     """Loads buckets into one model and records how they were loaded."""
 
@@ -215,6 +224,8 @@ class Loads:
         self._model = model
         self._places: int | None = None
         self._records: dict[tuple[Spec, ...], _Record] = {}
+        self.lists: dict[tuple[str, str], tuple[Sized, ...]] = {}
+        """(group, key of `stream_format`) -> the buckets."""
 
     @property
     def others(self) -> frozenset[str]:
@@ -247,7 +258,7 @@ class Loads:
 class Stream:
     """The buckets that a sender has announced. SGLang's receive step passes it to the load step in place of tensors."""
 
-    buckets: tuple[tuple[Spec, ...], ...]
+    buckets: tuple[Sized, ...]
     group: Any
     device: str
 
@@ -256,7 +267,7 @@ class Stream:
         import torch
         import torch.distributed as dist
 
-        sizes = [sum(spec.num_bytes for spec in specs) for specs in self.buckets]
+        sizes = [num_bytes for _, num_bytes in self.buckets]
         memory = [torch.empty(max(sizes[n::2], default=0), dtype=torch.uint8, device=self.device) for n in (0, 1)]
         failure: Exception | None = None
 
@@ -265,7 +276,7 @@ class Stream:
             return dist.broadcast(flat, src=0, group=self.group, async_op=True), flat
 
         coming = begin(0)
-        for number, specs in enumerate(self.buckets):
+        for number, (specs, _) in enumerate(self.buckets):
             (work, flat), coming = coming, begin(number + 1) if number + 1 < len(sizes) else (None, memory[0])
             work.wait()
             try:
@@ -284,11 +295,19 @@ def _is_stream(load_format: str | None) -> bool:
 def _announced(
     updater: Any, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Any], group_name: str, load_format: str
 ) -> Stream:
-    """Raises `EngineError` if this engine is not in the group."""
-    group = updater._model_update_group.get(group_name)
+    """Raises `EngineError` if this engine is not in the group, or has not got the list of these buckets."""
+    groups, lists = updater._model_update_group, _loads_of(updater.get_model()).lists
+    group, (_, key, *numbers) = groups.get(group_name), load_format.split(":")
     if group is None:
         raise EngineError(f"this engine is not in the group {group_name}")
-    return Stream(tuple(buckets_of(names, dtypes, shapes, load_format)), group, updater.device)
+    if numbers:
+        for left in [one for one in lists if one[0] not in groups]:
+            del lists[left]
+        found = buckets_of(names, dtypes, shapes, numbers[0])
+        lists[group_name, key] = tuple((specs, sum(spec.num_bytes for spec in specs)) for specs in found)
+    if (group_name, key) not in lists:
+        raise EngineError(f"this engine has not got the list {key} of tensors")
+    return Stream(lists[group_name, key], group, updater.device)
 
 
 def _loads_of(model: Any) -> Loads:

@@ -38,9 +38,13 @@ STREAM = "slime_stream"
 """Part of the answer of an engine that joins a group and can receive many buckets in one call."""
 
 
-def stream_format(num_tensors: Sequence[int]) -> str:
-    """Returns the `load_format` of a call that announces buckets with these numbers of tensors."""
-    return f"{STREAM}:{','.join(map(str, num_tensors))}"
+def stream_format(key: str, num_tensors: Sequence[int] = ()) -> str:
+    """Returns the `load_format` of a call that announces buckets with these numbers of tensors.
+
+    Engines keep the list of tensors under `key` as long as the group exists. A call without numbers and tensors
+    announces the same buckets again.
+    """
+    return ":".join([STREAM, key, *([",".join(map(str, num_tensors))] if num_tensors else ())])
 
 
 OWN_REQUESTS = "slime-"

@@ -9,12 +9,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from recipes.tiny.tasks import SFT_FILE
+from slime.cluster.hang_doctor import STOPPED_S
 from slime.observability.stacks import standing_of
 from tests.e2e.test_restarts import starts_of, training_ranks
 from tests.support.e2e import Flags, RealRun, latest_step, sums_task
@@ -47,6 +48,25 @@ def named(run: RealRun | HostedRun, pattern: str) -> re.Match[str]:
     return found
 
 
+def stop_in_a_collective(ranks: Sequence[int], waits: Callable[[], bool]) -> None:
+    """Stops rank 1 while it waits for rank 0 in a collective, which `waits` knows.
+
+    Rank 0 may be stopped where rank 1 waits for it elsewhere, so it continues before anybody calls it a hang.
+    """
+    for _ in range(100):
+        os.kill(ranks[0], signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + STOPPED_S / 2
+            while time.monotonic() < deadline:
+                if waits():
+                    os.kill(ranks[1], signal.SIGSTOP)
+                    return
+        finally:
+            os.kill(ranks[0], signal.SIGCONT)
+        time.sleep(0.7)  # another moment of a step
+    raise AssertionError("rank 1 was never seen in a collective")
+
+
 def own_pid(pid: int) -> str:
     """The number of a process in its own namespace."""
     (line,) = (one for one in Path(f"/proc/{pid}/status").read_text().splitlines() if one.startswith("NSpid:"))
@@ -63,10 +83,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named_and_the_run_restarts(
     with Hook() as hook, RealRun(runs / "hang", [*flags, "--alert-webhook", hook.url]) as run:
         run.wait_until("a checkpoint", lambda: latest_step(save) >= 1)
         ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
-        os.kill(ranks[0], signal.SIGSTOP)
-        run.wait_until("a waiting rank", lambda: standing_of(ranks[1], "rank 1").collective is not None, 60)
-        os.kill(ranks[1], signal.SIGSTOP)
-        os.kill(ranks[0], signal.SIGCONT)
+        stop_in_a_collective(ranks, lambda: standing_of(ranks[1], "rank 1").collective is not None)
         sentence = named(
             run,
             rf"hang: .*training rank 0 on {HOST} waits in ([\w ]+) at {LINE} for training rank 1 on {HOST} .*: "
@@ -124,11 +141,8 @@ def test_a_rank_that_is_stopped_on_another_host_is_named_with_that_host_and_can_
         here, there = (re.escape(host.name) for host in cluster.hosts)
         run.wait_until("step 1", lambda: max(run.metrics("train"), default=-1) >= 1)
         ranks = training_ranks(str(starts_of(run)[0]["run_id"]))
-        os.kill(ranks[0], signal.SIGSTOP)
         look = [sys.executable, "-c", STANDS_IN, own_pid(ranks[1])]
-        run.wait_until("a waiting rank", lambda: cluster.hosts[1].run(look).strip() != "None", 120)
-        os.kill(ranks[1], signal.SIGSTOP)
-        os.kill(ranks[0], signal.SIGCONT)
+        stop_in_a_collective(ranks, lambda: cluster.hosts[1].run(look).strip() != "None")
         sentence = named(
             run,
             rf"hang: .*training rank 0 on {here} waits in [\w ]+ at {LINE} for training rank 1 on {there} .*: "

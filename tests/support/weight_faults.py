@@ -60,6 +60,10 @@ class ForgettingProxy:
     """Numbers of buckets, from 0, counted since it was set."""
     updates: int = 0
     receives: bool = True
+    lists: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Key of a `stream_format` -> the call that listed the tensors."""
+    known: set[str] = field(default_factory=set)
+    """Keys that the engine has."""
 
     def forget(self, numbers: Container[int]) -> None:
         """Of the updates that come now."""
@@ -68,26 +72,44 @@ class ForgettingProxy:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if not request.path.startswith("/update_weights_from_"):
             return await forward(request, self.target)
-        body = await request.json()
+        body = self._listed(await request.json())
         buckets = _buckets(body)
         first, self.updates = self.updates, self.updates + len(buckets)
         forgotten = [first + number in self.to_forget for number in range(len(buckets))]
         if not any(forgotten):
-            return await forward(request, self.target)
+            self.known.add(_key(body))
+            return await forward(request, self.target, body=json.dumps(body).encode())
         if not (self.receives and request.path.endswith("_distributed")):
             return web.json_response({"success": True, "message": "Succeeded to update model weights."})
         kept = [not of_bucket for of_bucket, size in zip(forgotten, buckets, strict=True) for _ in range(size)]
         body["names"] = [
             n if keep else f"{UNKNOWN}.{i}" for i, (n, keep) in enumerate(zip(body["names"], kept, strict=True))
         ]
+        if _key(body):  # the engine is to keep the right names under the key
+            body["load_format"] = body["load_format"].replace(_key(body), UNKNOWN)
         return await forward(request, self.target, body=json.dumps(body).encode())
+
+    def _listed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The call, with its list of tensors if the engine has not got it, or gets another one."""
+        key = _key(body)
+        if body.get("names"):
+            self.lists[key] = body
+        elif key and (self.to_forget or key not in self.known):
+            body = {**self.lists[key], "weight_version": body["weight_version"]}
+        return dict(body)
+
+
+def _key(body: Mapping[str, Any]) -> str:
+    """The key of a `stream_format`, or an empty text."""
+    load_format = str(body.get("load_format"))
+    return load_format.split(":")[1] if load_format.startswith(STREAM) else ""
 
 
 def _buckets(body: Mapping[str, Any]) -> list[int]:
     """The number of tensors in each bucket of an update."""
     load_format = str(body.get("load_format"))
-    announced = load_format.partition(":")[2].split(",") if load_format.startswith(STREAM) else ()
-    return [int(number) for number in announced] or [len(body.get("names", ()))]
+    numbers = load_format.split(":")[2:] if load_format.startswith(STREAM) else []
+    return [int(number) for number in ",".join(numbers).split(",") if number] or [len(body.get("names", ()))]
 
 
 class StruckChannel(TamperingChannel):

@@ -23,7 +23,6 @@ occupies the GPU until the group is aborted (`_detach`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import secrets
 import threading
@@ -31,14 +30,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from slime.core.engine_interface import EngineControl, stream_format
 from slime.core.errors import DeadlineExceeded, EngineError, SlimeError
 from slime.settings.conditions import policy_shares_gpus
-from slime.weights.receivers import Receiver, beside, on_all
+from slime.weights.receivers import GRACE_S, Receiver, beside, on_all
 from slime.weights.send_plan import Spec, in_memory_order
 from slime.weights.transports.base import TRANSPORTS, Channel, Transport, TransportContext
 
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0001
 """How often to check whether broadcasts or engine calls are done. A bucket of 512 MB takes about 1.5 ms."""
+ERROR_S = GRACE_S + 1.0
+"""How much longer to wait for the error of a control call than for its broadcasts."""
 LOAD_FORMAT = "flattened_bucket"
 """SGLang's name for sending all tensors of a bucket, concatenated, in a single broadcast."""
 MAX_ANNOUNCED = 64
@@ -77,10 +79,39 @@ class DistributedTransport(Transport):
         return DistributedChannel(context)
 
 
+@dataclass(eq=False)
+class _Announcement:
+    """What a control call says of the buckets that the engines receive in it."""
+
+    turns: tuple[Turn, ...]
+    """Empty for a bucket of its own."""
+    buckets: list[list[Spec]]
+    key: str = field(default_factory=lambda: secrets.token_hex(8))
+    is_known: bool = False
+    """Whether all engines of the group have the list of tensors, so that its key is enough."""
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each bucket."""
+        return [sum(spec.num_bytes for spec in bucket) for bucket in self.buckets]
+
+    def words(self) -> dict[str, Any]:
+        """Returns the arguments of the call."""
+        specs = [] if self.is_known else [spec for bucket in self.buckets for spec in bucket]
+        numbers = [] if self.is_known else [len(specs) for specs in self.buckets]
+        return {
+            "names": [spec.name for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
+            "load_format": stream_format(self.key, numbers) if self.turns else LOAD_FORMAT,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A control call in which the engines receive buckets."""
 
+    announcement: _Announcement
     answer: Future[Any]
     left: deque[int]
     """Bytes of each bucket that has not been sent."""
@@ -102,6 +133,8 @@ class DistributedChannel(Channel):
         self._streams = False
         """Whether all engines can receive many buckets in one call."""
         self._announced: deque[Turn] = deque()
+        self._announcements: list[_Announcement] = []
+        """Those that were made in this group."""
         self._call: _Call | None = None
         self._connected = False
         """Whether the ranks of the group have had a broadcast."""
@@ -185,41 +218,37 @@ class DistributedChannel(Channel):
             self._under_way.popleft()
         if not call.left or call.failed:
             call.answer.result()
-            self._call = None
+            call.announcement.is_known, self._call = bool(call.announcement.turns), None
 
     def _begin_call(self, first: Bucket, receivers: Sequence[Receiver], version: int) -> _Call:
         """Asks the engines to receive the announced buckets, or only `first` if none were announced."""
-        if self._announced:
-            turns = [self._announced.popleft() for _ in range(min(MAX_ANNOUNCED, len(self._announced)))]
-            buckets = [in_memory_order(turn.specs) for turn in turns]
-            load_format = stream_format([len(specs) for specs in buckets])
-        else:
-            buckets, load_format = [[Spec(name, tuple(t.shape), t.dtype) for name, t in first.tensors]], LOAD_FORMAT
-        specs = [spec for bucket in buckets for spec in bucket]
-        names = [spec.name for spec in specs]
-        dtypes = [str(spec.dtype).removeprefix("torch.") for spec in specs]
-        shapes = [list(spec.shape) for spec in specs]
+        turns = tuple(self._announced.popleft() for _ in range(min(MAX_ANNOUNCED, len(self._announced))))
+        announcement = self._announcement(turns, first)
+        words = announcement.words()
 
         def update(control: EngineControl) -> None:
             control.update_weights_from_distributed(
-                names=names,
-                dtypes=dtypes,
-                shapes=shapes,
-                group_name=self._group_name,
-                load_format=load_format,
-                flush_cache=False,
-                weight_version=version,
+                group_name=self._group_name, flush_cache=False, weight_version=version, **words
             )
 
         answer = beside(lambda: on_all(receivers, update, "take buckets from the group"), "weights-call")
-        return _Call(answer, deque(sum(spec.num_bytes for spec in bucket) for bucket in buckets))
+        return _Call(announcement, answer, deque(announcement.sizes))
+
+    def _announcement(self, turns: tuple[Turn, ...], first: Bucket) -> _Announcement:
+        if not turns:
+            return _Announcement((), [[Spec(name, tuple(t.shape), t.dtype) for name, t in first.tensors]])
+        known = next((one for one in self._announcements if one.turns == turns), None)
+        if known is None:
+            known = _Announcement(turns, [in_memory_order(turn.specs) for turn in turns])
+            self._announcements.append(known)
+        return known
 
     def _broadcast(self, flat: Any, call: _Call) -> Any:
         """Starts a broadcast, the first one of a group in a thread. Raises the error of an engine that never comes."""
         import torch
         import torch.distributed as dist
 
-        start = functools.partial(dist.broadcast, flat, src=0, group=self._group, async_op=True)
+        start = partial(dist.broadcast, flat, src=0, group=self._group, async_op=True)
         if self._connected or self._backend != "nccl":
             return start()
         stream = torch.cuda.current_stream(flat.device)
@@ -242,19 +271,24 @@ class DistributedChannel(Channel):
         return came
 
     def _comes(self, is_done: Callable[[], bool], call: _Call) -> bool:
-        """Waits until something is done in which all engines take part. Returns False if one has returned an error."""
+        """Waits until something is done in which all engines take part. Returns False if one has returned an error.
+
+        The control call has the same limit, and its error names the engine, so an unfinished call is waited for longer.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not is_done():
             if call.failed:
                 return False
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded.waiting(
-                    owner="weight sync",
-                    for_what=f"engines to receive a bucket in {self._group_name}",
-                    limit_s=self._timeout_s,
-                )
+            if time.monotonic() > deadline + (0.0 if call.answer.done() else ERROR_S):
+                raise self._late()
             time.sleep(POLL_S)
         return True
+
+    def _late(self) -> DeadlineExceeded:
+        what = f"engines to receive a bucket in {self._group_name}"
+        error = DeadlineExceeded.waiting(owner="weight sync", for_what=what, limit_s=self._timeout_s)
+        error.engines = tuple(one.control.url for one in self._members) if len(self._members) == 1 else ()
+        return error
 
     def _send_nothing(self, group: Any, call: _Call) -> None:
         """Completes the broadcasts in which engines wait for buckets that will not be sent."""
@@ -294,6 +328,7 @@ class DistributedChannel(Channel):
         name, members, call, connected = self._group_name, self._members, self._call, self._connected
         self._group, self._store, self._members, self._call, self._connected = None, None, (), None, False
         self._announced.clear()
+        self._announcements.clear()
 
         def leave() -> None:
             if held[0] is None:

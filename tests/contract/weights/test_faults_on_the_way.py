@@ -101,8 +101,9 @@ def test_an_engine_that_says_yes_to_a_broadcast_and_is_not_there_is_found_out_in
     experts.sync(1, channel)
     experts.proxy.receives = False
     experts.proxy.forget(range(10**6))
-    with pytest.raises(DeadlineExceeded, match=r"waited 5 s for engines to receive a bucket"):
+    with pytest.raises(DeadlineExceeded, match=r"waited 5 s for engines to receive a bucket") as caught:
         experts.sync(2, channel)
+    assert caught.value.engines == (experts.proxy.url,)
     experts.proxy.forget(())
     experts.proxy.receives = True
     asked = experts.pool.submit(experts.ask)

@@ -197,9 +197,12 @@ class Counting(HttpEngineControl):
     def __init__(self, url: str) -> None:
         super().__init__(url, ONE_RANK, timeout_s=60)
         self.formats: list[str] = []
+        self.listed: list[int] = []
+        """The number of tensors that each call listed."""
 
     def update_weights_from_distributed(self, **told: Any) -> None:
         self.formats.append(str(told["load_format"]))
+        self.listed.append(len(told["names"]))
         super().update_weights_from_distributed(**told)
 
 
@@ -211,7 +214,9 @@ def test_one_call_announces_all_buckets_of_a_sender(rig: Rig) -> None:
     for version in (2, 3):
         rig.sync_weights(changed(rig.state, version), channel, version)
         rig.assert_serves(changed(rig.state, version), version)
-    assert len(counting.formats) == 2 and counting.formats[0].count(",") > 3
+    (first, second), (listed, again) = counting.formats, counting.listed
+    assert first.count(",") > 3 and listed > 3
+    assert again == 0 and second == first.rpartition(":")[0], "engines have the list of tensors"
     broken = dict(changed(rig.state, 4))
     broken[list(broken)[-1]] = torch.zeros(3)
     with pytest.raises(WeightSyncError, match="has shape"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slime.compat.sglang_weight_stream import Loads, buckets_of, recorded
+from slime.compat.sglang_weight_stream import Loads, _announced, _loads_of, buckets_of, recorded
 from slime.core.engine_interface import stream_format
 from slime.core.errors import EngineError
 from slime.weights.send_plan import Bucket, Spec
@@ -70,8 +72,8 @@ class Padded(Fused):
 
 def announced(*groups: str) -> list[tuple[Spec, ...]]:
     names = [name for group in groups for name in group.split()]
-    load_format = stream_format([len(group.split()) for group in groups])
-    return list(buckets_of(names, ["float32"] * len(names), [SHAPES[name] for name in names], load_format))
+    numbers = ",".join(str(len(group.split())) for group in groups)
+    return list(buckets_of(names, ["float32"] * len(names), [SHAPES[name] for name in names], numbers))
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -142,7 +144,7 @@ def test_other_buckets_and_moved_parameters_ask_the_loader_again() -> None:
 
 
 def test_a_bucket_of_two_dtypes_is_read_as_it_was_written() -> None:
-    specs = next(buckets_of(["a", "b"], ["float32", torch.bfloat16], [(3,), (2, 2)], stream_format([2])))
+    specs = next(buckets_of(["a", "b"], ["float32", torch.bfloat16], [(3,), (2, 2)], "2"))
     flat = torch.arange(20, dtype=torch.uint8)
     read = Bucket.of(specs, flat).tensors
     starts = [(name, tensor.storage_offset() * tensor.itemsize) for name, tensor in read]
@@ -155,7 +157,23 @@ def test_a_bucket_of_two_dtypes_is_read_as_it_was_written() -> None:
 
 def test_a_call_that_lists_fewer_tensors_than_it_announces_is_refused() -> None:
     with pytest.raises(EngineError, match="announces 2 tensors, but lists 1"):
-        list(buckets_of(["a"], ["float32"], [(3,)], stream_format([2])))
+        list(buckets_of(["a"], ["float32"], [(3,)], "2"))
+
+
+def test_a_list_of_tensors_is_kept_as_long_as_its_group() -> None:
+    """Law: a key gives the buckets that were listed under it in that group, and no others."""
+    updater: Any = SimpleNamespace(_model_update_group={"a": "group a"}, device="cpu", model=nn.Linear(1, 1))
+    updater.get_model = lambda: updater.model
+    listed = ["q", "k"], ["float32"] * 2, [SHAPES[name] for name in ("q", "k")]
+    first = _announced(updater, *listed, "a", stream_format("one", [1, 1]))
+    again = _announced(updater, [], [], [], "a", stream_format("one"))
+    assert again.buckets == first.buckets and [specs[0].name for specs, _ in first.buckets] == ["q", "k"]
+    assert [num_bytes for _, num_bytes in first.buckets] == [4 * math.prod(SHAPES[name]) for name in ("q", "k")]
+    updater._model_update_group = {"b": "group b"}
+    with pytest.raises(EngineError, match="has not got the list one"):
+        _announced(updater, [], [], [], "b", stream_format("one"))
+    _announced(updater, *listed, "b", stream_format("two", [2]))
+    assert list(_loads_of(updater.model).lists) == [("b", "two")]
 
 
 class Part(NamedTuple):
