@@ -370,8 +370,8 @@ ENGINE_WIRING: dict[str, Mutation] = {
     "a broadcast of the version before": Mutation(
         "protocol",
         "weights/transports/distributed.py",
-        "                weight_version=version,\n",
-        "                weight_version=version - 1,\n",
+        "flush_cache=False, weight_version=version, **words",
+        "flush_cache=False, weight_version=version - 1, **words",
     ),
     "a folder of the version before": Mutation(
         "protocol",
