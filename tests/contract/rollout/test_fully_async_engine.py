@@ -62,6 +62,7 @@ def run_schedules(tmp_path: Path, engine_server: Any, seeds: range, num_steps: i
     return seen
 
 
+@pytest.mark.slow
 def test_with_auto_one_engine_is_paused_in_both_modes_then_in_one_and_labels_every_token(engine_server: Any) -> None:
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True, "max_new_tokens": 900}
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.core.errors import ConfigError
 from slime.ops.delta_rule import CHUNK, DeltaRule, _table, chunked, delta_rule, fused
+from tests.support.marks import quick
 
 SIZES = (3, 5, 7)
 """Heads, d_k and d_v."""
@@ -90,33 +91,45 @@ def test_kernels_are_refused_where_they_cannot_run() -> None:
         delta_rule(cpu, torch.bfloat16, "fla")
 
 
-def check_kernels() -> None:
+def check_kernels(decay: float, dtype: torch.dtype, limit: float) -> None:
     """Compares value and gradients of the interpreted kernels with the definition in float64."""
     from slime.ops.kernels import delta_rule as kernels
 
-    lengths = (70, 3, 129)
-    for decay, dtype, limit in ((0.1, torch.float32, 2e-6), (200.0, torch.float32, 1e-4), (0.1, torch.bfloat16, 5e-3)):
-        x = inputs(sum(lengths), dtype, decay, KERNEL_SIZES)
-        exact = [t.detach().double().requires_grad_() for t in x]
-        want = token_by_token(*exact, lengths)
-        weights = torch.linspace(-1, 1, want.numel()).view_as(want).to(dtype)
-        gradients = torch.autograd.grad((want * weights).sum(), exact)
-        if dtype == torch.float32:
-            out = fused(*x, lengths)
-            got = [out, *torch.autograd.grad((out * weights).sum(), x)]
-        else:  # the interpreter does not multiply in bfloat16
-            plain, table = [t.detach() for t in x], kernels.Tiles(*_table(lengths, x[0].device))
-            out, saved = kernels.forward(tuple(plain), table, "ieee")
-            got = [out, *kernels.backward((weights, *plain[:3]), table, saved, "ieee")]
-        for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), got, (want.detach(), *gradients), strict=True):
-            error = float((a.detach() - b).norm() / b.norm())
-            assert error < limit, f"{name} differs by {error:.1e} of its norm for {dtype} and decay {decay}"
+    lengths = (3, 129)
+    x = inputs(sum(lengths), dtype, decay, KERNEL_SIZES)
+    exact = [t.detach().double().requires_grad_() for t in x]
+    want = token_by_token(*exact, lengths)
+    weights = torch.linspace(-1, 1, want.numel()).view_as(want).to(dtype)
+    gradients = torch.autograd.grad((want * weights).sum(), exact)
+    if dtype == torch.float32:
+        out = fused(*x, lengths)
+        got = [out, *torch.autograd.grad((out * weights).sum(), x)]
+    else:  # the interpreter does not multiply in bfloat16
+        plain, table = [t.detach() for t in x], kernels.Tiles(*_table(lengths, x[0].device))
+        out, saved = kernels.forward(tuple(plain), table, "ieee")
+        got = [out, *kernels.backward((weights, *plain[:3]), table, saved, "ieee")]
+    for name, a, b in zip(("out", "q", "k", "v", "g", "beta"), got, (want.detach(), *gradients), strict=True):
+        error = float((a.detach() - b).norm() / b.norm())
+        assert error < limit, f"{name} differs by {error:.1e} of its norm for {dtype} and decay {decay}"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_equal_the_recurrence_in_value_and_gradient() -> None:
+@pytest.mark.parametrize(
+    "check",
+    quick(
+        [
+            "check_kernels(0.1, torch.float32, 2e-6)",
+            "check_kernels(200.0, torch.float32, 1e-4)",
+            "check_kernels(0.1, torch.bfloat16, 5e-3)",
+            "check_borders(it.fused)",
+        ],
+        "check_kernels(0.1, torch.float32, 2e-6)",
+        "check_borders(it.fused)",
+    ),
+)
+def test_kernels_equal_the_recurrence_in_value_and_gradient_and_keep_sequences_apart(check: str) -> None:
     """Interpreted on the CPU, in a process of its own: Triton decides when it is imported."""
-    code = "from tests.unit.ops import test_delta_rule as it; it.check_kernels(); it.check_borders(it.fused)"
+    code = f"import torch; from tests.unit.ops import test_delta_rule as it; it.{check}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env={**os.environ, "TRITON_INTERPRET": "1"})
 
 

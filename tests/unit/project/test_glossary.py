@@ -29,9 +29,12 @@ def named_metrics() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((ROOT / "slime").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        tree = ast.parse(path.read_text())
-        inside = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
-        for node in ast.walk(tree):
+        source = path.read_text()
+        if not METRIC.search(source):
+            continue  # to parse it takes time
+        nodes = list(ast.walk(ast.parse(source)))
+        inside = {id(v) for n in nodes if isinstance(n, ast.JoinedStr) for v in n.values}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 text = node.value
                 if id(node) in inside:

@@ -63,14 +63,14 @@ def run_schedules(settings: Any, seeds: range, num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", quick([0, 2], 2))
 def test_the_laws_hold_under_random_schedules(settings: Any, num_workers: int) -> None:
-    run_schedules(settings, range(20), num_workers)
+    run_schedules(settings, range(8), num_workers)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_the_laws_hold_under_many_random_schedules(settings: Any, num_workers: int) -> None:
-    run_schedules(settings, range(20, 4000), num_workers)
+    run_schedules(settings, range(8, 4000), num_workers)
 
 
 def test_steps_through_the_manager_train_what_is_finished_and_count_how_old_it_is(tmp_path: Path) -> None:

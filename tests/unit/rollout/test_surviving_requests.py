@@ -76,7 +76,7 @@ def events(call: Call, version: int, cut_after: int | None, size: int, abort: bo
     return out
 
 
-@settings(max_examples=400)
+@settings(max_examples=6 * settings().max_examples)
 @example(seed=163, most=9, cuts=[(4, False)], size=1, stop="q")  # the last allowed token completes the stop string
 @given(
     seed=st.integers(0, 2**16),

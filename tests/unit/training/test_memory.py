@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
@@ -45,7 +45,6 @@ def arena_of(num_bytes: int) -> HostArena:
     return HostArena(num_bytes, pin_for(CPU))
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, planned=st.integers(0, 20000), rounds=st.integers(1, 2))
 def test_ranges_are_aligned_and_do_not_overlap_also_where_the_plan_was_too_small(
     sizes: list[int], planned: int, rounds: int
@@ -104,7 +103,6 @@ def test_a_host_that_refuses_is_heard_by_the_one_who_needs_the_memory() -> None:
         arena.take(10)
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 300), min_size=2, max_size=8), seed=st.integers(0, 1000), data=st.data())
 def test_what_is_put_away_comes_back_bit_for_bit_and_dropped_ones_as_zeros(
     sizes: list[int], seed: int, data: st.DataObject

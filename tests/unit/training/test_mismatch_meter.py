@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.algorithms.from_settings import Algorithm
@@ -48,7 +48,6 @@ def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 5), nan=st.booleans())
 def test_the_worst_token_of_all_micro_batches_is_named_with_its_numbers(
     alone: Any, seed: int, size: int, nan: bool
@@ -83,7 +82,6 @@ def test_the_worst_token_of_all_micro_batches_is_named_with_its_numbers(
         assert metrics["train/train_rollout_logprob_abs_diff_current"] == pytest.approx(mean, rel=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 5), data=st.data())
 def test_what_is_not_finite_at_a_trained_token_is_found_and_nothing_else(
     seed: int, size: int, data: st.DataObject

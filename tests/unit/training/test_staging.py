@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,7 +57,6 @@ def assert_same(got: MicroBatch, want: MicroBatch) -> None:
             assert ours[name] == value, name
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     known=st.frozensets(st.sampled_from(KNOWN)),
@@ -80,7 +79,6 @@ def test_every_field_is_the_same_with_and_without_staging(
         assert_same(batch, to_device(prepared, positions, CPU, **pads))
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     shapes=st.lists(st.tuples(DTYPES, st.lists(st.integers(0, 40), max_size=2)), max_size=10), seed=st.integers(0, 99)
 )

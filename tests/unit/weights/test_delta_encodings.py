@@ -36,7 +36,7 @@ def returned(name: str, old: np.ndarray, new: np.ndarray, width: int) -> np.ndar
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data(), width=st.sampled_from([1, 2, 4, 8]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 def test_any_bytes_become_any_others(name: str, data: st.DataObject, width: int) -> None:
     """Law: applied to the old bytes, the patch gives the new ones: all of them, none of them, NaNs, signed zeros."""
     num = data.draw(st.integers(0, 60))
