@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from slime.cluster.host_actor import Slots
 from slime.cluster.hosts import GuardedHosts
 from slime.cluster.placement import Host, PlacementPlan
-from slime.cluster.waiting import introduce, put_once, translated
+from slime.cluster.waiting import introduce, outcomes, put_once, translated
 from slime.core.blame import Process
 from slime.core.errors import EngineError
 from slime.core.liveness import Silence
@@ -200,8 +200,6 @@ OWNER_LIMIT_S = 7.0
 STARTING_OWNER_LIMIT_S = 30.0
 TOKENS_LAST_S = 10.0
 """How long a delivered token counts as a sign of life. `Engines` polls the rollout actor every few seconds."""
-UNREAD = object()
-"""Stands for the result of a check that has not been read."""
 END_LIMIT_S = 5.0
 """How long the actor of a lost engine has to stop its server before the actor is killed."""
 
@@ -313,24 +311,12 @@ class RayEngines:
 
     def troubles(self) -> Mapping[int, str]:
         found: dict[int, str] = {}
-        answered = self._answered(self._looks)
+        answered = outcomes([ref for ref, _ in self._looks.values()])
         for index, state in self._watched.items():
             for member in range(len(self._crews[index])):
                 if problem := self._look(index, member, state, answered):
                     found.setdefault(index, problem)
         return found
-
-    def _answered(self, keys: Iterable[tuple[int, int]]) -> Mapping[Any, Any]:
-        """Returns which of the pending checks (engine, its host) have finished -> their results.
-
-        Asks Ray once for all of them. If one failed, the results are `UNREAD`, and `_look` gets each one by itself.
-        """
-        asked = [self._looks[key][0] for key in keys if key in self._looks]
-        done = ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []
-        try:
-            return dict(zip(done, ray.get(done) if done else [], strict=True))
-        except RayError:
-            return dict.fromkeys(done, UNREAD)
 
     def start(self, engine: Engine) -> None:
         """Tells the old actors to stop. `started` replaces them once they have stopped or after `END_LIMIT_S`."""
@@ -363,7 +349,9 @@ class RayEngines:
         `wait_ready` reports problems on the first host.
         """
         for member in range(1, len(self._crews[index])):
-            if problem := self._look(index, member, State.STARTING, self._answered([(index, member)])):
+            asked = self._looks.get((index, member))
+            answered = outcomes([asked[0]] if asked else [])
+            if problem := self._look(index, member, State.STARTING, answered):
                 raise EngineError(f"engine {index} did not start: on its host {member}, {problem}")
 
     def has_host(self, index: int) -> bool:
@@ -397,11 +385,8 @@ class RayEngines:
             return f"its actor has not responded for {silence.lasts_s:.0f} s" if late else None
         del self._looks[key]
         self._seen_at[key] = now
-        try:
-            problem: str | None = ray.get(ref) if answered[ref] is UNREAD else answered[ref]
-        except RayError as error:
-            return str(translated(error, f"a check of engine {index}"))
-        return problem
+        problem: str | RayError | None = answered[ref]
+        return str(translated(problem, f"a check of engine {index}")) if isinstance(problem, RayError) else problem
 
     def _open_gate(self, index: int) -> None:
         if self.may_take_memory():

@@ -174,15 +174,11 @@ def all_there(refs: Sequence[Any]) -> bool:
 
 def peek(ref: Any) -> Any:
     """Returns the result of a call, or None if it has not finished or has failed. Does not block or raise."""
-    done, _ = ray.wait([ref], timeout=0)
-    try:
-        return ray.get(ref) if done else None
-    except RayError:
-        return None
+    return peek_all([ref]).get(ref)
 
 
-def peek_all(refs: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the finished calls -> their results, or None for those that failed. Does not block or raise.
+def outcomes(refs: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the finished calls -> their results, or the `RayError` of those that failed. Does not block or raise.
 
     Asks Ray once for all of them, unless one has failed.
     """
@@ -190,7 +186,19 @@ def peek_all(refs: Sequence[Any]) -> dict[Any, Any]:
     try:
         return dict(zip(done, ray.get(done) if done else [], strict=True))
     except RayError:
-        return {ref: peek(ref) for ref in done}
+        return {ref: _outcome(ref) for ref in done}
+
+
+def _outcome(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except RayError as error:
+        return error
+
+
+def peek_all(refs: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the finished calls -> their results, or None for those that failed. Does not block or raise."""
+    return {ref: None if isinstance(result, RayError) else result for ref, result in outcomes(refs).items()}
 
 
 def first_death(refs: Sequence[Any], *, for_what: str, limit_s: float) -> ActorDied | None:
@@ -222,17 +230,8 @@ def _cause(
     return min(failures, key=_distance, default=None)
 
 
-def _failures(refs: Sequence[Any]) -> Iterator[RayError]:
-    try:
-        ray.get(list(refs))  # one call for all of them, as almost always
-        return
-    except RayError:
-        pass
-    for ref in refs:
-        try:
-            ray.get(ref)
-        except RayError as error:
-            yield error
+def _failures(refs: Sequence[Any]) -> list[RayError]:
+    return [result for result in outcomes(refs).values() if isinstance(result, RayError)]
 
 
 def _died(failure: RayError) -> bool:
