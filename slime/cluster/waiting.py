@@ -178,13 +178,14 @@ def peek(ref: Any) -> Any:
 
 
 def outcomes(refs: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the finished calls -> their results, or the `RayError` of those that failed. Does not block or raise.
+    """Returns the finished calls -> their results, or the `RayError` of those that failed. Does not block or raise."""
+    return _read(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else [])
 
-    Asks Ray once for all of them, unless one has failed.
-    """
-    done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+
+def _read(done: Sequence[Any]) -> dict[Any, Any]:
+    """Asks Ray once for the results of all finished calls, unless one has failed."""
     try:
-        return dict(zip(done, ray.get(done) if done else [], strict=True))
+        return dict(zip(done, ray.get(list(done)) if done else [], strict=True))
     except RayError:
         return {ref: _outcome(ref) for ref in done}
 
@@ -231,7 +232,7 @@ def _cause(
 
 
 def _failures(refs: Sequence[Any]) -> list[RayError]:
-    return [result for result in outcomes(refs).values() if isinstance(result, RayError)]
+    return [result for result in _read(refs).values() if isinstance(result, RayError)]
 
 
 def _died(failure: RayError) -> bool:
