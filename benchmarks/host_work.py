@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages.returns import Together
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.micro_batch import PreparedBatch, prepare, to_device, with_advantages

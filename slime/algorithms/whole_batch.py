@@ -33,7 +33,7 @@ from slime.settings.hook_contracts import load_hook
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime.algorithms.from_settings import Algorithm
+    from slime.algorithms import Algorithm
     from slime.settings import Args
 
 

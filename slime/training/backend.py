@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import Arrays
 from slime.algorithms.advantages.returns import Together
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.compat.megatron_cpu import activate
 from slime.core.batch import TrainBatch, trains_any

@@ -126,7 +126,7 @@ def leaves(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def prepared_of(num_groups: int = 16) -> Any:
-    from slime.algorithms.from_settings import Algorithm
+    from slime.algorithms import Algorithm
     from slime.training.step.micro_batch import prepare
 
     args = training_args(Path("model"), micro_batch_size=2)

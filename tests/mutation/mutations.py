@@ -200,6 +200,21 @@ ALGORITHMS: dict[str, Mutation] = {
         "torch.full_like(advantage, tau_positive), torch.full_like(advantage, tau_negative)",
         "torch.full_like(advantage, tau_negative), torch.full_like(advantage, tau_positive)",
     ),
+    "DPPO drops updates that return": Mutation(
+        "algorithms", "algorithms/policy_loss/dppo.py", "dropped = far & moves_away", "dropped = far"
+    ),
+    "DPPO with the KL of the other direction": Mutation(
+        "algorithms",
+        "algorithms/policy_loss/dppo.py",
+        "log_p, log_q = old.double().clamp(max=-NEARLY_CERTAIN), new.double().clamp(max=-NEARLY_CERTAIN)",
+        "log_p, log_q = new.double().clamp(max=-NEARLY_CERTAIN), old.double().clamp(max=-NEARLY_CERTAIN)",
+    ),
+    "MaxRL with the mean of samples": Mutation(
+        "algorithms",
+        "algorithms/advantages/grpo.py",
+        "(rewards[members] - np.mean(own)) / np.mean(own)",
+        "(rewards[members] - np.mean(own)) / np.mean(rewards[members])",
+    ),
     "importance weight with a gradient": Mutation(
         "algorithms",
         "algorithms/off_policy/tis.py",

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import ESTIMATORS, Arrays
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch
 from slime.data.context_split import split_context

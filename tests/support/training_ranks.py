@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.algorithms.from_settings import Algorithm
+from slime.algorithms import Algorithm
 from slime.core.errors import HookError, NumericsError
 from tests.support.adapters import fill_b
 from tests.support.measured_backend import MeasuredBackend

@@ -1,5 +1,5 @@
 """Estimators that compare rewards within a group: GRPO with or without the standard deviation, for whole responses or
-for each turn, RLOO, and GSPO, CISPO and SAPO, which use GRPO's advantages.
+for each turn, RLOO, MaxRL, and GSPO, CISPO and SAPO, which use GRPO's advantages.
 
 Invariants
 1. Groups are formed by `group_index`, never by position.
@@ -30,6 +30,7 @@ from slime.algorithms.advantages import (
     kept,
 )
 from slime.algorithms.advantages.returns import Discounts, reverse_scan, spread_advantage
+from slime.core.errors import DataError
 from slime.core.sample import NOT_SAMPLED
 from slime.settings.fields import Need, always, derived, opt
 
@@ -320,4 +321,40 @@ def leave_one_out(
     for members, which, own in iter_groups(rewards, group_index_S, execution_S):
         if not nothing_to_compare(own):
             out[members] = rewards[members] - (own.sum() - own[which]) / (len(own) - 1)
+    return out
+
+
+@ESTIMATORS.register("maxrl")
+@dataclass(frozen=True, kw_only=True)
+class MaximumLikelihood(GroupEstimator):
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): A = (R - group mean) / group mean, for rewards of 0 and 1.
+
+    The gradient of the log of the success probability p is that of p divided by p, so prompts that are rarely solved
+    count more. With G executions, the expected gradient is that of log p up to the term G - 1 of its series
+    log p = -sum_k (1 - p)^k / k. Groups without a success have advantage 0.
+    """
+
+    def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
+        return success_advantages(rewards, groups, executions)
+
+
+def success_advantages(
+    rewards_S: Sequence[float] | Array,
+    group_index_S: Sequence[int] | npt.NDArray[np.int64],
+    execution_S: Sequence[int] | npt.NDArray[np.int64],
+) -> Array:
+    """Returns each reward minus its group mean, divided by the group mean [S]; 0 if there is nothing to compare.
+
+    Raises `DataError` for a negative reward: the mean would not be a rate of success.
+    """
+    rewards = np.asarray(rewards_S, np.float64)
+    if (negative := rewards[rewards < 0]).size:
+        raise DataError(
+            f"maxrl divides by the mean reward of a group, a rate of success, but a reward is {negative[0]:g}; use "
+            "rewards of 0 and 1, or another --advantage-estimator"
+        )
+    out = np.zeros_like(rewards)
+    for members, _, own in iter_groups(rewards, group_index_S, execution_S):
+        if not nothing_to_compare(own):
+            out[members] = (rewards[members] - np.mean(own)) / np.mean(own)
     return out

@@ -82,7 +82,8 @@ class AlgorithmSettings:
         needs=POLICY_TERM,
     )
     """How the policy update is bounded: clipped ratio per token or per sequence (arXiv:2507.18071), clipped weight
-    (arXiv:2506.13585), or soft gate (arXiv:2511.20347). Default: set by the estimator."""
+    (arXiv:2506.13585), soft gate (arXiv:2511.20347), or divergence (arXiv:2602.04879). Default: set by the
+    estimator."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """The loss. custom_loss calls --custom-loss-function-path."""
     train_unsampled_tokens: bool = opt(False, needs=SAMPLED_LOSS)

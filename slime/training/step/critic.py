@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import Arrays, CriticEstimator
-from slime.algorithms.from_settings import Algorithm
 from slime.core.hf_config import read_hf_config
 from slime.models import table_for
 from slime.models.common.table import Row

@@ -13,8 +13,8 @@ from typing import Any, Protocol, assert_never
 import torch
 from torch import Tensor
 
+from slime.algorithms import Algorithm, samples_top_p_set
 from slime.algorithms.advantages import CriticEstimator
-from slime.algorithms.from_settings import Algorithm, samples_top_p_set
 from slime.algorithms.off_policy import OffPolicyTokens
 from slime.algorithms.policy_loss import PolicyTokens, TokenLosses
 from slime.algorithms.token_losses import negative_log_likelihood, unmasked

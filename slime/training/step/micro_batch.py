@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import Arrays
 from slime.algorithms.advantages.returns import ALONE, Together
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.token_losses import Sequences
 from slime.algorithms.whole_batch import (
     AdvantagesAndReturns,

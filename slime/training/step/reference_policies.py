@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import Arrays
-from slime.algorithms.from_settings import Algorithm
 from slime.core.sample import NOT_SAMPLED
 from slime.settings import Args
 from slime.settings.conditions import fine_tunes

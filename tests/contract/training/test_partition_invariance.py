@@ -259,7 +259,7 @@ def test_any_two_kinds_of_parallelism_go_together(covering: Runs, layout: str) -
 LOSSES: dict[str, dict[str, Any]] = {
     **{
         f"{loss}-{aggregation}": {"args": {"policy_loss": loss, "loss_aggregation": aggregation, "micro_batch_size": 3}}
-        for loss in ("ppo_clip", "gspo", "cispo", "sapo")
+        for loss in ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
         for aggregation in ("sequence_mean", "token_mean", "sequence_sum", "constant_length")
     },
     "sft": {"args": {"loss_type": "sft_loss"}},

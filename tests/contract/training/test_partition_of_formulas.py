@@ -34,6 +34,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "kl_loss_type": "k2",
     },
     "sapo": {"policy_loss": "sapo", "rejection_level": "geometric", "rejection_low": 0.9, "rejection_high": 1.1},
+    "dppo": {"policy_loss": "dppo", "dppo_divergence_threshold": 0.02},
     "rloo_opsm": {"advantage_estimator": "rloo", "use_opsm": True, "opsm_delta": 0.05, "kl_coef": 0.1},
     "reinforce_plus_plus": {
         "advantage_estimator": "reinforce_plus_plus",

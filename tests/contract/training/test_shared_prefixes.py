@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from slime.algorithms.from_settings import Algorithm
+from slime.algorithms import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs, advantages_and_returns
 from tests.support.experts import by_checkpoint_name
 from tests.support.families import write_family

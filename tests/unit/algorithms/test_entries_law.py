@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import ESTIMATORS, CriticEstimator, RewardedBatch
 from slime.algorithms.aggregation import AGGREGATIONS
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.kl import KL_ESTIMATORS
 from slime.algorithms.off_policy import CORRECTIONS
 from slime.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens

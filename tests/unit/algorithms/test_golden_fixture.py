@@ -47,6 +47,7 @@ PRINTED = {
     "cispo": (0.085041, -0.057290, 0.191342, 0.047836),
     "tis": (-0.163817, 0.174665, -0.368589, -0.092147),
     "mis": (-0.303079, 0.017995, -0.681928, -0.170482),
+    "gspo_tis": (-0.167967, 0.167215, -0.377926, -0.094481),
     "sequence_tis": (-0.060802, 0.286239, -0.136805, -0.034201),
     "opsm": (-0.395249, -0.081183, -0.889310, -0.222328),
     "k1": (0.105556, 0.179167, 0.2375, 0.059375),
@@ -59,6 +60,7 @@ PRINTED_GRADIENTS = {
     "gspo": (-1.327522, -1.327522, -1.327522, 0.657587, 0.657587, -0.269966, -0.269966, 0, -0.269966, 1.291522),
     "tis": (-1.472037, -1.016786, -1.532112, 0, 0.823511, 0, -0.269068, 0, -0.224745, 1.265948),
     "mis": (-1.472037, -1.016786, -1.532112, 0, 0.823511, 0, -0.269068, 0, -0.224745, 1.265948),
+    "gspo_tis": (-1.354339, -1.262778, -1.340864, 1.315174, 0.657587, -0.244276, -0.278188, 0, -0.269966, 1.265948),
     "k2": (0.3, -0.1, 0, 0.2, -0.2, 0.05, 0.4, 0, -0.3, 0.6),
     "k3": (0.259182, -0.105171, 0, 0.181269, -0.221403, 0.048771, 0.329680, 0, -0.349859, 0.451188),
 }
@@ -97,6 +99,7 @@ OURS: dict[str, Callable[[Tensor], Tensor]] = {
     "cispo": _cispo,
     "tis": lambda new: _ppo(new) * _weight("token", "truncate", 0.0),
     "mis": lambda new: _ppo(new) * _weight("token", "mask", 0.5),
+    "gspo_tis": lambda new: _gspo(new) * _weight("token", "truncate", 0.0),
     "sequence_tis": lambda new: _ppo(new) * _weight("sequence", "truncate", 0.0),
     "opsm": lambda new: _ppo(new) * opsm_mask(new, _t(OLD), _t(ADVANTAGE), _t(MASK), SEQUENCES, delta=0.1),
     "k1": lambda new: _kl(new, "k1"),
@@ -126,6 +129,7 @@ def _np_losses(new: np.ndarray) -> dict[str, np.ndarray]:
         "cispo": -np.minimum(ratio, 1.28) * ADVANTAGE * new,
         "tis": ppo * np.minimum(w, 2.0),
         "mis": ppo * np.where((w >= 0.5) & (w <= 2.0), w, 0.0),
+        "gspo_tis": _np_clip(np.exp(_mean(new - OLD))) * np.minimum(w, 2.0),
         "sequence_tis": ppo * np.minimum(product, 2.0),
         "opsm": ppo * ~((ADVANTAGE < 0) & (_mean(OLD - new) > 0.1)),
         "k1": x,
@@ -186,6 +190,9 @@ def test_gradient_is_the_finite_difference_of_the_formula(name: str, kind: str) 
     def value(new: np.ndarray) -> float:
         if name == "cispo":  # the weight is held where it is
             return _np_aggregate(-np.minimum(ratio, 1.28) * ADVANTAGE * new, kind)
+        if name == "gspo_tis":  # GSPO-token: s is held where it is, each token's weight is part of its advantage
+            token = np.exp(_mean(NEW - OLD) + new - NEW)
+            return _np_aggregate(_np_clip(token) * np.minimum(np.exp(OLD - ROLLOUT), 2.0), kind)
         return _np_aggregate(_np_losses(new)[name], kind)
 
     want = [(value(NEW + step * e) - value(NEW - step * e)) / (2 * step) for e in np.eye(len(NEW))]

@@ -13,6 +13,7 @@ from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import importance_weights
 from slime.algorithms.policy_loss import TokenLosses
 from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.dppo import dppo_loss
 from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import LOG_RATIO_LIMIT, Sequences, clamped_log_ratio, value_loss
@@ -55,6 +56,9 @@ def test_clipping(loss_name: str, ratio: float, advantage: float, loss: float, c
     assert args[0].grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
+LOSS_NAMES = ("clip", "gspo", "cispo", "sapo", "dppo", "dppo, kl")
+
+
 def _all_losses(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> dict[str, TokenLosses]:
     args = (log_probs, old, advantages, torch.ones_like(old))
     return {
@@ -62,12 +66,14 @@ def _all_losses(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Te
         "gspo": gspo_loss(*args, sequences=Sequences(torch.arange(len(old)), len(old)), eps_clip=0.2, eps_clip_c=3.0),
         "cispo": cispo_loss(*args, clip_low=0.8, clip_high=1.2),
         "sapo": sapo_loss(*args),
+        "dppo": dppo_loss(*args, threshold=0.15),
+        "dppo, kl": dppo_loss(*args, divergence_type="binary_kl", threshold=0.05),
     }
 
 
 def test_gradient_on_policy_is_the_policy_gradient() -> None:
     advantages = _t(1.0, -2.0, 0.5)
-    for name in ("clip", "gspo", "cispo", "sapo"):
+    for name in LOSS_NAMES:
         log_probs = _t(-1.0, -2.0, -3.0).requires_grad_()
         _all_losses(log_probs, log_probs.detach(), advantages)[name].loss.sum().backward()
         assert log_probs.grad is not None
@@ -76,7 +82,7 @@ def test_gradient_on_policy_is_the_policy_gradient() -> None:
 
 @pytest.mark.parametrize("log_ratio", [-90.0, -30.0, -5.0, 5.0, 30.0, 90.0])
 def test_extreme_ratios_stay_finite_and_are_counted(log_ratio: float) -> None:
-    for name in ("clip", "gspo", "cispo", "sapo"):
+    for name in LOSS_NAMES:
         for advantage in (1.0, -1.0):
             log_probs = _t(log_ratio).requires_grad_()
             got = _all_losses(log_probs, _t(0.0), _t(advantage))[name]

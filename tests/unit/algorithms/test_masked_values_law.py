@@ -17,6 +17,7 @@ from slime.algorithms.off_policy.masks import opsm_mask, rejection_mask
 from slime.algorithms.off_policy.tis import Mode, importance_weights
 from slime.algorithms.policy_loss import TokenLosses
 from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.dppo import dppo_loss
 from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences, negative_log_likelihood, value_loss
@@ -54,6 +55,8 @@ TORCH_CASES: dict[str, Callable[[Inputs], list[Tensor]]] = {
     "cispo": lambda x: _parts(cispo_loss(x[0], x[1], x[3], M, clip_low=0.8, clip_high=1.28)),
     "cispo, no floor": lambda x: _parts(cispo_loss(x[0], x[1], x[3], M, clip_low=None, clip_high=1.28)),
     "sapo": lambda x: _parts(sapo_loss(x[0], x[1], x[3], M)),
+    "dppo": lambda x: _parts(dppo_loss(x[0], x[1], x[3], M, threshold=0.02)),
+    "dppo, kl": lambda x: _parts(dppo_loss(x[0], x[1], x[3], M, divergence_type="binary_kl", threshold=0.01)),
     "sft": lambda x: [negative_log_likelihood(x[0], M)],
     "value": lambda x: list(value_loss(x[0], x[1], x[2], M, value_clip=0.2)),
     "opsm": lambda x: [

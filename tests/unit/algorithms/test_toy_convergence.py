@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages.grpo import group_advantages, leave_one_out
+from slime.algorithms.advantages.grpo import group_advantages, leave_one_out, success_advantages
 from slime.algorithms.advantages.returns import whiten
 from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.dppo import dppo_loss
 from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
@@ -44,6 +45,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": lambda lp, old, a: gspo_loss(lp, old, a, MASK, sequences=SEQUENCES, eps_clip=0.1).loss,
     "cispo": lambda lp, old, a: cispo_loss(lp, old, a, MASK, clip_low=0.8, clip_high=1.28).loss,
     "sapo": lambda lp, old, a: sapo_loss(lp, old, a, MASK).loss,
+    "dppo": lambda lp, old, a: dppo_loss(lp, old, a, MASK, threshold=0.15).loss,
 }
 
 
@@ -52,6 +54,8 @@ def advantages_of(estimator: str, rewards: Array) -> Array:
     executions = np.arange(TOTAL).tolist()
     if estimator == "rloo":
         values = leave_one_out(rewards, GROUPS.tolist(), executions)
+    elif estimator == "maxrl":
+        values = success_advantages(rewards, GROUPS.tolist(), executions)
     else:
         scale = "group" if estimator == "grpo" else "none"
         values = group_advantages(rewards, GROUPS.tolist(), executions, scale=scale)
@@ -82,6 +86,8 @@ def expected_reward(logits: Tensor) -> Array:
             ("grpo", "gspo"),
             ("grpo", "cispo"),
             ("grpo", "sapo"),
+            ("grpo", "dppo"),
+            ("maxrl", "ppo_clip"),
         ],
         ("grpo", "gspo"),
     ),

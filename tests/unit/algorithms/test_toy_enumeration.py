@@ -37,6 +37,7 @@ from slime.algorithms.advantages.reinforce import discounted_returns
 from slime.algorithms.advantages.returns import token_rewards
 from slime.algorithms.off_policy.tis import importance_weights
 from slime.algorithms.policy_loss.cispo import cispo_loss
+from slime.algorithms.policy_loss.dppo import dppo_loss
 from slime.algorithms.policy_loss.ppo_clip import clipped_policy_loss, gspo_loss
 from slime.algorithms.policy_loss.sapo import sapo_loss
 from slime.algorithms.token_losses import Sequences
@@ -103,6 +104,7 @@ LOSSES: dict[str, Loss] = {
     "gspo": lambda lp, old, a, m, s: gspo_loss(lp, old, a, m, sequences=s, eps_clip=0.2).loss,
     "cispo": lambda lp, old, a, m, s: cispo_loss(lp, old, a, m, clip_low=None, clip_high=1.28).loss,
     "sapo": lambda lp, old, a, m, s: sapo_loss(lp, old, a, m).loss,
+    "dppo": lambda lp, old, a, m, s: dppo_loss(lp, old, a, m, threshold=0.15).loss,
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.algorithms import Algorithm
 from slime.algorithms.advantages import ESTIMATORS
-from slime.algorithms.from_settings import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs, RolloutView, advantages_and_returns, check_samples
 from slime.core.batch import TrainBatch, TrainSample
 from slime.core.errors import DataError
@@ -202,9 +202,21 @@ def _sum(one: TrainSample) -> float:
     return 0.0 if one.token_rewards is None else float(sum(one.token_rewards))
 
 
+def samples_for(name: str) -> list[TrainSample]:
+    """Random samples; with rewards that are not negative for maxrl, which refuses others."""
+    if name != "maxrl":
+        return random_samples()
+    return [
+        dataclasses.replace(
+            s, reward=abs(s.reward), token_rewards=None if s.token_rewards is None else np.abs(s.token_rewards)
+        )
+        for s in random_samples()
+    ]
+
+
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_the_order_of_samples_changes_nothing(name: str) -> None:
-    samples = random_samples()
+    samples = samples_for(name)
     order = np.random.default_rng(2).permutation(len(samples))
     values = tuple(np.linspace(0, 1, s.response_length) for s in samples)
     critic = ESTIMATORS.get(name).needs_critic
@@ -233,7 +245,7 @@ def test_an_execution_can_train_each_turn_in_a_sample_of_its_own(name: str) -> N
 
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_rewards_of_zero_change_no_bit(name: str) -> None:
-    samples = [dataclasses.replace(s, token_rewards=None) for s in random_samples()]
+    samples = [dataclasses.replace(s, token_rewards=None) for s in samples_for(name)]
     zeros = [dataclasses.replace(s, token_rewards=np.zeros(s.response_length)) for s in samples]
     values = tuple(np.linspace(0, 1, s.response_length) for s in samples) if ESTIMATORS.get(name).needs_critic else None
     plain = advantages(samples, values, advantage_estimator=name)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.from_settings import Algorithm
+from slime.algorithms import Algorithm
 from slime.core.errors import NumericsError
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device
 from slime.training.step.mismatch import MismatchMeter

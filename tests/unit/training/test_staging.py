@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.from_settings import Algorithm
+from slime.algorithms import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.errors import DataError
 from slime.training.step.micro_batch import MicroBatch, PreparedBatch, prepare, to_device, with_advantages

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.algorithms.from_settings import Algorithm
+from slime.algorithms import Algorithm
 from slime.algorithms.whole_batch import BatchLogProbs
 from slime.core.batch import TrainBatch, TrainSample
 from slime.training.step.loss import objective_of
@@ -31,7 +31,7 @@ from tests.support.training import training_args
 TOLERANCE = 1e-6
 """Relative to the gradient's norm; weights and advantages travel in float32."""
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_sum", "constant_length")
-POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "sapo")
+POLICY_LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo")
 SPLITS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"micro_batch_size": 100}),
     (1, {"micro_batch_size": 1}),
@@ -89,6 +89,10 @@ def policy_loss_of(name: str, args: Any, r: Tensor, lp: Tensor, adv: Tensor, mas
     if name == "sapo":
         tau = torch.where(adv > 0, 1.0, 1.05)
         return -4 / tau * torch.sigmoid(tau * (r - 1)) * adv
+    if name == "dppo":
+        away = adv * (r.detach() - 1) > 0
+        far = (lp.exp() - lp.exp() / r).abs().detach() > args.dppo_divergence_threshold
+        return torch.where(far & away, 0.0, -r * adv)
     if name == "gspo":
         r = ((r.log() * mask).sum() / mask.sum().clamp(min=1)).exp().detach() * r / r.detach()
     return -torch.minimum(r * adv, r.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * adv)
