@@ -1,15 +1,17 @@
-"""Grading results: a score, or the reason why there is none.
+"""Grading results: a score, or the reason why there is none; and what length adds to scores before training.
 
 Invariants
 1. A failure that is not the answer's fault never becomes a number. It becomes `Unscored`, and the rollout decides
    whether to retry.
 2. An answer cannot profit from crashing its grader. If a compute-only grader cannot handle an answer, the answer is
    scored as wrong, and `Scored.ungradable` has the reason.
+3. Length changes only the rewards that are trained. Filters, evaluations and metrics see the scores.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +71,26 @@ def reason_kind(reason: str) -> str:
     reason = reason.partition(RAISED_AT)[0].lower()
     words = "".join(c if c.isalpha() else " " for c in reason).split()
     return "_".join(words[:4]) or "unknown"
+
+
+def overlong_penalty(length: int, max_length: int, buffer_length: int) -> float:
+    """Returns DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, equation 13), from -1 to 0.
+
+    0 up to max_length - buffer_length tokens, then falling linearly to -1 at max_length, and -1 beyond. Needs
+    0 < buffer_length <= max_length.
+    """
+    excess = length - (max_length - buffer_length)
+    return -min(1.0, max(0, excess) / buffer_length)
+
+
+def length_rewards(lengths: Sequence[int], correct: Sequence[bool]) -> list[float]:
+    """Returns the length reward of each response to one prompt (Kimi k1.5, arXiv:2501.12599, section 2.3.3).
+
+    With x = 0.5 - (length - shortest) / (longest - shortest), from -0.5 to 0.5: x for a correct response, min(0, x) for
+    a wrong one. 0 if all have the same length.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [x if right else min(0.0, x) for x, right in zip(shares, correct, strict=True)]

@@ -4,7 +4,8 @@ Invariants
 1. Samples are ordered by (group_index, index, position within the execution) under every schedule.
 2. Every sample has a score, or its reward is NaN and `unscored` gives the reason. Unscored samples are excluded from
    statistics and training. Any other missing reward is an error and never becomes zero.
-3. Rewards are raw. The trainer computes advantages per `group_index`, never by position.
+3. Rewards are raw, plus what the settings give for length. The trainer computes advantages per `group_index`, never by
+   position.
 4. The groups of a batch stay in flight in the buffer until `commit`. If the run is saved before the commit, a resumed
    run reissues them.
 """
@@ -25,11 +26,13 @@ from slime.core.errors import DataError, HookError, LedgerError
 from slime.core.sample import NOT_SAMPLED, Sample, Status
 from slime.core.text import step_name
 from slime.observability.logs import TELL_DRIVER
+from slime.rewards.scores import length_rewards, overlong_penalty
 from slime.rollout.filters import without_unscored
 from slime.rollout.transcript import NO_ENGINE, first_not_sampled, is_refused, tell_refused
 from slime.rollout.user_functions import load
 from slime.settings import Args, for_hook
 from slime.settings.conditions import trains_given_tokens
+from slime.settings.groups.reward import longest_response
 
 _FLAG = "--custom-convert-samples-to-train-data-path"
 
@@ -127,7 +130,8 @@ def in_order(groups: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
-    """Returns [S] rewards, from the user's post-processing or by `--reward-key`; NaN if unscored.
+    """Returns [S] rewards, from the user's post-processing, or by `--reward-key` and with what the settings give for
+    length; NaN if unscored.
 
     Raises `DataError` if a reward is missing or not finite, and `HookError` if the hook breaks its contract.
     """
@@ -135,6 +139,8 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
     post_process = load(args.custom_reward_post_process_path, "reward_post_process")
     if post_process is None or not samples:
         rewards = [s.get_reward_value(args.reward_key) for s in samples]
+        given = zip(rewards, _rewards_for_length(args, samples, rewards), strict=True)
+        rewards = [None if reward is None else reward + extra for reward, extra in given]
     else:
         result = post_process(for_hook(args), list(samples))
         if not isinstance(result, tuple) or len(result) != 2 or len(result[1]) != len(samples):
@@ -151,6 +157,30 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
             )
     values = {id(s): float(r) for s, r in zip(samples, rewards, strict=True) if r is not None}
     return [values.get(id(s), math.nan) for s in every]
+
+
+def _rewards_for_length(args: Args, samples: Sequence[Sample], rewards: Sequence[float | None]) -> list[float]:
+    """Returns [S] what `--overlong-buffer-len` and `--length-reward-coef` add to the reward of each sample."""
+    lengths, extra = [_num_sampled(s) for s in samples], [0.0] * len(samples)
+    if args.overlong_buffer_len is not None:
+        limit, buffer = longest_response(args), args.overlong_buffer_len
+        extra = [args.overlong_penalty_factor * overlong_penalty(length, limit, buffer) for length in lengths]
+    if args.length_reward_coef:
+        groups: dict[int | None, list[int]] = {}
+        for place, sample in enumerate(samples):
+            groups.setdefault(sample.group_index, []).append(place)
+        for places in groups.values():
+            correct = [(rewards[p] or 0.0) > 0.0 for p in places]
+            for p, value in zip(places, length_rewards([lengths[p] for p in places], correct), strict=True):
+                extra[p] += args.length_reward_coef * value
+    return extra
+
+
+def _num_sampled(sample: Sample) -> int:
+    """Returns the length of a response without tool output and template text."""
+    if sample.token_versions is None:
+        return sample.response_length
+    return sum(version != NOT_SAMPLED for version in sample.token_versions)
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:

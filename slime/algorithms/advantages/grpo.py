@@ -337,6 +337,14 @@ class MaximumLikelihood(GroupEstimator):
     def compared(self, rewards: Array, groups: npt.NDArray[np.int64], executions: npt.NDArray[np.int64]) -> Array:
         return success_advantages(rewards, groups, executions)
 
+    def check(self, args: Args) -> str | None:
+        if args.overlong_buffer_len is not None or args.length_reward_coef:
+            return (
+                "advantage_estimator maxrl needs rewards that are not negative, but --overlong-buffer-len and "
+                "--length-reward-coef subtract from them; drop them, or use another estimator"
+            )
+        return super().check(args)
+
 
 def success_advantages(
     rewards_S: Sequence[float] | Array,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from slime.core.cores import usable_cores
 from slime.core.errors import ConfigError
 from slime.core.registry import load_object
-from slime.settings.conditions import fine_tunes
+from slime.settings.conditions import ADVANTAGES, fine_tunes
 from slime.settings.data_files import first_row_names, grader_of_data
 from slime.settings.eval_config import eval_datasets
-from slime.settings.fields import Need, Rule, derived, opt, refuse_if
-from slime.settings.flags import COUNT, SECONDS, host_form, url_form
+from slime.settings.fields import Need, Rule, derived, is_not_zero, opt, refuse_if
+from slime.settings.flags import COUNT, SECONDS, TOKENS, host_form, url_form
 from slime.settings.groups.hooks import DEFAULT_ROLLOUT, SFT_ROLLOUT, teacher_of_reward
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ _COMPUTES = Need(
     lambda s: _may_be_graded_by(s, lambda kind: kind.wrong is not None),
     "a grader that computes (--rm-type math), or rows with metadata (which may name one)",
 )
+_SHAPED = Need(
+    lambda s: not (s.custom_reward_post_process_path or s.custom_convert_samples_to_train_data_path),
+    "slime's own rewards; --custom-reward-post-process-path or --custom-convert-samples-to-train-data-path replaces "
+    "them",
+)
+_OVERLONG = Need(lambda s: s.overlong_buffer_len is not None, "--overlong-buffer-len")
 _CODE = Need(_may_run_code, "--rm-type code, rows with metadata (which may name it), or your own function")
 
 
@@ -88,6 +94,15 @@ class RewardSettings:
     can reach the network and other processes; without Landlock, all files. Default: refuse such a machine."""
     reward_key: str | None = None
     """Key of a dict reward to train on."""
+    overlong_buffer_len: int | None = opt(None, needs=(ADVANTAGES, _SHAPED), within=TOKENS)
+    """Lower the trained reward of a response in the last N tokens before the maximum length, linearly up to
+    --overlong-penalty-factor (DAPO's soft overlong punishment, arXiv:2503.14476). The maximum is
+    --rollout-max-total-response-len if set, else --rollout-max-response-len. Default: off."""
+    overlong_penalty_factor: float = opt(1.0, needs=(ADVANTAGES, _SHAPED, _OVERLONG), ge=0, le=1_000_000)
+    """Penalty of a response of the maximum length."""
+    length_reward_coef: float = opt(0.0, needs=(ADVANTAGES, _SHAPED), asks=is_not_zero, ge=0, le=1_000_000)
+    """Weight of the length reward (Kimi k1.5, arXiv:2501.12599), added to the trained reward: among the responses to a
+    prompt, from 0.5 for the shortest to -0.5 for the longest, and at most 0 for those without a positive reward."""
     group_rm: bool = False
     """Grade all samples of a prompt in a single call."""
     reward_timeout_s: float = opt(30.0, within=SECONDS)
@@ -128,7 +143,22 @@ def rewards_are_used_as_asked(args: Args) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (grader_is_known, rewards_are_used_as_asked)
+def longest_response(s: Any) -> int:
+    """Returns the maximum number of tokens sampled per execution, or per response if only that is limited."""
+    return int(s.rollout_max_total_response_len or s.rollout_max_response_len)
+
+
+RULES: tuple[Rule, ...] = (
+    grader_is_known,
+    rewards_are_used_as_asked,
+    refuse_if(
+        lambda s: s.overlong_buffer_len is not None and s.overlong_buffer_len > longest_response(s),
+        lambda s: (
+            f"overlong_buffer_len {s.overlong_buffer_len} is larger than the maximum response length of "
+            f"{longest_response(s)}, so every response would be penalised; set a smaller one"
+        ),
+    ),
+)
 
 # --- Agents
 

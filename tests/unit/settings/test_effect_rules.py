@@ -33,6 +33,8 @@ CONTRADICTIONS = [
     (f"{NO_ADVANTAGES} --use-kl-loss", "all advantages would be zero"),
     ("--disable-grpo-std-normalization --advantage-scale group", "contradicts advantage_scale"),
     ("--grpo-std-normalization --advantage-scale none", "contradicts advantage_scale"),
+    ("--advantage-estimator maxrl --length-reward-coef 0.1", "rewards that are not negative"),
+    ("--overlong-buffer-len 99999999", "larger than the maximum response length of"),
 ]
 
 IDLE = [
@@ -89,6 +91,8 @@ IDLE = [
     ("--policy-loss cispo --eps-clip 0.1 --eps-clip-high 4 --cispo-clip-low 0", "eps_clip 0.1"),
     ("--cispo-clip-low 0", "which needs policy_loss cispo"),
     ("--sapo-tau-positive 2", "which needs policy_loss sapo"),
+    ("--dppo-divergence-threshold 0.1", "which needs policy_loss dppo"),
+    ("--policy-loss dppo --eps-clip 0.1", "eps_clip 0.1"),
     # Advantages.
     *(
         (f"--advantage-estimator {e} --disable-grpo-std-normalization", "grpo_std_normalization False")
@@ -129,6 +133,8 @@ IDLE = [
     ("--disable-wandb-random-suffix", "wandb_random_suffix False, which needs --use-wandb"),
     ("--tb-project-name a", "tb_project_name a, which needs --use-tensorboard"),
     ("--rm-url http://a:1", "rm_url http://a:1, which needs --rm-type remote_rm"),
+    ("--overlong-penalty-factor 2", "overlong_penalty_factor 2.0, which needs --overlong-buffer-len"),
+    ("--custom-reward-post-process-path a.b --length-reward-coef 0.1", "which needs slime's own rewards"),
     ("--rm-url http://a:1 --rm-batch-size 4", "rm_batch_size 4, which needs --rm-type remote_rm"),
     ("--loss-constant-length 9", "which needs loss_aggregation constant_length"),
     ("--calculate-per-token-loss --drop-masked-executions", "which token_mean does not"),
