@@ -29,6 +29,8 @@ from tests.support.algorithms import token_weights
 from tests.support.marks import quick
 
 NUM_STARTS, NUM_SAMPLES, GROUP, NUM_TURNS = 20, 64, 8, 100
+LONGER = {"maxrl": 150}
+"""Without a division by the standard deviation, steps shrink near the optimum; here, rewards have three values."""
 LETTERS = np.array(list(itertools.product(range(4), repeat=3)))
 PREFIX = np.stack([0 * LETTERS[:, 0], 1 + LETTERS[:, 0], 5 + 4 * LETTERS[:, 0] + LETTERS[:, 1]], 1)
 REWARD = 0.5 * (LETTERS[:, 0] == 2) + 0.5 * (LETTERS[:, 2] == LETTERS[:, 1])
@@ -99,7 +101,7 @@ def test_the_optimum_is_found(estimator: str, loss: str) -> None:
     masks, executions = [np.ones(3, np.float32)] * TOTAL, np.arange(TOTAL).tolist()
     weights = torch.from_numpy(np.concatenate(token_weights(masks, executions, kind="sequence_mean"))) * NUM_STARTS
     assert (expected_reward(logits.detach()) < 0.6).all(), "nothing is known at the start"
-    for _ in range(NUM_TURNS):
+    for _ in range(LONGER.get(estimator, NUM_TURNS)):
         with torch.no_grad():
             table = all_log_probs(logits)
             rows = table.sum(-1).exp().multinomial(NUM_SAMPLES, replacement=True, generator=generator).reshape(-1)
