@@ -161,7 +161,10 @@ def sample_rewards(args: Args, samples: Sequence[Sample]) -> list[float]:
 
 def _rewards_for_length(args: Args, samples: Sequence[Sample], rewards: Sequence[float | None]) -> list[float]:
     """Returns [S] what `--overlong-buffer-len` and `--length-reward-coef` add to the reward of each sample."""
-    lengths, extra = [_num_sampled(s) for s in samples], [0.0] * len(samples)
+    extra = [0.0] * len(samples)
+    if args.overlong_buffer_len is None and not args.length_reward_coef:
+        return extra
+    lengths = [_num_sampled(s) for s in samples]
     if args.overlong_buffer_len is not None:
         limit, buffer = longest_response(args), args.overlong_buffer_len
         extra = [args.overlong_penalty_factor * overlong_penalty(length, limit, buffer) for length in lengths]
@@ -178,9 +181,8 @@ def _rewards_for_length(args: Args, samples: Sequence[Sample], rewards: Sequence
 
 def _num_sampled(sample: Sample) -> int:
     """Returns the length of a response without tool output and template text."""
-    if sample.token_versions is None:
-        return sample.response_length
-    return sum(version != NOT_SAMPLED for version in sample.token_versions)
+    versions = sample.column("token_versions")
+    return sample.response_length if versions is None else int(np.count_nonzero(versions != NOT_SAMPLED))
 
 
 def to_train_batch(args: Args, rollout_id: int, groups: Sequence[Sequence[Sample]]) -> TrainBatch:
