@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,7 +226,11 @@ def run_fleet(options: argparse.Namespace) -> int:
         files.order(map(str, rest))
     else:
         files.order(before | names)
-    return _wait_for_fleet(files, chosen, drains=drains, limit_s=options.wait_s)
+    left = _wait_for_fleet(files, chosen, drains=drains, limit_s=options.wait_s)
+    if drains and any(engine["refuses"] for engine in left):  # a refused order must not come true later
+        refused = {engine["engine"] for engine in left if engine["refuses"]}
+        files.order(before | set(map(str, chosen - refused)))
+    return int(bool(left))
 
 
 def _chosen_engines(engines: Sequence[dict[str, Any]], which: Sequence[str]) -> set[int]:
@@ -243,19 +247,28 @@ def _named(engines: Sequence[dict[str, Any]], names: Container[str]) -> set[int]
     return {e["engine"] for e in engines if is_named(names, e["engine"], e["host"])}
 
 
-def _wait_for_fleet(files: FleetFiles, chosen: set[int], *, drains: bool, limit_s: float) -> int:
+def _wait_for_fleet(files: FleetFiles, chosen: set[int], *, drains: bool, limit_s: float) -> list[dict[str, Any]]:
+    """Returns the chosen engines that the run has not drained or started after the time limit, or refuses to drain."""
     deadline = time.monotonic() + limit_s
     while True:
         engines = [engine for engine in files.engines() if engine["engine"] in chosen]
-        left = [engine for engine in engines if (engine["state"] == "drained") != drains]
+        left = [engine for engine in engines if _is_drained(engine) != drains]
         refused = [engine["reason"] for engine in left if engine["refuses"]]
         if not left or len(refused) == len(left) or time.monotonic() > deadline:
             break
         time.sleep(0.2)
     _list_engines(engines)
     if left:
-        print("; ".join(refused) or f"the run did not follow within {limit_s:.0f} s; it may be in a weight sync")
-    return int(bool(left))
+        late = f"the run has not followed within {limit_s:.0f} s, but will; it may be in a weight sync"
+        print("; ".join(refused) or late)
+    return left
+
+
+def _is_drained(engine: Mapping[str, Any]) -> bool:
+    """Returns whether an engine is drained, or has been taken back and not begun to start."""
+    from slime.fleet.supervisor import DRAINED
+
+    return engine["state"] == "drained" or (engine["state"] == "dead" and engine["reason"] == DRAINED)
 
 
 def _list_engines(engines: Sequence[dict[str, Any]]) -> None:

@@ -354,7 +354,8 @@ class HangDoctor:
                     self._exam = None  # it is over before anything was said about it
                 if incident.verdict is not None:
                     self._tell(str(key), None)
-                    logger.warning("it moves again after %.0f s: %s", now - incident.since_s, incident.verdict.text)
+                    since_s = now - incident.since_s
+                    logger.warning("it moves again after %.0f s; the hang was: %s", since_s, incident.verdict.text)
         for key, incident in found.items():
             if key not in self._incidents and self._exam is None:
                 self._incidents[key] = incident

@@ -78,10 +78,11 @@ class EngineMetrics:
         if self._asked is None and self._actors.engines:
             self._asked = self._actors.rollout.router_metrics.remote()
         engines, exposed = self._actors.engines.members.engines, self._sink.exposed
-        states = Counter(engine.state.value for engine in engines)
+        drained = [engine.state is State.DEAD and engine.reason == DRAINED for engine in engines]
+        states = Counter("drained" if d else e.state.value for e, d in zip(engines, drained, strict=True))
         exposed.replace(
             "slime_engines",
-            {(("state", state.value),): float(states[state.value]) for state in State},
+            {(("state", state),): float(states[state]) for state in (*(one.value for one in State), "drained")},
             "engines by state",
         )
         labels: dict[int, Labels] = {

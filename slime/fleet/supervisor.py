@@ -257,8 +257,12 @@ class Supervisor:
         engine = self._membership[index]
         if index in self._drained or engine.state is State.SYNCING:
             return ""
-        if not self._kind_of(engine) - self._gone - {index} and self._vital(engine):
-            return f"engine {index} is not drained, because no other engine of model {engine.model} is left"
+        if self._vital(engine):
+            others = self._kind_of(engine) - self._gone - {index}
+            serving = [e for e in self._membership.in_states(State.READY, State.SYNCING) if e.index in others]
+            if not others or (engine.state is State.READY and not serving):
+                what = "ready yet" if others else "left"
+                return f"engine {index} is not drained, because no other engine of model {engine.model} is {what}"
         if engine.state is not State.DEAD:
             self._port.dismiss(engine)
             self._membership.change(index, State.DEAD, reason=DRAINED)

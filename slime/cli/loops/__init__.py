@@ -125,7 +125,7 @@ NUMBERS: Mapping[str, _Number] = {
     "name": _Number("slime", "name of the job: lower-case letters, digits and -", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"),
     "nodes": _Number("2", "hosts with GPUs", _COUNT),
     "gpus": _Number("8", "GPUs of each host; 0: train on CPUs", _NONE),
-    "cpus": _Number("64", "CPU cores of each host", _COUNT),
+    "cpus": _Number("64", "CPU cores of each host for the run; Kubernetes needs some for itself", _COUNT),
     "shared": _Number("/shared", "folder that all hosts see at the same path", r"/[\w./-]+"),
     "warn_s": _Number("900", "seconds that a step and a checkpoint take at most", _COUNT, ("slurm", "ray")),
     "time": _Number("24:00:00", "time limit of the job", r"(\d+-)?\d+:\d\d:\d\d", ("slurm",)),
@@ -133,7 +133,7 @@ NUMBERS: Mapping[str, _Number] = {
     "partition": _Number("", "partition; default: that of the cluster", r"[\w.,-]*", ("slurm",)),
     "account": _Number("", "account; default: that of the user", r"[\w.-]*", ("slurm",)),
     "image": _Number("slime:gpu", "container image, built with the Dockerfile of slime", kinds=("k8s",)),
-    "memory": _Number("512Gi", "memory of each host", r"[1-9]\d*[KMGT]i", ("k8s",)),
+    "memory": _Number("512Gi", "memory of each host for the run, less than it has", r"[1-9]\d*[KMGT]i", ("k8s",)),
     "claim": _Number("shared", "PersistentVolumeClaim of the shared folder", r"[a-z0-9.-]+", ("k8s",)),
     "address": _Number("http://127.0.0.1:8265", "address of Ray's job server", r"https?://[\w.:\[\]-]+", ("ray",)),
 }
@@ -164,11 +164,16 @@ def run_cluster(options: argparse.Namespace) -> int:
     for name, text in texts.items():
         if (folder / name).exists() and (folder / name).read_text() != text:
             raise ConfigError(f"{folder / name} exists and is different; delete it or choose a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
     print(f"wrote {', '.join(texts)} to {folder}; the comments at their beginning say how to use them")
-    if not options.words:
+    if options.words:
+        print(f"{folder / TRAIN} has your flags and those for the cluster; it needs --hf-checkpoint and data as well")
+    else:
         print(f"{folder / TRAIN} has example values for model, data and reward: change them")
     return 0
 
@@ -186,6 +191,8 @@ def _values(options: argparse.Namespace) -> dict[str, str]:
         if re.fullmatch(number.form, value) is None:
             raise ConfigError(f"{flag} is {value!r}, but must be: {number.help}, like {number.default or '...'}")
         values[name.upper()] = value
+    if options.kind == "slurm":
+        _require_time(values["TIME"], int(values["WARN_S"]))
     gpus = int(values["GPUS"])
     values["GPU_OPTION"] = f" --gpus-per-node={gpus}" if gpus else ""
     values["GPU_LIMIT"] = f', nvidia.com/gpu: "{gpus}"' if gpus else ""
@@ -194,6 +201,22 @@ def _values(options: argparse.Namespace) -> dict[str, str]:
     venv = values["VENV"]
     values["ENVIRONMENT"] = f"source {venv}/bin/activate" if venv else "# activate the environment with slime here"
     return values
+
+
+LATEST_WARNING_S = 65_535
+"""Slurm's limit of the time between a signal and the end of a job."""
+
+
+def _require_time(time: str, warn_s: int) -> None:
+    """Raises `ConfigError` if a job is warned at its start, which would requeue it for ever, or not at all."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if warn_s >= min(total_s, LATEST_WARNING_S + 1):
+        raise ConfigError(
+            f"--warn-s {warn_s} is not less than --time {time} ({total_s} s), or more than Slurm's {LATEST_WARNING_S}; "
+            "the job would end before its first step. Give it more time, or warn it later"
+        )
 
 
 def _run_flags(words: Sequence[str], values: Mapping[str, str]) -> str:

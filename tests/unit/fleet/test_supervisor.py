@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from slime.cli.main import main
 from slime.core.errors import EngineError
 from slime.core.topology import DEFAULT_NAME, Worker
 from slime.fleet.supervisor import (
+    DRAINED,
     LONGEST_PAUSE_S,
     LOSSES_WITHIN_S,
     MAX_FAILURES,
@@ -367,6 +369,17 @@ def test_the_last_engine_of_a_kind_is_not_drained() -> None:
         fleet.supervisor.tend()
 
 
+def test_the_last_engine_that_serves_is_not_drained_while_others_start() -> None:
+    fleet = Fleet()
+    fleet.port.wrong[1] = "gone"
+    fleet.supervisor.tend()
+    fleet.now += PAUSE_S
+    fleet.supervisor.tend()
+    assert fleet.states() == [State.READY, State.STARTING]
+    assert fleet.supervisor.drain(0) == "engine 0 is not drained, because no other engine of model default is ready yet"
+    assert fleet.supervisor.drain(1) == "" and fleet.states() == [State.READY, State.DEAD]
+
+
 def test_an_engine_in_a_weight_sync_is_drained_after_it() -> None:
     fleet = Fleet()
     fleet.supervisor.syncing(fleet.members.engines)
@@ -401,12 +414,18 @@ def test_files_carry_orders_to_a_run_and_its_engines_back(tmp_path: Path, capsys
     run.write(fleet.members.engines, (), {})
     assert command() == "0 engine 1 of default: ready at version 1"
     assert "engines and hosts of this run are 0, 1; 7 is not among them" in command("drain", "7")
-    assert command("drain", "1").startswith("1 the run did not follow within 0 s") and run.drained() == {"1"}
+    assert command("drain", "1").startswith("1 the run has not followed within 0 s") and run.drained() == {"1"}
     run.write(fleet.members.engines, {1}, {})
     assert command("drain", "1") == "0 engine 1 of default: drained at version 1"
-    assert command("add", "1").startswith("1 the run did not follow") and run.drained() == set()
+    assert command("add", "1").startswith("1 the run has not followed") and run.drained() == set()
     run.write(fleet.members.engines, (), {1: "engine 1 is not drained, because it is the last"})
     assert command("drain", "1") == "1 engine 1 is not drained, because it is the last"
+    assert run.drained() == set(), "a refused order does not come true later"
+    run.write(fleet.members.engines, {0}, {1: "engine 1 is not drained, because it is the last"})
+    assert command("drain", "0", "1").startswith("1 engine 1 is not drained") and run.drained() == {"0"}
+    away = replace(fleet.members.engines[1], state=State.DEAD, reason=DRAINED)
+    run.write([away], (), {})
+    assert command("add", "1").startswith("1 the run has not followed"), "it has not begun to start"
     run.begin()
     assert run.drained() == set() and not (tmp_path / "fleet.json").exists()
 

@@ -127,6 +127,8 @@ def test_the_schema_finds_mistakes(tmp_path: Path) -> None:
     [
         (["slurm", "--nodes", "none"], "--nodes is 'none', but must be: hosts with GPUs, like 2"),
         (["slurm", "--time", "a day"], "--time is 'a day', but must be: time limit of the job, like 24:00:00"),
+        (["slurm", "--time", "00:10:00"], "--warn-s 900 is not less than --time 00:10:00 (600 s)"),
+        (["slurm", "--time", "7-00:00:00", "--warn-s", "65536"], "or more than Slurm's 65535"),
         (["slurm", "--image", "x"], "--image x is for k8s, not for slurm; drop it"),
         (["k8s", "--name", "My_Run"], "--name is 'My_Run'"),
         (["ray", "--colocated"], "unknown flag --colocated; did you mean --colocate?"),
@@ -139,6 +141,12 @@ def test_a_wrong_number_is_refused_before_a_file_is_written(
     kind, *more = words
     assert main(["cluster", "init", kind, str(tmp_path / "x"), *more]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["cluster", "init", "ray", str(tmp_path / "file")]) == 2
+    assert f"cannot write to {tmp_path / 'file'}: File exists" in capsys.readouterr().err
 
 
 def test_what_the_user_has_changed_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
