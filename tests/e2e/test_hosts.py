@@ -291,7 +291,7 @@ def test_a_host_that_is_refused_is_asked_again(three: FakeCluster, shared: Path,
         other.kill("ray::HostActor")
         told = f"not using host {other.name} ({other.address}) because it does not see --run-dir"
         run.wait_until("the refusal", lambda: told in log.read_text())
-        run.wait_until("word of the engine", lambda: "engine 1 waits for its host" in log.read_text())
+        run.wait_until("word of the engine", lambda: "engine 1 waits for its lost host" in log.read_text())
         after = max(run.metrics("train"))
         run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
         other.run(["umount", str(run_dir)])
@@ -314,7 +314,7 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
         log = run.run_dir / "logs" / "driver.log"
         assert f"({cluster.hosts[0].address}) has training ranks [0], the rollout side" in log.read_text()
         os.kill(cluster.hosts[2].init, signal.SIGKILL)
-        run.wait_until("word of the host", lambda: "engine 1 waits for its host" in log.read_text())
+        run.wait_until("word of the host", lambda: "engine 1 waits for its lost host" in log.read_text())
         after = max(run.metrics("train"))
         run.wait_until("two steps more", lambda: max(run.metrics("train")) >= after + 2)
         os.kill(cluster.hosts[1].init, signal.SIGKILL)
