@@ -1,7 +1,8 @@
 """How a run stops early, so that the same command continues it, and how it restarts by itself (`--max-restarts`).
 
 `StopRequest` is set by SIGUSR1, by SIGTERM with `--exit-signal-handler`, and by `--exit-duration-in-mins`. The driver
-looks at it once per step, saves a checkpoint after that step, and exits with `AGAIN`.
+looks at it once per step, saves a checkpoint after that step, and exits with `AGAIN`. Before the first step of a
+launch, only a signal stops it, so that a time limit shorter than the start does not requeue a run for ever.
 
 `--max-restarts` restarts a run from its newest checkpoint after a fault:
 
@@ -109,10 +110,14 @@ class StopRequest:
         self.hear(number)
         return True
 
+    def heard(self) -> str | None:
+        """Returns the signal that has asked the run to stop, or None."""
+        return None if self._signal is None else self._signal.name
+
     def reason(self, args: Args) -> str | None:
         """Returns why the run should stop after its current step, or None."""
-        if self._signal is not None:
-            return self._signal.name
+        if (heard := self.heard()) is not None:
+            return heard
         minutes = args.exit_duration_in_mins
         over = minutes is not None and self._clock() - self._began_s >= 60 * minutes
         return f"--exit-duration-in-mins {minutes}" if over else None

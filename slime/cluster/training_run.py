@@ -375,7 +375,7 @@ class Run:
         if startup := self._startup.end():
             collect()  # discards timings from before the first step
             self._tracker.add(startup)
-            if (reason := stop_request().reason(self.args)) is not None:
+            if (reason := stop_request().heard()) is not None:
                 self._stop_early(reason, f"before step {rollout_id}, the first of this launch")
         if traces_engines(self.args, rollout_id):
             folder = Path(self.args.run_dir).absolute() / "profiles"

@@ -290,6 +290,7 @@ def test_the_minutes_of_a_run_are_those_since_its_first_start(script: Script) ->
     assert request.reason(args) is None
     now[0] += 1
     assert request.reason(args) == "--exit-duration-in-mins 30" and request.code(args) == errors.AGAIN
+    assert request.heard() is None, "before its first step, only a signal stops a launch"
     other = StopRequest()
     other.hear(signal.SIGUSR1)
     assert other.reason(args) == "SIGUSR1"
