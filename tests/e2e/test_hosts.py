@@ -308,7 +308,7 @@ def test_a_lost_host_takes_its_engines_and_not_the_run(shared: Path, flags: Flag
     left, which is too little here, and says so."""
     save = shared / "lost-save"
     flags = [*flags, "--num-rollout", "1000", "--rollout-num-gpus", "2", "--save", save, "--load", save]
-    flags += ["--save-interval", "1", "--max-restarts", "1"]
+    flags += ["--save-interval", "1", "--max-restarts", "1", "--restart-wait-s", "10"]
     with ray_cluster(shared, [1, 1, 1]) as cluster, HostedRun(cluster, shared / "lost", flags) as run:
         run.wait_until("the first checkpoint", lambda: latest_step(save) >= 0)
         log = run.run_dir / "logs" / "driver.log"
